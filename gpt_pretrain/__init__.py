@@ -1,0 +1,1 @@
+"""Hydra-configured, Megatron-style GPT pretraining with FP8 on NVIDIA Hopper and newer."""

@@ -1,0 +1,104 @@
+"""Who this process is among the processes of a run, read from the launcher's environment variables.
+
+torchrun and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT; Slurm's `srun` sets
+SLURM_PROCID and its siblings; without either the run is one process. Reading it needs no torch, so that every rule
+about the world size runs before anything expensive.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpt_pretrain.config.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The place of this process in the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    launcher: str
+    """Which variables were read: "torchrun", "srun" or "none"."""
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this process prints and writes for the run."""
+        return self.rank == 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the run, with as many processes on each."""
+        return max(1, self.world_size // self.local_world_size)
+
+
+def _number(env: Mapping[str, str], key: str) -> int:
+    value = env.get(key)
+    if value is None:
+        raise ConfigError([f"{key} is not set although the launcher's other variables are; start with torchrun or srun"])
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError([f"{key}={value!r} in the environment is not a whole number"]) from None
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a Slurm node list: `gpu[012-015,020],login1` gives `gpu012` (sbatch(1), SLURM_JOB_NODELIST)."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodelist)
+    if match is None:
+        raise ConfigError([f"SLURM_JOB_NODELIST={nodelist!r} names no host; set MASTER_ADDR"])
+    return match.group(1) + (match.group(2) or "")
+
+
+def read_launch(env: Mapping[str, str] | None = None) -> Launch:
+    """Reads this process's place in the run.
+
+    Args:
+        env: Environment variables; the process's own when not given.
+
+    Raises:
+        ConfigError: The launcher's variables are incomplete or contradict each other.
+    """
+    env = os.environ if env is None else env
+    if "RANK" in env or "WORLD_SIZE" in env:
+        world_size = _number(env, "WORLD_SIZE")
+        launch = Launch(
+            rank=_number(env, "RANK"),
+            world_size=world_size,
+            local_rank=_number(env, "LOCAL_RANK"),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
+            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(env.get("MASTER_PORT", "29500")),
+            launcher="torchrun",
+        )
+    elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NODELIST"):
+        # SLURM_PROCID alone also exists in a batch script's own shell, which is no task of a step.
+        world_size = _number(env, "SLURM_NTASKS")
+        launch = Launch(
+            rank=_number(env, "SLURM_PROCID"),
+            world_size=world_size,
+            local_rank=_number(env, "SLURM_LOCALID"),
+            local_world_size=int(env.get("SLURM_NTASKS_PER_NODE") or world_size // _number(env, "SLURM_NNODES")),
+            master_addr=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
+            # Any two jobs of a node differ in their job id; torch's default port would make them collide.
+            master_port=int(env.get("MASTER_PORT") or 20000 + _number(env, "SLURM_JOB_ID") % 20000),
+            launcher="srun",
+        )
+    else:
+        launch = Launch(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            master_addr="127.0.0.1",
+            master_port=0,
+            launcher="none",
+        )
+    if not 0 <= launch.rank < launch.world_size:
+        raise ConfigError([f"rank {launch.rank} is not below the world size {launch.world_size} the launcher states"])
+    return launch

@@ -1,0 +1,362 @@
+"""Every key of the configuration: its name, type, unit and meaning, and no value.
+
+The values live in `conf/`; `tests/test_config_schema.py` asserts that both have the same set of keys. Names and
+places are NeMo 1.x's and megatron-core's, so that a NeMo command line reads the same here: whatever shapes the
+model, its parallel layout, its batch, its data and its optimizer is under `model.`.
+
+The string below a field is its documentation; `python -m gpt_pretrain --help` prints it.
+A field that may be null says what null means. `model.vocab_size=null` style defaults that depend on the machine are
+resolved by pure functions (`gpt_pretrain.config.derived`, `gpt_pretrain.megatron.translate`), never by mutation.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Normalization(Enum):
+    """Normalisation layer; the values are megatron-core's names."""
+
+    layernorm = "LayerNorm"
+    rmsnorm = "RMSNorm"
+
+
+class Activation(Enum):
+    """MLP activation. `gelu` is the exact (erf) form, `gelu_tanh` GPT-2's tanh approximation, `swiglu` gated SiLU."""
+
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    swiglu = "swiglu"
+
+
+class PositionEmbedding(Enum):
+    """How positions reach the model: a learned table added to the embeddings, or rotary embeddings."""
+
+    learned_absolute = "learned_absolute"
+    rope = "rope"
+
+
+class RecomputeGranularity(Enum):
+    """What is recomputed in the backward pass instead of kept: core attention alone, or whole layers."""
+
+    selective = "selective"
+    full = "full"
+
+
+class RecomputeMethod(Enum):
+    """With `full`: checkpoint every n layers (`uniform`), or the first n layers of each stage (`block`)."""
+
+    uniform = "uniform"
+    block = "block"
+
+
+class Precision(Enum):
+    """Parameter and activation type. `auto` is bf16 on a GPU and fp32 without one; the header says which."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class OptimizerName(Enum):
+    """Optimizer; `adam` is decoupled (AdamW)."""
+
+    adam = "adam"
+    sgd = "sgd"
+
+
+class ScheduleName(Enum):
+    """Learning rate decay after the warmup; the values are megatron-core's names."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "WSD"
+
+
+class WsdDecay(Enum):
+    """Shape of the decay phase of `wsd`."""
+
+    linear = "linear"
+    cosine = "cosine"
+    exponential = "exponential"
+    minus_sqrt = "minus_sqrt"
+
+
+class DataImpl(Enum):
+    """Where tokens come from: indexed files, the user's text, Python's standard library, or random tokens."""
+
+    mmap = "mmap"
+    text = "text"
+    stdlib = "stdlib"
+    mock = "mock"
+
+
+class TokenizerLibrary(Enum):
+    """`bpe` trains a byte-level BPE on the corpus, `file` reads a `tokenizer.json`, `none` takes token ids as they are."""
+
+    bpe = "bpe"
+    file = "file"
+    none = "none"
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenizerConfig:
+    """`model.tokenizer`: from text to token ids."""
+
+    library: TokenizerLibrary
+    """Which tokenizer: bpe (trained on the corpus), file (`model.tokenizer.model`), none (indexed or mock data only)."""
+    model: str | None
+    """Path of a Hugging Face `tokenizer.json`; with library=file."""
+    vocab_size: int
+    """Number of tokens that library=bpe trains, the end-of-document token included."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """`model.data`: the corpus, its splits and its caches."""
+
+    data_impl: DataImpl
+    """Kind of corpus: mmap (.bin/.idx by `data_prefix`), text (`text_files`), stdlib (Python's own sources), mock."""
+    data_prefix: list[Any]
+    """data_impl=mmap: one path without .bin/.idx, several, or weights and paths in turn: [0.7,web,0.3,code]."""
+    splits_string: str
+    """Shares of documents for training, validation and test, e.g. "900,50,50"."""
+    text_files: list[str]
+    """data_impl=text: files or glob patterns (.txt: one document a file; .jsonl and .parquet: one a row)."""
+    text_key: str
+    """Field (.jsonl) or column (.parquet) that holds the text."""
+    cache_dir: str | None
+    """Where tokenised corpora and index caches are kept; null: $XDG_CACHE_HOME/gpt_pretrain or ~/.cache/gpt_pretrain."""
+    num_dataset_builder_threads: int
+    """Threads that build the sample indices of blended datasets."""
+    num_workers: int
+    """Processes that prepare batches ahead of each rank; 0 prepares them in the training process."""
+    eod_mask_loss: bool
+    """Leave the end-of-document token out of the loss."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """`model.optim.sched`: learning rate over steps."""
+
+    name: ScheduleName
+    """Decay after the warmup: constant, linear, cosine, wsd (warmup, stable, decay)."""
+    warmup_steps: int
+    """Optimizer steps of linear warmup from `init_lr` to `model.optim.lr`."""
+    decay_steps: int | None
+    """Step at which `min_lr` is reached (warmup included); null: trainer.max_steps."""
+    init_lr: float
+    """Learning rate at step 0 of the warmup."""
+    min_lr: float
+    """Learning rate after the decay."""
+    wsd_decay_steps: int | None
+    """Steps of the final decay of name=wsd; must be set with it, and only with it."""
+    wsd_decay_style: WsdDecay
+    """Shape of the final decay of name=wsd."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """`model.optim`: the optimizer and its schedule."""
+
+    name: OptimizerName
+    """adam (AdamW) or sgd."""
+    lr: float
+    """Peak learning rate."""
+    betas: list[float]
+    """Adam's two exponential decay rates."""
+    eps: float
+    """Adam's denominator term."""
+    momentum: float
+    """SGD's momentum."""
+    weight_decay: float
+    """Decoupled weight decay; biases and norm weights are exempt, as in megatron-core."""
+    sched: ScheduleConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """`model`: architecture, batch, parallel layout, precision of the layers, kernels, data and optimizer."""
+
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None
+    """Inner width of the MLP (each of the two halves with swiglu); null: 4 × hidden_size."""
+    num_attention_heads: int
+    """Query heads."""
+    num_query_groups: int | None
+    """Key/value heads (grouped-query attention); null: num_attention_heads."""
+    kv_channels: int | None
+    """Width of a head; null: hidden_size / num_attention_heads."""
+    vocab_size: int
+    """Tokens of the model before padding; the tokenizer may have fewer, not more."""
+    make_vocab_size_divisible_by: int
+    """The embedding is padded to a multiple of this, at every tensor parallel size alike."""
+    max_position_embeddings: int
+    """Longest sequence: rows of the learned position table, and the limit of encoder_seq_length."""
+    position_embedding_type: PositionEmbedding
+    """learned_absolute or rope."""
+    rotary_percentage: float
+    """Share of each head that rope rotates."""
+    rotary_base: int
+    """Base period (theta) of rope."""
+    normalization: Normalization
+    """layernorm or rmsnorm."""
+    layernorm_epsilon: float
+    """Epsilon of the normalisation."""
+    activation: Activation
+    """MLP activation: gelu, gelu_tanh, swiglu."""
+    bias: bool
+    """Biases in the linear layers."""
+    qkv_bias: bool
+    """A bias in the query/key/value projection even where bias=false (Qwen)."""
+    share_embeddings_and_output_weights: bool
+    """The LM head reuses the embedding matrix (tied embeddings)."""
+    init_method_std: float
+    """Standard deviation of the initial weights; projections back into the residual use std/sqrt(2·num_layers)."""
+    hidden_dropout: float
+    """Dropout after attention, MLP and embedding."""
+    attention_dropout: float
+    """Dropout of attention probabilities."""
+
+    encoder_seq_length: int
+    """Tokens of a training sample."""
+    micro_batch_size: int
+    """Samples per forward pass and data-parallel rank."""
+    global_batch_size: int
+    """Samples per optimizer step, over all ranks."""
+    seed: int
+    """Seed of weights, data order and dropout."""
+
+    tensor_model_parallel_size: int
+    """TP: ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int
+    """PP: ranks that the layers are split over."""
+    virtual_pipeline_model_parallel_size: int | None
+    """Model chunks per pipeline rank (interleaved schedule); null: one chunk, plain 1F1B."""
+    context_parallel_size: int
+    """CP: ranks that share each sequence; needs Transformer Engine."""
+    sequence_parallel: bool
+    """Split norms and dropout along the sequence over the TP ranks; needs TP > 1."""
+    use_distributed_optimizer: bool
+    """Shard optimizer states and masters over the data-parallel ranks."""
+    overlap_grad_reduce: bool
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool
+    """Gather parameters while the forward pass runs; needs use_distributed_optimizer and overlap_grad_reduce."""
+    grad_reduce_in_fp32: bool
+    """Accumulate and reduce gradients in fp32 also where parameters are bf16."""
+
+    fp8: bool
+    """FP8 matrix products in the transformer layers."""
+
+    transformer_engine: bool | None
+    """Layers from Transformer Engine; null: where a GPU and TE are present; true: or the run does not start."""
+    bias_activation_fusion: bool | None
+    """Fuse bias and activation of the MLP; null: on a GPU."""
+    bias_dropout_add_fusion: bool | None
+    """Fuse bias, dropout and residual; null: on a GPU."""
+    masked_softmax_fusion: bool | None
+    """Fuse scale, mask and softmax in layers without TE; null: where apex's kernels are present."""
+    apply_rope_fusion: bool | None
+    """TE's fused rope; null: with rope on TE layers."""
+    gradient_accumulation_fusion: bool | None
+    """Add weight gradients into the main gradient inside the GEMM; null: where apex's kernel is present."""
+    cross_entropy_loss_fusion: bool | None
+    """megatron-core's fused vocabulary-parallel cross entropy; null: on a GPU."""
+    activations_checkpoint_granularity: RecomputeGranularity | None
+    """Activation recomputation: null (none), selective, full."""
+    activations_checkpoint_method: RecomputeMethod | None
+    """With granularity=full: uniform or block."""
+    activations_checkpoint_num_layers: int | None
+    """With granularity=full: the n of the method."""
+
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    optim: OptimConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """`trainer`: how long, how often, on what."""
+
+    devices: int | None
+    """Processes per node; null: what the launcher started. A number is checked against it."""
+    num_nodes: int | None
+    """Nodes; null: what the launcher started. A number is checked against it."""
+    precision: Precision
+    """auto (bf16 on a GPU, fp32 without), fp32 or bf16."""
+    max_steps: int
+    """Optimizer steps of the whole run, resumed parts included."""
+    max_time: str | None
+    """Stop, with a checkpoint, once this wall-clock time is used up: "DD:HH:MM:SS"; null: no limit."""
+    log_every_n_steps: int
+    """Steps between two logged records; the only point at which the host waits for the GPU."""
+    val_check_interval: int | None
+    """Steps between validations; null: only at the end."""
+    limit_val_batches: int
+    """Global batches per validation; 0: no validation."""
+    gradient_clip_val: float
+    """Largest gradient norm (L2, over all parameters); 0: no clipping."""
+    gc_interval: int
+    """Steps between garbage collections, at the same step on all ranks; 0: leave it to Python."""
+    deterministic: bool
+    """Only kernels whose result does not vary from run to run (slower on a GPU)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """`checkpoint`: what is kept and where a run starts from."""
+
+    save_interval: int | None
+    """Steps between checkpoints; null: only at the end."""
+    save_at_end: bool
+    """Write a checkpoint when the run ends, also by Ctrl-C or max_time."""
+    resume: str
+    """auto (from the newest checkpoint of run_dir, if it has one), never, or the path of a checkpoint."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggingConfig:
+    """`logging`: what a run leaves on disk besides checkpoints."""
+
+    tensorboard: bool
+    """Write TensorBoard events to RUN_DIR/tensorboard."""
+    wandb: bool
+    """Log to Weights & Biases; needs the extra `wandb`."""
+    wandb_project: str
+    """Project of the W&B run."""
+    wandb_entity: str | None
+    """Team or user of the W&B run; null: the account's default."""
+    peak_tflops: float | None
+    """Peak of one GPU in TFLOP/s for the MFU; null: from the table of known GPUs, no MFU if it has none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleConfig:
+    """`sample`: the text that the model writes at the end of a run."""
+
+    prompt: str
+    """Text to continue."""
+    max_new_tokens: int
+    """Tokens to generate; 0: no sample."""
+    temperature: float
+    """0: greedy; otherwise the divisor of the logits."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """The whole run."""
+
+    name: str
+    """Name of the run: part of the default run directory, and the W&B run's name."""
+    run_dir: str | None
+    """Where the run writes; null: outputs/DATE/TIME_NAME. An existing one is resumed (see checkpoint.resume)."""
+    model: ModelConfig
+    trainer: TrainerConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    sample: SampleConfig
