@@ -1,0 +1,65 @@
+"""Initial weights that do not depend on the parallel layout.
+
+megatron-core draws each rank's shard from a generator of that rank, so the same seed gives another model at every
+layout. Here each weight matrix is drawn whole, from a generator seeded by (seed, its name, its layer), and each rank
+keeps its part. What the part is, megatron-core's sharded state dict says: it names every local tensor, its global
+shape and its place in it, across TP, PP, interleaved chunks and tied embeddings alike.
+
+The distribution is GPT-2's: normal with `init_method_std`, and std / sqrt(2 · num_layers) for the two projections that
+write into the residual stream (Radford et al. 2019, section 2.3). Norms and biases keep their ones and zeros.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
+
+from gpt_pretrain.config.schema import ModelConfig
+
+_RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def _generator_seed(seed: int, key: str, index: Sequence[int]) -> int:
+    digest = hashlib.sha256(f"{seed}/{key}/{'/'.join(map(str, index))}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _weight_shards(chunk: MegatronModule) -> Iterator[ShardedTensor]:
+    """Every sharded weight matrix of this chunk; a matrix that is stored in parts (gated MLPs) comes in parts."""
+    for value in nested_values(chunk.sharded_state_dict()):
+        parts = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
+        for part in parts:
+            if isinstance(part, ShardedTensor) and part.data is not None and part.data.dim() >= 2:
+                yield part
+
+
+@torch.no_grad()
+def initialize_weights(chunks: Sequence[MegatronModule], model: ModelConfig) -> None:
+    """Draws every weight matrix of this rank's model chunks.
+
+    Args:
+        chunks: GPTModels of this rank, before they are wrapped.
+        model: Gives seed, standard deviation and depth.
+    """
+    for chunk in chunks:
+        for shard in _weight_shards(chunk):
+            axes = shard.prepend_axis_num
+            std = model.init_method_std
+            if shard.key.endswith(_RESIDUAL_PROJECTIONS):
+                std /= math.sqrt(2.0 * model.num_layers)
+            # Leading axes count layers (and the halves of a gated MLP): part of the name, not of the matrix.
+            index, shape = shard.global_offset[:axes], shard.global_shape[axes:]
+            generator = torch.Generator(device=shard.data.device)
+            generator.manual_seed(_generator_seed(model.seed, shard.key, index))
+            whole = torch.empty(shape, dtype=torch.float32, device=shard.data.device).normal_(
+                0.0, std, generator=generator
+            )
+            place = tuple(
+                slice(offset, offset + size)
+                for offset, size in zip(shard.global_offset[axes:], shard.data.shape, strict=True)
+            )
+            shard.data.copy_(whole[place])

@@ -1,0 +1,98 @@
+"""Layer specs: which module each part of a transformer layer is built from.
+
+With Transformer Engine megatron-core's own spec is used. Without it, `LocalLayers` supplies megatron-core's
+tensor-parallel linear layers and a norm that also works under sequence parallelism, which megatron-core's wrapper of
+torch's norms refuses.
+"""
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from gpt_pretrain.megatron.platform import Kernels, Platform
+
+
+class TorchNorm:
+    """torch's LayerNorm or RMSNorm, its parameters marked for sequence parallelism.
+
+    Under sequence parallelism each tensor parallel rank normalises its own part of the sequence, so the gradients of
+    the norm's parameters have to be summed over the ranks; megatron-core does so for parameters that say
+    `sequence_parallel` (megatron.core.distributed.finalize_model_grads).
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:  # type: ignore[misc]
+        """Builds the norm that `config.normalization` names, over the last dimension of [s, b, h]."""
+        norm_cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = norm_cls(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
+    """megatron-core's local layers; apex's fused layer norm where it is installed."""
+
+    def __init__(self, *, apex_layer_norm: bool) -> None:
+        self._apex_layer_norm = apex_layer_norm
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """The norm's class: apex's fused kernel knows LayerNorm only."""
+        if self._apex_layer_norm and not rms_norm:
+            from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+            return FusedLayerNorm  # type: ignore[no-any-return]
+        return TorchNorm
+
+
+def build_layer_spec(
+    config: TransformerConfig, platform: Platform, kernels: Kernels, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of one model chunk: TE's layer spec, or as many of `LocalLayers` as this chunk holds."""
+    if kernels.transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec()
+    backend = LocalLayers(apex_layer_norm=platform.apex_layer_norm)
+    # A bare layer spec would get megatron-core's choice of final norm, which is TE's wherever TE is installed.
+    return TransformerBlockSubmodules(
+        layer_specs=[_local_layer_spec(config, backend)] * get_num_layers_to_build(config, vp_stage),
+        layer_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm"),
+    )
+
+
+def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> ModuleSpec:
+    norm = backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=backend.column_parallel_linear(),
+                    core_attention=backend.core_attention(),
+                    linear_proj=backend.row_parallel_linear(),
+                    q_layernorm=IdentityOp,
+                    k_layernorm=IdentityOp,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp_bda=get_bias_dropout_add,
+            # The checkpoint names of TE's fused norm+linear modules, so that both kinds of layer read one checkpoint.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )

@@ -1,0 +1,118 @@
+"""The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from gpt_pretrain.config.derived import padded_vocab_size
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.initialization import initialize_weights
+from gpt_pretrain.megatron.layers import build_layer_spec
+from gpt_pretrain.megatron.platform import Kernels, Platform
+from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
+
+
+def build_gpt_chunks(config: Config, platform: Platform, kernels: Kernels) -> list[GPTModel]:
+    """GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
+
+    Returns:
+        Models that map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s], on the last
+        stage, and to hidden states [s, b, h] on the others (s / TP under sequence parallelism).
+    """
+    model = config.model
+    transformer_config = translate_transformer(config, platform, kernels)
+    vp_size = model.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(vp_size or 1):
+        stage = vp_stage if vp_size else None
+        chunk = GPTModel(
+            config=transformer_config,
+            transformer_layer_spec=build_layer_spec(transformer_config, platform, kernels, stage),
+            vocab_size=padded_vocab_size(model),
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type.value,
+            rotary_percent=model.rotary_percentage,
+            rotary_base=model.rotary_base,
+            vp_stage=stage,
+        )
+        chunks.append(chunk.to(platform.device))
+    initialize_weights(chunks, model)
+    return chunks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """This rank's model, ready to train."""
+
+    chunks: list[DistributedDataParallel]
+    transformer_config: TransformerConfig
+    num_parameters: int
+    """Parameters of the whole model, over all ranks; tied embeddings counted once."""
+
+    def train(self) -> None:
+        """Dropout on."""
+        for chunk in self.chunks:
+            chunk.train()
+
+    def eval(self) -> None:
+        """Dropout off."""
+        for chunk in self.chunks:
+            chunk.eval()
+
+
+def build_model(config: Config, platform: Platform, kernels: Kernels) -> Model:
+    """Builds this rank's chunks and wraps them in megatron-core's DistributedDataParallel.
+
+    Process groups must be open (`megatron.parallel.process_groups`).
+    """
+    gpt_chunks = build_gpt_chunks(config, platform, kernels)
+    transformer_config = gpt_chunks[0].config
+    modules: list[torch.nn.Module] = list(gpt_chunks)
+    if transformer_config.bf16:
+        modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]
+    ddp_config = translate_ddp(config)
+    chunks = [
+        DistributedDataParallel(
+            transformer_config,
+            ddp_config,
+            module,
+            # Only the first chunk's gradients are reduced while others still compute.
+            disable_bucketing=index > 0,
+        )
+        for index, module in enumerate(modules)
+    ]
+    # The schedules ask the config for these; megatron-core's own training script sets them in the same way.
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    transformer_config.grad_scale_func = None
+    if config.model.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        transformer_config.no_sync_func = no_sync[0] if len(chunks) == 1 else no_sync
+        if len(chunks) > 1:
+            transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if config.model.overlap_param_gather and len(chunks) > 1:
+        transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+    return Model(chunks=chunks, transformer_config=transformer_config, num_parameters=_count_parameters(gpt_chunks))
+
+
+def _count_parameters(chunks: list[GPTModel]) -> int:
+    """Parameters of the whole model: each tensor parallel shard counts, replicas and shared embeddings do not."""
+    count = 0
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if getattr(parameter, "shared", False) and not chunk.pre_process:
+                continue
+            if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
+                count += parameter.numel()
+    total = torch.tensor(count, dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    return int(total.item())

@@ -1,0 +1,41 @@
+"""Optimizer and schedule of this rank."""
+
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.translate import translate_optimizer
+
+
+def build_optimizer(config: Config, model: Model, platform: Platform) -> MegatronOptimizer:
+    """megatron-core's optimizer: fp32 masters where parameters are bf16, sharded where the optimizer is distributed.
+
+    Biases and norm weights are in a group without weight decay, as in megatron-core.
+    """
+    return get_megatron_optimizer(translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False)
+
+
+def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay as functions of the optimizer steps taken."""
+    optim = config.model.optim
+    sched = optim.sched
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=sched.init_lr,
+        max_lr=optim.lr,
+        min_lr=sched.min_lr,
+        lr_warmup_steps=sched.warmup_steps,
+        lr_decay_steps=config.trainer.max_steps if sched.decay_steps is None else sched.decay_steps,
+        lr_decay_style=sched.name.value,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=config.trainer.max_steps,
+        wd_incr_style="constant",
+        # On resume the configuration says the schedule, and the checkpoint says how far it is.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        wsd_decay_steps=sched.wsd_decay_steps,
+        lr_wsd_decay_style=sched.wsd_decay_style.value,
+    )

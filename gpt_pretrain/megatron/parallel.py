@@ -1,0 +1,70 @@
+"""Process groups: from the launcher's ranks to megatron-core's tensor, pipeline, context and data parallel groups."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import HashStore
+
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.platform import Platform
+
+
+@contextmanager
+def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> Iterator[None]:
+    """Opens torch.distributed and megatron-core's groups, and closes them at the end.
+
+    Rank order is Megatron-LM's (TP fastest, then CP, DP, PP): the ranks of a tensor parallel group sit on one node.
+    A single process takes no port: its store lives in memory.
+    """
+    if platform.cuda:
+        torch.cuda.set_device(launch.local_rank)
+    backend = "nccl" if platform.cuda else "gloo"
+    timeout = timedelta(minutes=30)
+    if launch.world_size == 1:
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        # The launcher's store, which torchrun has opened already; srun's ranks open it at the first host.
+        os.environ.setdefault("MASTER_ADDR", launch.master_addr)
+        os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+        torch.distributed.init_process_group(
+            backend,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=platform.device if platform.cuda else None,
+        )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=model.tensor_model_parallel_size,
+            pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+            context_parallel_size=model.context_parallel_size,
+            # Second groups for CPU tensors beside NCCL; under gloo the first ones serve.
+            create_gloo_process_groups=False,
+        )
+        # Dropout differs between tensor parallel ranks where activations are split, and between pipeline stages.
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            model.seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def data_parallel_rank() -> int:
+    """This rank among those that see different samples (context parallel ranks see the same)."""
+    return int(parallel_state.get_data_parallel_rank())
+
+
+def is_last_stage_writer() -> bool:
+    """Whether this rank holds the loss and is the one of its tensor parallel group that reports it."""
+    return bool(
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )

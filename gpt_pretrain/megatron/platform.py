@@ -1,0 +1,202 @@
+"""What this machine offers to the run: GPU, Transformer Engine, apex, and what is refused without them.
+
+megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once, so that
+null in the configuration ("where it is there") becomes a value that the header prints, and an explicit `true` that
+cannot be met is an error and not a slower run.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import Config, PositionEmbedding, Precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Platform:
+    """Hardware and optional libraries of this process."""
+
+    cuda: bool
+    """A CUDA device is there."""
+    device_name: str
+    """Name of the GPU, or of the processor's kind."""
+    transformer_engine: str | None
+    """Version of Transformer Engine, if it imports on this machine."""
+    transformer_engine_problem: str | None
+    """Why Transformer Engine, though installed, does not import."""
+    apex_layer_norm: bool
+    """apex's fused layer norm."""
+    apex_optimizer: bool
+    """apex's fused Adam and multi-tensor kernels; TE brings its own."""
+    apex_softmax: bool
+    """The fused scale-mask-softmax kernels for layers without TE."""
+    apex_weight_gradient: bool
+    """apex's GEMM that accumulates weight gradients into the main gradient."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors live."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
+
+
+def _imports(module: str) -> bool:
+    """Whether a module is there and loads; a compiled extension built for another torch is there and does not."""
+    if importlib.util.find_spec(module.split(".", 1)[0]) is None:
+        return False
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _transformer_engine() -> tuple[str | None, str | None]:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None, None
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    # Loading TE's shared libraries fails in many ways (OSError, RuntimeError, AssertionError), each told to the user.
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    return importlib.metadata.version("transformer_engine"), None
+
+
+def detect_platform() -> Platform:
+    """Looks up what is there; imports Transformer Engine and apex where they are installed."""
+    cuda = torch.cuda.is_available()
+    te_version, te_problem = _transformer_engine() if cuda else (None, None)
+    return Platform(
+        cuda=cuda,
+        device_name=torch.cuda.get_device_name() if cuda else "CPU",
+        transformer_engine=te_version,
+        transformer_engine_problem=te_problem,
+        apex_layer_norm=cuda and _imports("apex.normalization") and _imports("fused_layer_norm_cuda"),
+        apex_optimizer=cuda and _imports("apex.optimizers") and _imports("amp_C"),
+        apex_softmax=cuda and _imports("scaled_upper_triang_masked_softmax_cuda"),
+        apex_weight_gradient=cuda and _imports("fused_weight_gradient_mlp_cuda"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Which implementation each part of the model runs on: the configuration's nulls, resolved for this machine."""
+
+    transformer_engine: bool
+    bias_activation_fusion: bool
+    bias_dropout_add_fusion: bool
+    masked_softmax_fusion: bool
+    apply_rope_fusion: bool
+    gradient_accumulation_fusion: bool
+    cross_entropy_loss_fusion: bool
+
+
+def plan_kernels(config: Config, platform: Platform) -> Kernels:
+    """Resolves each `null` of the kernel keys; explicit values stand."""
+    model = config.model
+
+    def choose(value: bool | None, otherwise: bool) -> bool:
+        return otherwise if value is None else value
+
+    te = choose(model.transformer_engine, platform.transformer_engine is not None)
+    return Kernels(
+        transformer_engine=te,
+        # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
+        # The fused GELU adds the bias itself and computes the tanh form; SwiGLU has no such limits.
+        bias_activation_fusion=choose(
+            model.bias_activation_fusion,
+            platform.cuda
+            and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
+        ),
+        bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
+        masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
+        apply_rope_fusion=choose(
+            model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
+        ),
+        gradient_accumulation_fusion=choose(model.gradient_accumulation_fusion, platform.apex_weight_gradient),
+        cross_entropy_loss_fusion=choose(model.cross_entropy_loss_fusion, platform.cuda),
+    )
+
+
+def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
+    """One line per part of the model for the run's header."""
+    layers = (
+        f"Transformer Engine {platform.transformer_engine}" if kernels.transformer_engine else "megatron-core local"
+    )
+    active = [name for name in Kernels.__dataclass_fields__ if name != "transformer_engine" and getattr(kernels, name)]
+    apex = [
+        name.removeprefix("apex_").replace("_", " ")
+        for name in Platform.__dataclass_fields__
+        if name.startswith("apex_") and getattr(platform, name)
+    ]
+    return {
+        "layers": layers,
+        "fused": ", ".join(active) or "none",
+        "apex": ", ".join(apex) or "not installed: nothing is lost but speed",
+    }
+
+
+def platform_notes(config: Config, platform: Platform) -> list[str]:
+    """What the user should know about this machine before the run starts."""
+    notes = []
+    if platform.cuda and platform.transformer_engine is None and config.model.transformer_engine is None:
+        why = platform.transformer_engine_problem or "it is not installed (pip install 'gpt_pretrain[te]')"
+        notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
+    return notes
+
+
+def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
+    """Refuses explicit settings that this machine cannot meet.
+
+    Raises:
+        ConfigError: Each such setting, its reason and the way out.
+    """
+    model = config.model
+    problems: list[str] = []
+    no_te = platform.transformer_engine_problem or (
+        "it is not installed; pip install 'gpt_pretrain[te]'" if platform.cuda else "there is no CUDA device"
+    )
+    te = plan_kernels(config, platform).transformer_engine
+    if model.transformer_engine and platform.transformer_engine is None:
+        problems.append(
+            f"model.transformer_engine=true, but Transformer Engine cannot be used here: {no_te}. "
+            "Use null (where it is there) or false"
+        )
+    elif model.context_parallel_size > 1 and not te:
+        problems.append(
+            f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {no_te}. "
+            "Use 1"
+        )
+    if model.apply_rope_fusion and not te:
+        problems.append("model.apply_rope_fusion=true needs Transformer Engine layers; use null or false")
+    if model.masked_softmax_fusion and (te or not platform.apex_softmax):
+        why = "Transformer Engine layers have their own attention" if te else "apex's softmax kernels are not installed"
+        problems.append(f"model.masked_softmax_fusion=true has no effect: {why}; use null or false")
+    if model.gradient_accumulation_fusion and not platform.apex_weight_gradient:
+        problems.append(
+            "model.gradient_accumulation_fusion=true needs apex's fused_weight_gradient_mlp_cuda, which is not "
+            "installed; use null or false"
+        )
+    if not platform.cuda:
+        problems += [
+            f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"
+            for key in ("bias_activation_fusion", "bias_dropout_add_fusion", "cross_entropy_loss_fusion")
+            if getattr(model, key)
+        ]
+    if te and config.trainer.precision is Precision.fp32:
+        problems.append(
+            "trainer.precision=fp32 with Transformer Engine layers has no fused attention; use bf16, or "
+            "model.transformer_engine=false"
+        )
+    if platform.cuda and launch.local_rank >= torch.cuda.device_count():
+        problems.append(
+            f"the launcher started {launch.local_world_size} processes on this node, which has "
+            f"{torch.cuda.device_count()} GPU(s); start one per GPU"
+        )
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,135 @@
+"""From our configuration to megatron-core's: pure functions, one per config class.
+
+Every field whose default differs between NeMo, megatron-core and Transformer Engine is set explicitly, so that what
+the user reads in `config.yaml` is what the layers get.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from gpt_pretrain.config.schema import Activation, Config, OptimizerName, Precision
+from gpt_pretrain.megatron.platform import Kernels, Platform
+
+
+def params_dtype(config: Config, platform: Platform) -> torch.dtype:
+    """Type of parameters and activations: `trainer.precision`, where auto is bf16 on a GPU and fp32 without one."""
+    precision = config.trainer.precision
+    if precision is Precision.auto:
+        return torch.bfloat16 if platform.cuda else torch.float32
+    return torch.bfloat16 if precision is Precision.bf16 else torch.float32
+
+
+def _activation(config: Config, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    activation = config.model.activation
+    if activation is Activation.swiglu:
+        return F.silu
+    if activation is Activation.gelu_tanh and not kernels.bias_activation_fusion:
+        return partial(F.gelu, approximate="tanh")
+    # megatron-core's fused bias+GELU is selected by F.gelu and computes the tanh form.
+    return F.gelu
+
+
+def translate_transformer(config: Config, platform: Platform, kernels: Kernels) -> TransformerConfig:
+    """The layers: `model.*` to `TransformerConfig`."""
+    model = config.model
+    dtype = params_dtype(config, platform)
+    recompute = model.activations_checkpoint_granularity
+    method = model.activations_checkpoint_method
+    interleaved = model.virtual_pipeline_model_parallel_size is not None
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=ffn_hidden_size(model),
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=num_query_groups(model),
+        kv_channels=kv_channels(model),
+        normalization=model.normalization.value,
+        layernorm_epsilon=model.layernorm_epsilon,
+        activation_func=_activation(config, kernels),
+        gated_linear_unit=model.activation is Activation.swiglu,
+        add_bias_linear=model.bias,
+        add_qkv_bias=model.qkv_bias,
+        init_method_std=model.init_method_std,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        attention_softmax_in_fp32=True,
+        apply_query_key_layer_scaling=False,
+        # Parallel layout.
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        # Batched sends to the stages before and after carry no tag: with two interleaved stages both are the same
+        # rank, and activations arrive as gradients. Ordered, overlapped sends tell them apart.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        deallocate_pipeline_outputs=model.pipeline_model_parallel_size > 1,
+        # Precision.
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        fp8=None,
+        deterministic_mode=config.trainer.deterministic,
+        # A mean over unmasked tokens, exact at every layout. Without a mask the cheaper mean of means is the same.
+        calculate_per_token_loss=model.data.eod_mask_loss,
+        # Kernels.
+        transformer_impl="transformer_engine" if kernels.transformer_engine else "local",
+        bias_activation_fusion=kernels.bias_activation_fusion,
+        bias_dropout_fusion=kernels.bias_dropout_add_fusion,
+        masked_softmax_fusion=kernels.masked_softmax_fusion,
+        apply_rope_fusion=kernels.apply_rope_fusion,
+        gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
+        cross_entropy_loss_fusion=kernels.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl="native",
+        recompute_granularity=None if recompute is None else recompute.value,
+        recompute_method=None if method is None else method.value,
+        recompute_num_layers=model.activations_checkpoint_num_layers,
+        # Weights are drawn anew, independent of the layout, in megatron/initialization.py; built on the device.
+        use_cpu_initialization=False,
+    )
+
+
+def translate_ddp(config: Config) -> DistributedDataParallelConfig:
+    """Gradient reduction and parameter gathering: `model.*` to `DistributedDataParallelConfig`."""
+    model = config.model
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=model.grad_reduce_in_fp32,
+        use_distributed_optimizer=model.use_distributed_optimizer,
+        overlap_grad_reduce=model.overlap_grad_reduce,
+        overlap_param_gather=model.overlap_param_gather,
+        # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
+        align_param_gather=model.overlap_param_gather and model.virtual_pipeline_model_parallel_size is not None,
+        average_in_collective=False,
+        check_for_nan_in_grad=False,
+    )
+
+
+def translate_optimizer(config: Config, platform: Platform) -> OptimizerConfig:
+    """`model.optim` and `trainer.gradient_clip_val` to `OptimizerConfig`."""
+    model, optim = config.model, config.model.optim
+    dtype = params_dtype(config, platform)
+    return OptimizerConfig(
+        optimizer=optim.name.value,
+        lr=optim.lr,
+        min_lr=optim.sched.min_lr,
+        weight_decay=optim.weight_decay,
+        decoupled_weight_decay=optim.name is OptimizerName.adam,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        sgd_momentum=optim.momentum,
+        clip_grad=config.trainer.gradient_clip_val,
+        bf16=dtype is torch.bfloat16,
+        fp16=False,
+        params_dtype=dtype,
+        use_distributed_optimizer=model.use_distributed_optimizer,
+        overlap_param_gather=model.overlap_param_gather,
+    )
