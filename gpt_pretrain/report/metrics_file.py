@@ -1,0 +1,152 @@
+"""`metrics.jsonl` on disk: appending to it through crashes and resumes, and reading it back as one history.
+
+A run may be killed at any byte and resumed from a checkpoint that is older than the last line. So the file is only
+ever appended to, each process begins with a `start` record that names the step it continues from, and the reader
+drops what a cut process had written about steps after that one.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.report.records import (
+    RECORD_KINDS,
+    Record,
+    StartRecord,
+    SummaryRecord,
+    TrainRecord,
+    ValidationRecord,
+)
+
+FILE_NAME = "metrics.jsonl"
+
+
+def metrics_path(run_dir: str | Path) -> Path:
+    """Where a run keeps its records."""
+    return Path(run_dir) / FILE_NAME
+
+
+class MetricsFile:
+    """Appends records, each handed to the operating system at once: a killed process loses none it has written.
+
+    Args:
+        run_dir: The run directory; made if it is missing.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = metrics_path(run_dir)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _mend_last_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Appends one record."""
+        self._file.write(record.to_line() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Forces what was written to the disk and closes the file."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _mend_last_line(path: Path) -> None:
+    """Completes or removes a last line that a killed process left without its newline.
+
+    Appending after a fragment would glue the next record to it, and both would be lost.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if not content or content.endswith(b"\n"):
+        return
+    end_of_lines = content.rfind(b"\n") + 1
+    with path.open("r+b") as file:
+        if _is_json_object(content[end_of_lines:]):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(end_of_lines)
+
+
+def _is_json_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+@dataclass(kw_only=True, slots=True)
+class Metrics:
+    """The history of a run, as if it had never been interrupted: steps rise, each has its newest record."""
+
+    starts: list[StartRecord] = field(default_factory=list)
+    train: list[TrainRecord] = field(default_factory=list)
+    validation: list[ValidationRecord] = field(default_factory=list)
+    summary: SummaryRecord | None = None
+    """The newest summary; None while the run goes on and after a crash."""
+
+
+def load_metrics(run_dir: str | Path) -> Metrics:
+    """Reads a run's records; works while the run goes on.
+
+    Args:
+        run_dir: The run directory.
+
+    Raises:
+        UserError: There is no `metrics.jsonl`, or a line of it other than a torn last one is not a record.
+    """
+    path = metrics_path(run_dir)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; give the directory of a run (its run_dir)") from None
+    if lines[-1] and not _is_json_object(lines[-1]):
+        lines.pop()
+
+    metrics = Metrics()
+    train: dict[int, TrainRecord] = {}
+    validation: dict[int, ValidationRecord] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        match _parse(line, f"{path}:{number}"):
+            case StartRecord() as start:
+                metrics.starts = [earlier for earlier in metrics.starts if earlier.step < start.step] + [start]
+                train = {step: record for step, record in train.items() if step <= start.step}
+                validation = {step: record for step, record in validation.items() if step <= start.step}
+                metrics.summary = None
+            case TrainRecord() as record:
+                train[record.step] = record
+            case ValidationRecord() as record:
+                validation[record.step] = record
+            case SummaryRecord() as record:
+                metrics.summary = record
+    metrics.train = [train[step] for step in sorted(train)]
+    metrics.validation = [validation[step] for step in sorted(validation)]
+    return metrics
+
+
+def _parse(line: bytes, place: str) -> Record | None:
+    """The record of a line; None for a kind of a newer version."""
+    try:
+        values = json.loads(line)
+        if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+            raise ValueError('not a JSON object with a "kind"')
+        record = RECORD_KINDS.get(values["kind"])
+        return None if record is None else record.from_json(values)
+    except ValueError as error:
+        raise UserError(f"{place} is not a record: {error}; remove the line, or restore the file") from None

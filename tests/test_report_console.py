@@ -1,0 +1,269 @@
+"""The console: plain lines for logs, a live area for terminals, numbers for people, and the loss curve."""
+
+import io
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from gpt_pretrain.report.chart import draw_loss_chart
+from gpt_pretrain.report.console import RunConsole
+from gpt_pretrain.report.metrics_file import Metrics
+from gpt_pretrain.report.numbers import format_count, format_duration, format_percent, format_rate
+from gpt_pretrain.report.records import StartRecord, TrainRecord, ValidationRecord
+from gpt_pretrain.report.summary import build_summary
+
+RECORD = TrainRecord(
+    step=120,
+    consumed_samples=1920,
+    consumed_tokens=491520,
+    loss=4.32109,
+    lr=2.5e-4,
+    grad_norm=1.2345,
+    step_time_s=0.25,
+    tokens_per_s=1234567.0,
+    tokens_per_s_per_gpu=154320.9,
+    tflops_per_gpu=512.3,
+    mfu=0.518,
+    memory_gib=71.25,
+    eta_s=3725.0,
+    time_unix=0.0,
+)
+CPU_RECORD = replace(RECORD, tokens_per_s=12345.6, tflops_per_gpu=None, mfu=None, memory_gib=1.25, grad_norm=None)
+VALIDATION = ValidationRecord(step=100, loss=4.5, perplexity=90.017, num_samples=128, time_s=1.25)
+
+SHOW_CURSOR = "\x1b[?25h"
+HIDE_CURSOR = "\x1b[?25l"
+
+
+def plain_output(show, max_steps=300):
+    buffer = io.StringIO()
+    with RunConsole(max_steps=max_steps, output=Console(file=buffer, force_terminal=False, width=80)) as console:
+        show(console)
+    return buffer.getvalue()
+
+
+def terminal_console(width):
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=60, legacy_windows=False)
+
+
+def lines_of(output):
+    """What a terminal console has written, without colours; a redraw starts new lines, as its cursor moves do."""
+    written = re.sub(r"\r|\x1b\[\d*[AK]", "\n", output.file.getvalue())
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", written).splitlines()
+
+
+def history(num_records=30):
+    train = [
+        replace(RECORD, step=10 * k, consumed_tokens=40960 * k, loss=3.0 + 5.0 * math.exp(-k / 6))
+        for k in range(1, num_records + 1)
+    ]
+    return Metrics(starts=[StartRecord(step=0, time_unix=0.0)], train=train, validation=[VALIDATION])
+
+
+def summary(metrics, **changes):
+    values = {
+        "step": 300,
+        "consumed_samples": 4800,
+        "consumed_tokens": 1228800,
+        "num_gpus": 8,
+        "end_reason": "max_steps",
+        "wall_time_s": 99.4,
+        "checkpoint": "outputs/run/checkpoints/step_300",
+        "sample_prompt": "def ",
+        "sample_text": "forward(self, x):\n    return x",
+    }
+    return build_summary(metrics, **(values | changes))
+
+
+def test_a_log_has_one_stable_line_a_record():
+    assert plain_output(lambda console: console.train(RECORD)) == (
+        "step 120/300 loss 4.3211 lr 2.500e-04 grad_norm 1.234 step_time_s 0.2500 tokens_per_s 1234567 "
+        "tflops_per_gpu 512.30 mfu 0.5180 memory_gib 71.25 eta 1:02:05\n"
+    )
+    assert plain_output(lambda console: console.train(CPU_RECORD)) == (
+        "step 120/300 loss 4.3211 lr 2.500e-04 grad_norm - step_time_s 0.2500 tokens_per_s 12346 "
+        "tflops_per_gpu - mfu - memory_gib 1.25 eta 1:02:05\n"
+    )
+    assert plain_output(lambda console: console.validation(VALIDATION)) == (
+        "validation step 100/300 loss 4.5000 perplexity 90.02 num_samples 128 time_s 1.25\n"
+    )
+
+
+def test_the_columns_of_a_log_do_not_depend_on_what_was_measured():
+    diverged = replace(CPU_RECORD, loss=math.nan, eta_s=None, memory_gib=None, step=1)
+    lines = [plain_output(lambda console, record=record: console.train(record)) for record in (RECORD, diverged)]
+
+    names = [line.split()[::2] for line in lines]
+    assert names[0] == names[1]
+    assert "loss nan " in lines[1]
+
+
+def test_a_log_keeps_paths_and_brackets_as_they_are():
+    path = "/scratch/" + "d" * 100 + "/[bold]run[/bold]"
+    sections = {"run": {"directory": path}, "nothing": {}}
+
+    def show(console):
+        console.print_header("gpt [x]", sections)
+        console.warning(f"{path} is :smile: slow")
+        console.note("no apex")
+
+    assert plain_output(show) == (
+        f"gpt [x]\n[run]\n  directory: {path}\nwarning: {path} is :smile: slow\nnote: no apex\n"
+    )
+
+
+def test_a_log_ends_with_the_facts_the_curve_and_the_sample():
+    metrics = history()
+    output = plain_output(lambda console: console.print_summary(summary(metrics), metrics, {"run": "outputs/run"}))
+
+    assert output.startswith("end step 300/300: all steps done\n  train loss: 7.2324 → 3.0337  (best 3.0337)\n")
+    assert "  validation loss: 4.5000 → 4.5000  (best 4.5000)\n" in output
+    assert "  tokens/s: 1.23M  (154k per GPU)\n" in output
+    assert "  run: outputs/run\n" in output
+    assert output.endswith("sample\ndef forward(self, x):\n    return x\n")
+    assert "\x1b" not in output
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("record", [RECORD, CPU_RECORD, replace(RECORD, step=1_200_000)])
+def test_no_line_on_a_terminal_is_wider_than_it_and_every_number_is_there(width, record):
+    output = terminal_console(width)
+    max_steps = 2_000_000 if record.step > 300 else 300
+    with RunConsole(max_steps=max_steps, output=output) as console:
+        console.print_header("gpt", {"model": {"parameters": "1,234,567"}, "run": {"directory": "d" * 200}})
+        console.start_live()
+        console.train(record)
+        console.validation(VALIDATION)
+        console.print_summary(summary(history()), history(), {"run directory": "outputs/run"})
+    lines = lines_of(output)
+    text = "\n".join(lines)
+
+    assert max(map(len, lines)) <= width
+    assert f"{record.step}/{max_steps}" in text
+    assert "4.3211" in text
+    assert "1:02:05" in text
+    if width == 120:
+        assert all(header in text for header in ("grad norm", "TFLOP/s", "MFU", "memory"))
+
+
+def test_a_narrow_terminal_keeps_the_loss_and_drops_the_rest():
+    output = terminal_console(24)
+    with RunConsole(max_steps=300, output=output) as console:
+        console.train(RECORD)
+    text = "\n".join(lines_of(output))
+
+    assert "120/300" in text
+    assert "4.3211" in text
+    assert "GiB" not in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 24
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_run_gives_the_terminal_back(interruption):
+    output = terminal_console(80)
+
+    def interrupted_run():
+        with RunConsole(max_steps=300, output=output) as console:
+            console.start_live()
+            console.train(RECORD)
+            raise interruption
+
+    with pytest.raises(interruption):
+        interrupted_run()
+
+    written = output.file.getvalue()
+    assert HIDE_CURSOR in written
+    assert written.rindex(SHOW_CURSOR) > written.rindex(HIDE_CURSOR)
+    assert re.search(r"\n(\x1b\[\?25h)?$", written), "the shell's prompt starts on a line of its own"
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    output = terminal_console(80)
+    with RunConsole(max_steps=300, output=output) as console:
+        console.start_live()
+        console.train(RECORD)
+
+    assert output.file.getvalue().startswith("step 120/300 loss 4.3211 ")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_sample_cannot_steer_the_terminal(terminal):
+    output = terminal_console(80) if terminal else Console(file=io.StringIO(), width=80)
+    metrics = history()
+    with RunConsole(max_steps=300, output=output) as console:
+        console.print_summary(summary(metrics, sample_text="a\x1b[2Jb\x07c\r"), metrics, {})
+
+    written = output.file.getvalue()
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c\N{REPLACEMENT CHARACTER}" in written
+    assert "\x1b[2J" not in written
+
+
+def test_a_run_without_records_has_a_summary_without_a_curve():
+    empty = Metrics()
+    record = summary(empty, step=0, end_reason="interrupted", sample_prompt=None, sample_text=None)
+    output = plain_output(lambda console: console.print_summary(record, empty, {}))
+
+    assert output.startswith("end step 0/300: stopped by Ctrl-C\n  train loss: – → –  (best –)\n")
+    assert "loss over steps" not in output
+    assert "sample" not in output
+
+
+@pytest.mark.parametrize("width", [40, 76, 116])
+def test_the_curve_fits_its_width_and_falls(width):
+    metrics = history()
+    rows = draw_loss_chart(metrics.train, metrics.validation, width=width, height=12).splitlines()
+
+    assert len(rows) == 12
+    assert max(len(row) for row in rows) <= width
+    assert sum("●" in row for row in rows) == 1
+    dots = [[index for index, char in enumerate(row) if "\u2801" <= char <= "\u28ff"] for row in rows[:10]]
+    left_to_right = [min(row) for row in dots if row]
+    assert left_to_right == sorted(left_to_right), "a falling loss is further right on every lower row"
+    assert re.search(r"10 +.*300$", rows[-1])
+
+
+def test_the_curve_of_a_million_steps_is_drawn_from_means():
+    noisy = [replace(RECORD, step=k, loss=4.0 + (k % 2)) for k in range(1, 24_001)]
+    rows = draw_loss_chart(noisy, [], width=60, height=10).splitlines()
+
+    assert sum(any("\u2801" <= char <= "\u28ff" for char in row) for row in rows) == 1, "the mean is flat"
+
+
+@pytest.mark.parametrize("losses", [[], [4.0], [4.0, math.nan], [math.inf, math.nan, 3.0]])
+def test_fewer_than_two_finite_losses_make_no_curve(losses):
+    train = [replace(RECORD, step=step, loss=loss) for step, loss in enumerate(losses)]
+
+    assert draw_loss_chart(train, [VALIDATION], width=60) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0, "0"), (0.0512, "0.0512"), (7.0, "7"), (987, "987"), (999.9, "1k"), (1234567, "1.23M"),
+     (999_960, "1M"), (70.6e9, "70.6B"), (15e12, "15T"), (math.inf, "inf"), (100, "100"), (1200, "1.2k"),
+     (120_000, "120k")],
+)  # fmt: skip
+def test_counts_have_three_digits_and_a_unit(value, text):
+    assert format_count(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "–"), (0.05123, "0.0512"), (712.4, "712"), (1979.0, "1980")])
+def test_rates_have_three_digits(value, text):
+    assert format_rate(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "–"), (0.4, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (86400 * 3 + 14706, "3d 04:05:06"),
+     (math.inf, "–")],
+)  # fmt: skip
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_percent():
+    assert format_percent(0.518) == "51.8%"

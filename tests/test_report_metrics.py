@@ -1,0 +1,294 @@
+"""metrics.jsonl: the documented schema, and a history that survives kills and resumes."""
+
+import ast
+import inspect
+import itertools
+import json
+import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.report import records
+from gpt_pretrain.report.metrics_file import Metrics, MetricsFile, load_metrics, metrics_path
+from gpt_pretrain.report.records import (
+    RECORD_KINDS,
+    Record,
+    StartRecord,
+    SummaryRecord,
+    TrainRecord,
+    ValidationRecord,
+)
+from gpt_pretrain.report.summary import build_summary, mean_tokens_per_s
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "metrics.md"
+
+
+def train(step, **changes):
+    record = TrainRecord(
+        step=step,
+        consumed_samples=16 * step,
+        consumed_tokens=4096 * step,
+        loss=8.0 - 0.1 * step,
+        lr=3e-4,
+        grad_norm=1.5,
+        step_time_s=0.5,
+        tokens_per_s=8192.0,
+        tokens_per_s_per_gpu=4096.0,
+        tflops_per_gpu=None,
+        mfu=None,
+        memory_gib=1.25,
+        eta_s=60.0,
+        time_unix=1.7e9,
+    )
+    return replace(record, **changes)
+
+
+def validation(step, loss):
+    return ValidationRecord(step=step, loss=loss, perplexity=math.exp(loss), num_samples=128, time_s=1.0)
+
+
+def summary(**changes):
+    values = {
+        "step": 20,
+        "consumed_samples": 320,
+        "consumed_tokens": 81920,
+        "num_gpus": 2,
+        "end_reason": "max_steps",
+        "wall_time_s": 10.0,
+        "checkpoint": None,
+    }
+    return build_summary(records_of(train(10), train(20)), **(values | changes))
+
+
+def records_of(*written):
+    """The metrics a run with these records has, as a reader of the file sees them."""
+    return Metrics(
+        starts=[record for record in written if isinstance(record, StartRecord)],
+        train=[record for record in written if isinstance(record, TrainRecord)],
+        validation=[record for record in written if isinstance(record, ValidationRecord)],
+    )
+
+
+def write(run_dir, *written):
+    with MetricsFile(run_dir) as file:
+        for record in written:
+            file.write(record)
+
+
+def field_documentation(record_class):
+    """Field → the string below it in the source, on one line."""
+    documented = {}
+    for cls in (Record, record_class):
+        body = ast.parse(inspect.getsource(cls)).body[0].body
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                documented[field.target.id] = " ".join(text.value.value.split())
+    return documented
+
+
+def documented_tables():
+    """Kind → list of (field, type, meaning) from the tables of docs/metrics.md."""
+    tables = {}
+    for section in re.split(r"^## ", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]:
+        if kind := re.match(r"`(\w+)`", section):
+            rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", section, flags=re.MULTILINE)
+            tables[kind.group(1)] = rows
+    return tables
+
+
+@pytest.mark.parametrize("kind", RECORD_KINDS)
+def test_the_document_lists_every_field_with_its_type_and_meaning(kind):
+    record_class = RECORD_KINDS[kind]
+    types = {"int": "integer", "float": "number", "float | None": "number or null", "str | None": "string or null"}
+    annotations = {
+        node.target.id: ast.unparse(node.annotation)
+        for cls in (Record, record_class)
+        for node in ast.parse(inspect.getsource(cls)).body[0].body
+        if isinstance(node, ast.AnnAssign)
+    }
+    meanings = field_documentation(record_class)
+    expected = [
+        (field.name, types.get(annotations[field.name], "string"), meanings[field.name])
+        for field in fields(record_class)
+    ]
+
+    assert documented_tables()[kind] == expected
+
+
+def test_the_document_describes_no_kind_that_does_not_exist():
+    assert set(documented_tables()) == set(RECORD_KINDS)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        StartRecord(step=0, time_unix=1.0),
+        train(10),
+        train(10, grad_norm=None, loss=math.inf),
+        validation(100, 4.25),
+        summary(sample_prompt="def ", sample_text="f():\n    return 'ü'\u2028"),
+    ],
+)
+def test_a_record_is_one_line_of_strict_json_and_comes_back(record):
+    line = record.to_line()
+    values = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+    assert "\n" not in line
+    assert list(values) == ["kind", *(field.name for field in fields(record))]
+    assert type(record).from_json(values) == record
+
+
+@pytest.mark.parametrize(("value", "written"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_a_diverged_loss_is_written_as_a_string_and_read_as_a_number(tmp_path, value, written):
+    write(tmp_path, train(10, loss=value))
+
+    assert json.loads(metrics_path(tmp_path).read_text())["loss"] == written
+    assert load_metrics(tmp_path).train[0].loss == pytest.approx(value, nan_ok=True)
+
+
+def test_a_record_is_on_disk_before_the_next_one(tmp_path):
+    with MetricsFile(tmp_path) as file:
+        file.write(train(10))
+        assert [record.step for record in load_metrics(tmp_path).train] == [10]
+
+
+def test_a_resumed_run_supersedes_what_the_cut_one_wrote_after_the_checkpoint(tmp_path):
+    write(tmp_path, StartRecord(step=0, time_unix=1.0), train(10), train(20), validation(20, 5.0), train(25), train(30))
+    write(tmp_path, StartRecord(step=20, time_unix=2.0), train(30, loss=1.0), validation(30, 4.0), train(40))
+
+    metrics = load_metrics(tmp_path)
+
+    # 25 was logged after the checkpoint of step 20 and never again: it belongs to a history that did not happen.
+    assert [record.step for record in metrics.train] == [10, 20, 30, 40]
+    assert metrics.train[2].loss == 1.0
+    assert [record.step for record in metrics.validation] == [20, 30]
+    assert [start.step for start in metrics.starts] == [0, 20]
+
+
+def test_a_run_started_over_in_the_same_directory_begins_a_new_history(tmp_path):
+    write(tmp_path, StartRecord(step=0, time_unix=1.0), train(10), train(20), summary())
+    write(tmp_path, StartRecord(step=0, time_unix=2.0), train(10, loss=1.0))
+
+    metrics = load_metrics(tmp_path)
+
+    assert [(record.step, record.loss) for record in metrics.train] == [(10, 1.0)]
+    assert metrics.summary is None
+
+
+@pytest.mark.parametrize("kept_bytes", [1, 40, -1])
+def test_a_torn_last_line_is_ignored_and_does_not_damage_the_next_append(tmp_path, kept_bytes):
+    write(tmp_path, train(10))
+    torn = train(20).to_line()[:kept_bytes]
+    with metrics_path(tmp_path).open("a") as file:
+        file.write(torn)
+
+    assert [record.step for record in load_metrics(tmp_path).train] == [10]
+    write(tmp_path, train(20, loss=1.0))
+    assert [(record.step, record.loss) for record in load_metrics(tmp_path).train] == [(10, 7.0), (20, 1.0)]
+
+
+def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
+    metrics_path(tmp_path).write_text(train(10).to_line())
+
+    assert [record.step for record in load_metrics(tmp_path).train] == [10]
+    write(tmp_path, train(20))
+    assert [record.step for record in load_metrics(tmp_path).train] == [10, 20]
+
+
+def test_kinds_and_fields_of_a_newer_version_are_ignored(tmp_path):
+    newer = json.loads(train(10).to_line()) | {"fp8_layers": 12}
+    metrics_path(tmp_path).write_text(f'{{"kind": "fp8", "amax": 1.0}}\n{json.dumps(newer)}\n')
+
+    assert load_metrics(tmp_path).train == [train(10)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"kind": "train", "step": 10', r"metrics\.jsonl:1 is not a record: .*; remove the line, or restore"),
+        ('["kind"]', r"metrics\.jsonl:1 is not a record: not a JSON object with a \"kind\""),
+        ('{"kind": "start", "step": 1}', r':1 is not a record: a record of kind "start" has no field "time_unix"'),
+        (
+            '{"kind": "start", "step": "1", "time_unix": 1}',
+            r"field \"step\" of a record of kind \"start\": '1' is not int",
+        ),
+        ('{"kind": "start", "step": 1.5, "time_unix": 1}', r"1\.5 is not int"),
+        ('{"kind": "start", "step": 1, "time_unix": true}', r"True is not float"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, line, message):
+    metrics_path(tmp_path).write_text(f"{line}\n{train(10).to_line()}\n")
+
+    with pytest.raises(UserError, match=message):
+        load_metrics(tmp_path)
+
+
+def test_a_directory_without_records_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist; give the directory of a run"):
+        load_metrics(tmp_path)
+
+
+def test_the_speed_leaves_out_the_warm_up_of_every_start_and_averages_by_time():
+    metrics = records_of(
+        StartRecord(step=0, time_unix=0.0),
+        StartRecord(step=25, time_unix=1.0),
+        train(10, tokens_per_s=1.0),
+        train(20, tokens_per_s=4096.0),
+        train(30, tokens_per_s=1.0),
+        train(40, tokens_per_s=8192.0),
+    )
+    # 40,960 tokens at 4,096/s take 10 s, as many at 8,192/s 5 s: 81,920 tokens in 15 s.
+    assert mean_tokens_per_s(metrics) == pytest.approx(81920 / 15)
+    assert mean_tokens_per_s(records_of(StartRecord(step=0, time_unix=0.0), train(10))) is None
+
+
+def test_the_summary_finds_first_last_and_best_past_a_nan():
+    metrics = records_of(
+        StartRecord(step=0, time_unix=0.0),
+        train(10, loss=math.nan),
+        train(20, loss=2.0),
+        train(30, loss=3.0),
+        validation(20, 5.0),
+        validation(30, 4.0),
+    )
+    record = build_summary(
+        metrics,
+        step=30,
+        consumed_samples=480,
+        consumed_tokens=122880,
+        num_gpus=2,
+        end_reason="interrupted",
+        wall_time_s=1.0,
+        checkpoint="checkpoints/step_30",
+    )
+
+    assert math.isnan(record.first_loss)
+    assert (record.last_loss, record.best_loss) == (3.0, 2.0)
+    assert (record.first_validation_loss, record.last_validation_loss, record.best_validation_loss) == (5.0, 4.0, 4.0)
+    assert (record.tokens_per_s, record.tokens_per_s_per_gpu) == (8192.0, 4096.0)
+
+
+def test_a_run_that_ended_before_its_first_record_has_a_summary():
+    record = build_summary(
+        records_of(),
+        step=3,
+        consumed_samples=48,
+        consumed_tokens=12288,
+        num_gpus=1,
+        end_reason="terminated",
+        wall_time_s=1.0,
+        checkpoint=None,
+    )
+
+    assert (record.first_loss, record.last_validation_loss, record.tokens_per_s) == (None, None, None)
+    assert SummaryRecord.from_json(json.loads(record.to_line())) == record
+
+
+def test_every_record_class_of_the_module_has_its_own_kind():
+    classes = {cls for _, cls in inspect.getmembers(records, inspect.isclass) if issubclass(cls, Record)} - {Record}
+
+    assert set(RECORD_KINDS.values()) == classes
