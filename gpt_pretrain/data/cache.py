@@ -1,0 +1,156 @@
+"""The cache directory: where it is, who may write an entry of it, and how an entry appears in one piece.
+
+Whatever is expensive to make (tokenised corpora, sample indices, scans of token files) is kept here under a key that
+names all it was made from. An entry is written into a directory of its own under the entry's lock and then renamed, so
+that a process killed at any moment leaves either the whole entry or a directory that the next holder of the lock
+deletes. The kernel drops the lock of a dead process.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import DataConfig
+from gpt_pretrain.data.progress import Progress
+
+_POLL_S = 0.2
+# What a full disk answers: no space, no quota left, or a file-size limit.
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def cache_directory(data: DataConfig) -> Path:
+    """Directory of all caches, created if missing.
+
+    Raises:
+        UserError: It cannot be created or written to.
+    """
+    if data.cache_dir is not None:
+        path = Path(data.cache_dir).expanduser()
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        path = Path(base).expanduser() / "gpt_pretrain"
+    path = path.absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the cache directory {path} cannot be created ({error.strerror}); "
+            "set model.data.cache_dir to a directory that can be written"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(
+            f"the cache directory {path} cannot be written; set model.data.cache_dir to a directory that can be"
+        )
+    return path
+
+
+def fingerprint(value: Any) -> str:
+    """SHA-256 (hex) of a value made of JSON types, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def file_identity(path: Path) -> list[Any]:
+    """What tells a changed file from an unchanged one without reading it: path, size, time of modification."""
+    status = path.stat()
+    return [str(path.absolute()), status.st_size, status.st_mtime_ns]
+
+
+@contextmanager
+def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
+    """Holds the lock of a cache entry; while another process holds it, says whom it waits for and how far that one is.
+
+    Args:
+        entry: The entry's path; the lock and the holder's status stand beside it.
+        progress: Where the wait is shown, and whose own state is published to those that wait.
+    """
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    status_path = entry.with_name(entry.name + ".status.json")
+    lock = FileLock(entry.with_name(entry.name + ".lock"))
+    announced = ""
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            break
+        except Timeout:
+            holder = _read_status(status_path)
+            if holder is not None:
+                who = f"process {holder['pid']} on {holder['host']}"
+                if who != announced:
+                    progress.note(f"waiting for {who}, which writes {entry}")
+                    announced = who
+                progress.mirror(holder["stage"], holder["done"], holder["total"])
+            time.sleep(_POLL_S)
+    try:
+        with progress.publish_to(lambda state: _write_status(status_path, state)):
+            yield
+    finally:
+        status_path.unlink(missing_ok=True)
+        lock.release()
+
+
+def _read_status(path: Path) -> dict[str, Any] | None:
+    # The holder may not have written its status yet, or may just have finished.
+    try:
+        status: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return status
+
+
+def _write_status(path: Path, state: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **state}))
+    temporary.replace(path)
+
+
+def write_entry(entry: Path, fill: Callable[[Path], None]) -> None:
+    """Writes a directory that appears under its name complete or not at all. The entry's lock must be held.
+
+    Args:
+        entry: The directory to write.
+        fill: Writes the files into the directory it is given.
+
+    Raises:
+        UserError: The disk is full; nothing is left behind.
+    """
+    for leftover in entry.parent.glob(f"{entry.name}.partial-*"):
+        # Only a process that died while it held the lock leaves one.
+        shutil.rmtree(leftover)
+    partial = entry.with_name(f"{entry.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        fill(partial)
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        partial.rename(entry)
+    except OSError as error:
+        if error.errno not in _DISK_FULL:
+            raise
+        written = sum(path.stat().st_size for path in partial.iterdir())
+        free = shutil.disk_usage(entry.parent).free
+        raise UserError(
+            f"no space left while writing {entry} ({error.strerror}): {written:,} bytes were written, "
+            f"{free:,} bytes are free; free space there or set model.data.cache_dir to another disk"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _sync(entry.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,215 @@
+"""Refuses wrong token files before the model is built.
+
+megatron-core's reader trusts its files: it maps whatever lies behind the index, so that a truncated copy, a token
+beyond the vocabulary or an empty split shows as a crash, an illegal memory access of the embedding, or an endless loop,
+minutes into a run. Here each of them is an error with its numbers. The layout of `.idx` (all little-endian): magic
+(9 bytes), version (uint64), dtype code (uint8), number of sequences n and of document boundaries d (uint64 each),
+lengths (int32 × n), byte offsets (int64 × n), boundaries (int64 × d), and for multimodal data modes (int8 × n).
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+from megatron.core.datasets.indexed_dataset import DType
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.data.cache import file_identity, fingerprint, hold_lock
+from gpt_pretrain.data.progress import Progress
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_CHUNK = 16 * 1024 * 1024
+# Blocks of each file that its fingerprint reads.
+_NUM_BLOCKS = 64
+_BLOCK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFile:
+    """What an `.idx` says of its `.bin`."""
+
+    prefix: str
+    dtype: type[numpy.number]
+    num_documents: int
+    """Sequences of the index; what megatron-core splits and shuffles."""
+    num_boundaries: int
+    """Entries of the index's list of document boundaries."""
+    num_tokens: int
+
+    @property
+    def bin_path(self) -> Path:
+        """The tokens."""
+        return Path(self.prefix + ".bin")
+
+    @property
+    def idx_path(self) -> Path:
+        """Lengths and offsets of the documents."""
+        return Path(self.prefix + ".idx")
+
+    def lengths(self) -> numpy.ndarray:
+        """Tokens of each document, memory-mapped: int32 [num_documents]."""
+        return numpy.memmap(self.idx_path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(self.num_documents,))
+
+
+def check_token_file(prefix: str) -> TokenFile:
+    """Opens a `.bin/.idx` pair and compares what the index implies with what is there.
+
+    Raises:
+        UserError: A file is missing, is not what its name says, or has another size than the index implies.
+    """
+    for suffix in (".bin", ".idx"):
+        if not Path(prefix + suffix).is_file():
+            hint = "; name the path without .bin and .idx" if prefix.endswith((".bin", ".idx")) else ""
+            raise UserError(f"model.data.data_prefix: {prefix}{suffix} does not exist{hint}")
+    idx_path, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
+    size = idx_path.stat().st_size
+    with idx_path.open("rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise UserError(f"{idx_path} is truncated: it has {size} bytes, its header alone has {_HEADER.size}")
+    if not header.startswith(_MAGIC):
+        raise UserError(f"{idx_path} is no megatron-core index: it begins with {header[:9]!r}, not {_MAGIC!r}")
+    _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
+    if version != 1:
+        raise UserError(f"{idx_path} has index version {version}; version 1 is known")
+    dtype = _integer_type(idx_path, code)
+    implied = _HEADER.size + num_sequences * (4 + 8) + num_boundaries * 8
+    if size not in (implied, implied + num_sequences):
+        raise UserError(
+            f"{idx_path} is {'truncated' if size < implied else 'damaged'}: it has {size:,} bytes, its header "
+            f"({num_sequences:,} documents) implies {implied:,}; copy or build it again"
+        )
+    if num_sequences == 0:
+        raise UserError(f"{idx_path} holds no document")
+    lengths = numpy.memmap(idx_path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
+    num_tokens = int(lengths.sum(dtype=numpy.int64))
+    implied = num_tokens * numpy.dtype(dtype).itemsize
+    size = bin_path.stat().st_size
+    if size != implied:
+        raise UserError(
+            f"{bin_path} is {'truncated' if size < implied else 'longer than its index says'}: it has {size:,} bytes, "
+            f"{idx_path.name} ({num_tokens:,} tokens of {numpy.dtype(dtype).name}) implies {implied:,}; "
+            "copy or build both again"
+        )
+    if num_tokens == 0:
+        raise UserError(f"{bin_path} holds no token: all {num_sequences:,} documents are empty")
+    return TokenFile(
+        prefix=prefix,
+        dtype=dtype,
+        num_documents=num_sequences,
+        num_boundaries=num_boundaries,
+        num_tokens=num_tokens,
+    )
+
+
+def _integer_type(idx_path: Path, code: int) -> type[numpy.number]:
+    try:
+        dtype: type[numpy.number] = DType.dtype_from_code(code)
+    except ValueError:
+        raise UserError(f"{idx_path} has the unknown token type code {code}; it is damaged or not an index") from None
+    if not issubclass(dtype, numpy.integer):
+        raise UserError(f"{idx_path} says that its tokens are {dtype.__name__}; token ids are whole numbers")
+    return dtype
+
+
+def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progress: Progress) -> None:
+    """Refuses token ids outside the model's vocabulary, and an index whose offsets point elsewhere.
+
+    Reads the files once: the smallest and largest id of an unchanged file are remembered in the cache.
+
+    Raises:
+        UserError: Names the first token out of range, its position and its document.
+    """
+    identity = [file_identity(token_file.bin_path), file_identity(token_file.idx_path)]
+    record = cache / "scans" / f"{fingerprint(identity)[:32]}.json"
+    if not record.is_file():
+        with hold_lock(record, progress):
+            # Whoever held the lock before may have scanned it.
+            if not record.is_file():
+                _check_offsets(token_file)
+                partial = record.with_suffix(f".{os.getpid()}.tmp")
+                partial.write_text(json.dumps(_scan(token_file, progress)))
+                partial.replace(record)
+    low, high = json.loads(record.read_text())
+    if low < 0 or high >= vocab_size:
+        position, token = _first_outside(token_file, vocab_size)
+        ends = numpy.cumsum(token_file.lengths(), dtype=numpy.int64)
+        document = int(numpy.searchsorted(ends, position, side="right"))
+        raise UserError(
+            f"{token_file.bin_path}: token id {token} at position {position:,} (document {document:,}) is outside the "
+            f"vocabulary of model.vocab_size={vocab_size}; the file's ids run from {low} to {high}: it belongs to "
+            f"another tokenizer, or model.vocab_size must be at least {high + 1}"
+        )
+
+
+def _chunks(token_file: TokenFile) -> Iterator[tuple[int, numpy.ndarray]]:
+    tokens = numpy.memmap(token_file.bin_path, dtype=token_file.dtype, mode="r", shape=(token_file.num_tokens,))
+    for start in range(0, tokens.size, _CHUNK):
+        yield start, tokens[start : start + _CHUNK]
+
+
+def _scan(token_file: TokenFile, progress: Progress) -> tuple[int, int]:
+    progress.start(f"checking the token ids of {token_file.bin_path}", token_file.num_tokens)
+    lows, highs = [], []
+    for _, chunk in _chunks(token_file):
+        lows.append(int(chunk.min()))
+        highs.append(int(chunk.max()))
+        progress.advance(chunk.size)
+    progress.finish()
+    return min(lows), max(highs)
+
+
+def _first_outside(token_file: TokenFile, vocab_size: int) -> tuple[int, int]:
+    for start, chunk in _chunks(token_file):
+        outside = numpy.flatnonzero((chunk < 0) | (chunk >= vocab_size))
+        if outside.size:
+            return start + int(outside[0]), int(chunk[outside[0]])
+    raise AssertionError("the scan found an id outside the vocabulary")
+
+
+def _check_offsets(token_file: TokenFile) -> None:
+    lengths = token_file.lengths()
+    offset = _HEADER.size + lengths.nbytes
+    pointers = numpy.memmap(token_file.idx_path, dtype="<i8", mode="r", offset=offset, shape=lengths.shape)
+    end = 0
+    for start in range(0, lengths.size, _CHUNK):
+        chunk = lengths[start : start + _CHUNK].astype(numpy.int64) * numpy.dtype(token_file.dtype).itemsize
+        ends = end + numpy.cumsum(chunk)
+        if chunk.min() < 0 or not numpy.array_equal(pointers[start : start + _CHUNK], ends - chunk):
+            raise UserError(
+                f"{token_file.idx_path} is damaged: its offsets do not follow from its lengths; build it again"
+            )
+        end = int(ends[-1])
+    shape = (token_file.num_boundaries,)
+    boundaries = (
+        numpy.memmap(token_file.idx_path, dtype="<i8", mode="r", offset=offset + pointers.nbytes, shape=shape)
+        if token_file.num_boundaries
+        else numpy.zeros(1, dtype=numpy.int64)
+    )
+    # megatron-core's reader asserts it.
+    if boundaries[-1] != token_file.num_documents:
+        raise UserError(
+            f"{token_file.idx_path} is damaged: its last document ends with sequence {boundaries[-1]}, not with the "
+            f"last one, {token_file.num_documents}; build it again"
+        )
+
+
+def content_fingerprint(token_file: TokenFile) -> str:
+    """SHA-256 over the sizes and evenly spread blocks of both files; where and how old they are does not count."""
+    digest = hashlib.sha256()
+    for path in (token_file.idx_path, token_file.bin_path):
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        # Small files are read whole: the blocks overlap or abut.
+        step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
+        with path.open("rb") as file:
+            for start in range(0, size, step):
+                file.seek(start)
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,136 @@
+"""The corpus of a run: which token files, in which shares, by which tokenizer, and how large.
+
+`prepare_corpus` is the door of this room: every rank calls it, before the model is built and before torch.distributed
+is initialised. It tokenises text that is not tokenised yet (the ranks of a node, and other runs that use the same
+cache, wait for the first), refuses wrong data, and answers the same `Corpus` on every rank.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.schema import Config, DataImpl, ModelConfig, TokenizerLibrary
+from gpt_pretrain.data.blend import SplitSize, check_splits, plan_blend, split_matrix
+from gpt_pretrain.data.cache import cache_directory, file_identity, fingerprint
+from gpt_pretrain.data.check import TokenFile, check_token_file, check_token_ids, content_fingerprint
+from gpt_pretrain.data.prepare import tokenize_source
+from gpt_pretrain.data.progress import Progress
+from gpt_pretrain.data.sources import FileSource, StdlibSource
+from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """What a run trains and validates on."""
+
+    prefixes: tuple[str, ...]
+    """Paths of the `.bin/.idx` pairs without suffix; empty for mock data."""
+    weights: tuple[float, ...]
+    """Share of each pair in the samples, with the sum 1."""
+    tokenizer: Tokenizer | None
+    """Null where token ids are taken as they are."""
+    fingerprint: str
+    """Of the tokens, their shares and splits, and the tokenizer: a checkpoint keeps it, and a run that resumes compares
+    it. It does not depend on where the files lie."""
+    files_key: str
+    """Of the files on this machine: path, size, time of modification. Keys the sample indices of the cache."""
+    splits: tuple[tuple[SplitSize, SplitSize, SplitSize], ...]
+    """Training, validation and test split of each pair."""
+
+    @property
+    def is_mock(self) -> bool:
+        """Whether the samples are random tokens."""
+        return not self.prefixes
+
+    @property
+    def train(self) -> SplitSize:
+        """Training split over all pairs."""
+        return self._sum(0)
+
+    @property
+    def valid(self) -> SplitSize:
+        """Validation split over all pairs."""
+        return self._sum(1)
+
+    def _sum(self, split: int) -> SplitSize:
+        return SplitSize(
+            num_documents=sum(sizes[split].num_documents for sizes in self.splits),
+            num_tokens=sum(sizes[split].num_tokens for sizes in self.splits),
+        )
+
+
+def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
+    """Finds or makes the run's token files, and refuses wrong data. The cross-field rules have passed before.
+
+    Args:
+        config: The run.
+        show_progress: Whether this process shows bars and messages; rank 0 does.
+
+    Raises:
+        UserError: The data, or what the configuration says of it, cannot be trained on.
+    """
+    model = config.model
+    if model.data.eod_mask_loss and model.tokenizer.library is TokenizerLibrary.none:
+        raise ConfigError(
+            [
+                "model.data.eod_mask_loss=true needs the end-of-document token of a tokenizer: "
+                "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
+            ]
+        )
+    if model.data.data_impl is DataImpl.mock:
+        key = fingerprint(["mock", model.vocab_size])
+        return Corpus(prefixes=(), weights=(), tokenizer=None, fingerprint=key, files_key=key, splits=())
+    cache = cache_directory(model.data)
+    with Progress(show=show_progress) as progress:
+        prefixes, weights, tokenizer = _token_files(model, cache, progress)
+        if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+            raise ConfigError(
+                [
+                    f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of "
+                    f"{tokenizer.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or more"
+                ]
+            )
+        files = [check_token_file(prefix) for prefix in prefixes]
+        with_validation = config.trainer.limit_val_batches > 0
+        splits = tuple(_check_file(file, config, with_validation, cache, progress) for file in files)
+    if weights is None:
+        # Files without weights count by their size, as if they were one.
+        num_tokens = [sizes[0].num_tokens for sizes in splits]
+        weights = tuple(count / sum(num_tokens) for count in num_tokens)
+    content = [content_fingerprint(file) for file in files]
+    tokenizer_key = None if tokenizer is None else tokenizer.fingerprint
+    identity = [[file_identity(file.bin_path), file_identity(file.idx_path)] for file in files]
+    return Corpus(
+        prefixes=prefixes,
+        weights=weights,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint([content, weights, split_matrix(model.data.splits_string), tokenizer_key]),
+        files_key=fingerprint([identity, weights, tokenizer_key]),
+        splits=splits,
+    )
+
+
+def _token_files(
+    model: ModelConfig, cache: Path, progress: Progress
+) -> tuple[tuple[str, ...], tuple[float, ...] | None, Tokenizer | None]:
+    data, tokenizer = model.data, model.tokenizer
+    if data.data_impl is DataImpl.mmap:
+        prefixes, weights = plan_blend(data.data_prefix)
+        return prefixes, weights, None if tokenizer.model is None else load_tokenizer(tokenizer.model)
+    source = StdlibSource() if data.data_impl is DataImpl.stdlib else FileSource(data.text_files, data.text_key)
+    text = tokenize_source(source, tokenizer, cache, progress, name=data.data_impl.name)
+    return (str(text.prefix),), None, text.tokenizer
+
+
+def _check_file(
+    file: TokenFile, config: Config, with_validation: bool, cache: Path, progress: Progress
+) -> tuple[SplitSize, SplitSize, SplitSize]:
+    model = config.model
+    check_token_ids(file, model.vocab_size, cache, progress)
+    train, valid, test = check_splits(
+        file,
+        model.data.splits_string,
+        sequence_length=model.encoder_seq_length,
+        with_validation=with_validation,
+    )
+    return train, valid, test

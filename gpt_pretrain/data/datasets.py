@@ -1,0 +1,253 @@
+"""From the corpus to samples: megatron-core's GPTDataset over the token files, or random tokens.
+
+A sample is `encoder_seq_length` tokens of the shuffled documents laid end to end, and the same shifted by one as
+labels. Each split of each file has an index of its own (document order, sample borders, sample order), built once and
+kept in the cache.
+
+**When the data is exhausted the next epoch begins**: the index is built for as many epochs as the run's samples need,
+each with an order of its own; megatron-core shuffles whole epochs together and keeps a last, partial one apart.
+`TokenDataset.num_epochs` says how many it will be. The order follows from the seed and the number of samples: a run
+that is resumed with another `trainer.max_steps` sees another order once it needs more than one epoch.
+"""
+
+import io
+import pickle
+import shutil
+from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from torch.utils.data import Dataset
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.data.cache import cache_directory, fingerprint, hold_lock
+from gpt_pretrain.data.corpus import Corpus
+from gpt_pretrain.data.progress import Progress
+
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+_COMPLETE = "COMPLETE"
+# megatron-core's own default.
+_MIN_SURPLUS = 0.005
+
+
+class SampleDataset(Protocol):
+    """Samples by index: tokens, labels, position_ids (int64 [s]) and loss_mask (float32 [s])."""
+
+    num_epochs: float
+    """Passes over the split that the run's samples make; below 1, part of it is never seen. 0 for random tokens."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
+
+
+class RandomTokens(Dataset[dict[str, torch.Tensor]]):
+    """Uniformly random tokens, the same for the same seed and index; nothing can be learned from them.
+
+    Takes the place of megatron-core's MockGPTDataset, whose documents all count upwards from 1 (a model learns that in
+    minutes, which skews what depends on the loss) and whose index takes seconds to build.
+
+    Args:
+        num_samples: Length of the data set.
+        sequence_length: Tokens of a sample.
+        vocab_size: Token ids are below it.
+        seed: Of the run, and different for each split.
+    """
+
+    num_epochs = 0.0
+
+    def __init__(self, num_samples: int, sequence_length: int, vocab_size: int, seed: tuple[int, ...]) -> None:
+        self._num_samples = num_samples
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = numpy.random.default_rng((*self._seed, index))
+        text = torch.from_numpy(generator.integers(self._vocab_size, size=self._sequence_length + 1, dtype=numpy.int64))
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "loss_mask": torch.ones(self._sequence_length),
+            "position_ids": torch.arange(self._sequence_length),
+        }
+
+
+class TokenDataset(Dataset[dict[str, torch.Tensor]]):
+    """One split of the corpus: megatron-core's data set, reduced to the fields that training reads.
+
+    Data-loading processes get it pickled; its memory-mapped indices travel as file names, where plain pickling would
+    copy gigabytes into each process.
+    """
+
+    def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float) -> None:
+        self._dataset = dataset
+        self.num_epochs = num_epochs
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self._dataset[index]
+        return {field: sample[field] for field in FIELDS}
+
+    def __getstate__(self) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        _MemmapPickler(buffer).dump(self._dataset)
+        return {"dataset": buffer.getvalue(), "num_epochs": self.num_epochs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._dataset = pickle.loads(state["dataset"])
+        self.num_epochs = state["num_epochs"]
+
+
+class _MemmapPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, numpy.memmap) and obj.filename is not None:
+            return numpy.memmap, (obj.filename, obj.dtype, "r", obj.offset, obj.shape)
+        return NotImplemented
+
+
+@dataclass(frozen=True)
+class _MegatronTokenizer:
+    """What megatron-core's data sets ask of a tokenizer."""
+
+    vocab_size: int
+    eod: int | None
+    unique_identifiers: "OrderedDict[str, str]"
+
+
+def build_datasets(
+    config: Config, corpus: Corpus, *, num_train_samples: int, num_valid_samples: int
+) -> tuple[SampleDataset, SampleDataset | None]:
+    """Builds the training and the validation data set. With torch.distributed initialised, all ranks call it.
+
+    Rank 0 writes the indices that the cache does not have, the others wait and open them.
+
+    Args:
+        config: The run.
+        corpus: What `prepare_corpus` answered.
+        num_train_samples: Samples of the whole run: max_steps × global_batch_size.
+        num_valid_samples: Samples of one validation: limit_val_batches × global_batch_size; 0 for none.
+
+    Returns:
+        At least as many samples as asked for; None for validation if none were.
+
+    Raises:
+        UserError: The cache directory is not shared by all nodes.
+    """
+    model = config.model
+    if corpus.is_mock:
+        train: SampleDataset = _random_tokens(model, num_train_samples, split=0)
+        return train, _random_tokens(model, num_valid_samples, split=1) if num_valid_samples else None
+    sizes = [num_train_samples, num_valid_samples, 0]
+    cache = cache_directory(model.data)
+    index = cache / "index" / _index_key(model, corpus, sizes)[:32]
+    builder = BlendedMegatronDatasetBuilder(
+        GPTDataset, sizes, lambda: True, _megatron_config(model, corpus, sizes, index)
+    )
+    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
+    try:
+        with lock:
+            if writes and index.exists() and not (index / _COMPLETE).exists():
+                # Left by a process that died; megatron-core would take half a file for a whole one.
+                shutil.rmtree(index)
+            builder.build()
+            if writes:
+                (index / _COMPLETE).touch()
+        # What a rank has just written it still holds in memory; the second pass maps the files.
+        train_dataset, valid_dataset, _ = builder.build()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"the sample index that rank 0 wrote is not here ({error.filename}): model.data.cache_dir (now {cache}) "
+            "must be a directory that all nodes share"
+        ) from error
+    train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0))
+    if valid_dataset is None:
+        return train, None
+    return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1))
+
+
+def plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: int) -> float:
+    """Passes that `num_samples` make over a split (0: training, 1: validation); of a blend, the most of any file."""
+    num_tokens = num_samples * model.encoder_seq_length
+    return max(
+        weight * num_tokens / sizes[split].num_tokens
+        for weight, sizes in zip(corpus.weights, corpus.splits, strict=True)
+    )
+
+
+def plan_surplus(weights: tuple[float, ...], sizes: list[int]) -> float:
+    """Share of samples by which each file of a blend must hold more than its weight asks for.
+
+    megatron-core rounds each file's samples up, so that a blend of k files has up to k samples more than were asked
+    for, and then draws them by weight: a heavy file may be drawn `weight·k + 1` times beyond its own rounding. Its
+    default of 0.5% does not cover that for the few samples of a validation.
+    """
+    surplus = _MIN_SURPLUS
+    for size in sizes:
+        built = [-int(-size * weight // 1) for weight in weights]
+        for weight, count in zip(weights, built, strict=True):
+            if count:
+                surplus = max(surplus, (weight * sum(built) + 1) / count - 1)
+    return surplus
+
+
+def _random_tokens(model: ModelConfig, num_samples: int, *, split: int) -> RandomTokens:
+    return RandomTokens(num_samples, model.encoder_seq_length, model.vocab_size, (model.seed, split))
+
+
+def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index: Path) -> GPTDatasetConfig:
+    tokenizer = corpus.tokenizer
+    is_blend = len(corpus.prefixes) > 1
+    config = GPTDatasetConfig(
+        random_seed=model.seed,
+        sequence_length=model.encoder_seq_length,
+        blend=(list(corpus.prefixes), list(corpus.weights) if is_blend else None),
+        split=model.data.splits_string,
+        num_dataset_builder_threads=model.data.num_dataset_builder_threads,
+        path_to_cache=str(index),
+        tokenizer=cast(
+            "Any",
+            _MegatronTokenizer(
+                vocab_size=model.vocab_size,
+                eod=None if tokenizer is None else tokenizer.eod,
+                unique_identifiers=OrderedDict(fingerprint="none" if tokenizer is None else tokenizer.fingerprint),
+            ),
+        ),
+        mid_level_dataset_surplus=plan_surplus(corpus.weights, sizes),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=model.data.eod_mask_loss,
+        # The attention layers are causal by themselves; a mask of s² entries per sample would only cost time.
+        create_attention_mask=False,
+    )
+    # An index of a split that nothing reads costs time, and of an empty split an endless loop of megatron-core's.
+    config.split_matrix = [bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)]
+    return config
+
+
+def _index_key(model: ModelConfig, corpus: Corpus, sizes: list[int]) -> str:
+    return fingerprint(
+        [
+            corpus.files_key,
+            corpus.prefixes,
+            model.data.splits_string,
+            model.seed,
+            model.encoder_seq_length,
+            sizes,
+            version("megatron-core"),
+        ]
+    )

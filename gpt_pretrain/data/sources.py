@@ -1,0 +1,288 @@
+"""Where text comes from: Python's standard library, or the user's own .txt, .jsonl and .parquet files.
+
+A source streams: it yields pieces of documents in a fixed order and never holds more than a few MiB, so that the size
+of a corpus is bounded by the disk and not by the memory. A long document comes in several pieces, cut where every
+common pre-tokenizer cuts too (before a space between words, or between a line end and a word), so that byte-level
+tokenizers give the same tokens as for the whole.
+"""
+
+import codecs
+import glob
+import hashlib
+import json
+import platform
+import re
+import sysconfig
+import tokenize
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.data.cache import file_identity
+
+_PIECE_BYTES = 1024 * 1024
+_SUFFIXES = (".txt", ".jsonl", ".parquet")
+_PARQUET_BATCH_ROWS = 256
+_CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a document.
+
+    Attributes:
+        text: The text; empty for an empty document.
+        ends_document: Whether the document ends here.
+        num_source_bytes: Bytes of the source that were read for it, for the progress bar.
+    """
+
+    text: str
+    ends_document: bool
+    num_source_bytes: int
+
+
+class TextSource(ABC):
+    """Documents in a fixed order."""
+
+    files: Sequence[Path]
+
+    @abstractmethod
+    def identity(self) -> list[Any]:
+        """JSON value that changes whenever the text may have changed."""
+
+    @abstractmethod
+    def read_file(self, path: Path) -> Iterator[Piece]:
+        """Pieces of the documents of one file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Pieces of all documents."""
+        for path in self.files:
+            yield from self.read_file(path)
+
+    def sample(self, max_bytes: int) -> Iterator[str]:
+        """The first pieces of each file, an equal share of `max_bytes` from each: the same text at every call."""
+        share = max(1, max_bytes // len(self.files))
+        for path in self.files:
+            remaining = share
+            for piece in self.read_file(path):
+                yield piece.text[:remaining]
+                remaining -= len(piece.text)
+                if remaining <= 0:
+                    break
+
+
+class StdlibSource(TextSource):
+    """The source files of Python's standard library: real text that every machine with Python has, about 10 MB.
+
+    Test suites are left out (their inputs are odd on purpose), and so are the tables that are data rather than code.
+    Files come in the order of the hash of their names: splits are contiguous ranges of documents, and in alphabetical
+    order the validation split would be a few packages from the end of the alphabet.
+    """
+
+    _EXCLUDED = frozenset(
+        {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+    )
+
+    def __init__(self) -> None:
+        self.root = Path(sysconfig.get_path("stdlib"))
+        names = [
+            path.relative_to(self.root).as_posix()
+            for path in self.root.rglob("*.py")
+            if not self._EXCLUDED.intersection(path.relative_to(self.root).parts)
+        ]
+        if not names:
+            raise UserError(
+                f"model.data.data_impl=stdlib: {self.root} holds no .py files (this Python has its library in an "
+                "archive?); use data=text model.data.text_files=[…]"
+            )
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        self.files = [self.root / name for name in names]
+
+    def identity(self) -> list[Any]:
+        """Python's version and the files with their sizes."""
+        files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.files]
+        return ["stdlib", platform.python_implementation(), platform.python_version(), files]
+
+    def read_file(self, path: Path) -> Iterator[Piece]:
+        """The file as one document, in the encoding that it declares."""
+        try:
+            with tokenize.open(path) as file:
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError):
+            # Distributions add files that are not in the encoding they declare; as empty documents they are counted.
+            text = ""
+        yield from _cut(text, path.stat().st_size)
+
+
+class FileSource(TextSource):
+    """The user's files: .txt (one document a file), .jsonl and .parquet (one document a row).
+
+    Files come in the order of the patterns, those of one pattern sorted by name; a file that two patterns match
+    counts once.
+
+    Args:
+        patterns: Paths or glob patterns (`**` included), `~` allowed.
+        text_key: Field or column that holds the text.
+
+    Raises:
+        UserError: A pattern matches nothing, or a file is of a kind that is not known or cannot be read.
+    """
+
+    def __init__(self, patterns: Sequence[str], text_key: str) -> None:
+        self.text_key = text_key
+        if not patterns:
+            raise UserError(
+                "model.data.text_files is empty; name files or patterns: "
+                'model.data.text_files=[book.txt,"corpus/*.jsonl"]'
+            )
+        self.files = list(dict.fromkeys(path for pattern in patterns for path in _match(pattern)))
+
+    def identity(self) -> list[Any]:
+        """Path, size and time of modification of each file."""
+        return ["text", self.text_key, [file_identity(path) for path in self.files]]
+
+    def read_file(self, path: Path) -> Iterator[Piece]:
+        """Pieces of one file, by its suffix."""
+        readers = {".txt": _read_txt, ".jsonl": self._read_jsonl, ".parquet": self._read_parquet}
+        try:
+            yield from readers[path.suffix](path)
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise UserError(f"model.data.text_files: {path} cannot be read: {error}") from error
+
+    def _read_jsonl(self, path: Path) -> Iterator[Piece]:
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield from _cut(self._text_of_line(path, number, line, offset), len(line))
+                offset += len(line)
+
+    def _text_of_line(self, path: Path, number: int, line: bytes, offset: int) -> str:
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, offset + error.start, line[error.start]) from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: no JSON object ({error.msg} at column {error.colno})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a {type(row).__name__} instead of a JSON object with the key {self.text_key!r}")
+        if self.text_key not in row:
+            raise UserError(
+                f"{where}: no key model.data.text_key={self.text_key!r}; the line has {', '.join(map(repr, row))}"
+            )
+        text = row[self.text_key]
+        if not isinstance(text, str):
+            raise UserError(f"{where}: {self.text_key!r} is a {type(text).__name__}, not text")
+        # JSON can escape half of a surrogate pair, which is no character and has no UTF-8.
+        if b"\\u" in line and any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{where}: {self.text_key!r} holds a lone surrogate (\\ud800 to \\udfff), which is no text")
+        return text
+
+    def _read_parquet(self, path: Path) -> Iterator[Piece]:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if self.text_key not in schema.names:
+                columns = ", ".join(map(repr, schema.names))
+                raise UserError(f"{path}: no column model.data.text_key={self.text_key!r}; it has {columns}")
+            kind = schema.field(self.text_key).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise UserError(f"{path}: column {self.text_key!r} is of type {kind}, not string")
+            num_row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+            row = 0
+            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[self.text_key]):
+                for value in batch.column(0):
+                    row += 1
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        raise UserError(f"{path}, row {row}: {self.text_key!r} is not UTF-8 ({error})") from error
+                    yield from _cut("" if text is None else text, num_row_bytes)
+
+
+def _match(pattern: str) -> list[Path]:
+    expanded = Path(pattern).expanduser()
+    if expanded.is_dir():
+        raise UserError(
+            f"model.data.text_files: {pattern} is a directory; name its files: {expanded / '**' / '*.jsonl'}"
+        )
+    # A file's own name comes first: it may hold the characters of a pattern.
+    paths = [expanded] if expanded.exists() else [Path(p) for p in sorted(glob.glob(str(expanded), recursive=True))]
+    paths = [path.absolute() for path in paths if path.is_file()]
+    if not paths:
+        raise UserError(f"model.data.text_files: {pattern} matches no file (relative to {Path.cwd()})")
+    for path in paths:
+        if path.suffix not in _SUFFIXES:
+            raise UserError(
+                f"model.data.text_files: {path} has the suffix {path.suffix!r}; known are {', '.join(_SUFFIXES)}"
+            )
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise UserError(f"model.data.text_files: {path} cannot be read: {error.strerror}") from error
+    return paths
+
+
+def _not_utf8(path: Path, offset: int, byte: int) -> UserError:
+    return UserError(
+        f"{path}: not UTF-8: byte 0x{byte:02x} at offset {offset:,}; convert it, e.g. with "
+        "`iconv -f LATIN1 -t UTF-8`, or remove it from model.data.text_files"
+    )
+
+
+def _read_txt(path: Path) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = 0
+    num_unreported_bytes = 0
+    rest = ""
+    with path.open("rb") as file:
+        while block := file.read(_PIECE_BYTES):
+            pending = len(decoder.getstate()[0])
+            try:
+                rest += decoder.decode(block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
+            if offset == 0:
+                rest = rest.removeprefix("\ufeff")
+            offset += len(block)
+            num_unreported_bytes += len(block)
+            *parts, rest = _parts(rest)
+            for part in parts:
+                yield Piece(part, ends_document=False, num_source_bytes=num_unreported_bytes)
+                num_unreported_bytes = 0
+        pending = len(decoder.getstate()[0])
+        try:
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
+    yield Piece(rest, ends_document=True, num_source_bytes=num_unreported_bytes)
+
+
+def _cut(text: str, num_source_bytes: int) -> Iterator[Piece]:
+    *parts, last = _parts(text)
+    for part in parts:
+        yield Piece(part, ends_document=False, num_source_bytes=0)
+    yield Piece(last, ends_document=True, num_source_bytes=num_source_bytes)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Cuts a text at the first place that allows it after every `_PIECE_BYTES` characters."""
+    start = 0
+    while len(text) - start > _PIECE_BYTES:
+        match = _CUT.search(text, start + _PIECE_BYTES)
+        if match is None:
+            break
+        yield text[start : match.end()]
+        start = match.end()
+    yield text[start:]
