@@ -142,9 +142,7 @@ def test_no_line_on_a_terminal_is_wider_than_it_and_every_number_is_there(width,
     text = "\n".join(lines)
 
     assert max(map(len, lines)) <= width
-    assert f"{record.step}/{max_steps}" in text
-    assert "4.3211" in text
-    assert "1:02:05" in text
+    assert re.search(rf"^{record.step}/{max_steps}  +4\.3211  +\S.*  +1:02:05$", text, flags=re.MULTILINE)
     if width == 120:
         assert all(header in text for header in ("grad norm", "TFLOP/s", "MFU", "memory"))
 

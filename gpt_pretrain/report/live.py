@@ -71,13 +71,14 @@ class LiveStatus:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, MAX_WIDTH)
-        bar = ProgressBar(total=self.max_steps, completed=self.step, width=width)
+        # Room for the "^C" that a terminal echoes behind the bar: on a line of its own it would shift the redraw.
+        bar = ProgressBar(total=self.max_steps, completed=self.step, width=min(width, options.max_width - 2))
         if self.record is None:
             first = Text(f"step {self.step}/{self.max_steps}: waiting for the first record", style="dim")
             yield Group(first, bar)
             return
         cells = self._cells(self.record, width)
-        table = Table(box=None, padding=0, pad_edge=False, header_style="dim", width=width)
+        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", width=width)
         for index, cell in enumerate(cells):
             table.add_column(cell.header, justify="right" if index else "left", no_wrap=True, style=cell.style)
         table.add_row(*(cell.value for cell in cells))

@@ -1,0 +1,32 @@
+# The same commands on every machine; `make help` lists them. Arguments: make train ARGS="model=gpt2_124m data=mock"
+VENV ?= .venv
+ARGS ?=
+PYTHON_IN_VENV := $(VENV)/bin/python
+# Written last by the installation, so that an interrupted one is never taken for complete.
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install train test lint clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+$(INSTALLED): pyproject.toml constraints.txt scripts/install.sh
+	@scripts/install.sh "$(VENV)"
+
+install: $(INSTALLED) ## create .venv and install (PYTHON=… names the interpreter)
+
+train: $(INSTALLED) ## train; without ARGS a small GPT on Python's own sources, in minutes on a CPU
+	@$(PYTHON_IN_VENV) -m gpt_pretrain $(ARGS)
+
+test: $(INSTALLED) ## all tests that need no GPU
+	@$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
+
+lint: $(INSTALLED) ## ruff (rules and format) and mypy (strict)
+	$(PYTHON_IN_VENV) -m ruff check .
+	$(PYTHON_IN_VENV) -m ruff format --check .
+	$(PYTHON_IN_VENV) -m mypy
+
+clean: ## remove .venv, caches and builds; outputs/ stays
+	rm -rf "$(VENV)" .mypy_cache .pytest_cache .ruff_cache build dist
+	find gpt_pretrain tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Creates a virtual environment and installs this checkout into it, editable, with the versions of constraints.txt.
+# Run by the Makefile. Uses uv where it is installed, venv and pip otherwise; PYTHON=… names the interpreter.
+set -euo pipefail
+
+venv=${1:?usage: scripts/install.sh VENV}
+cd "$(dirname "$0")/.."
+installing=$venv/.installing
+installed=$venv/.installed
+candidates=(python3.12 python3.13 python3.14 python3 python)
+
+fail() {
+    printf '%s\n' "$@" >&2
+    exit 1
+}
+
+is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; }
+
+find_python() {
+    if [[ -n ${PYTHON:-} ]]; then
+        is_recent "$PYTHON" || fail "PYTHON=$PYTHON is not a Python of version 3.12 or newer"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in "${candidates[@]}"; do
+        if is_recent "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "No Python of version 3.12 or newer was found (tried: ${candidates[*]}). Install one, for example" \
+        "    apt install python3.12 python3.12-venv    (Debian, Ubuntu)" \
+        "    dnf install python3.12                    (Fedora, RHEL)" \
+        "    brew install python@3.12                  (macOS)" \
+        "or install uv, which brings its own, or name one: make install PYTHON=/path/to/python3.12"
+}
+
+create_venv() {
+    if command -v uv >/dev/null; then
+        uv venv "$venv" --allow-existing --python "${PYTHON:-$(<.python-version)}"
+        return
+    fi
+    local python
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python lacks the modules venv and ensurepip; on Debian and Ubuntu: apt install python3.12-venv"
+    "$python" -m venv "$venv"
+}
+
+# pip takes a package for installed once its metadata is there, even if it was killed before the last file: what an
+# interrupted installation left cannot be mended in place.
+if [[ -e $installing ]]; then
+    echo "The last installation into $venv was interrupted; starting it over."
+    rm -rf "$venv"
+fi
+
+if [[ ! -e $venv/bin/python ]]; then
+    mkdir -p "$venv"
+    touch "$installing"
+    create_venv
+elif ! is_recent "$venv/bin/python"; then
+    fail "$venv/bin/python is not a Python of version 3.12 or newer; remove the environment: make clean"
+elif [[ -e $installed ]]; then
+    # An environment made elsewhere gets no mark: it is not ours to start over.
+    mv "$installed" "$installing"
+fi
+
+echo "Installing into $venv: some minutes the first time, PyTorch and its CUDA libraries are several GB."
+if command -v uv >/dev/null; then
+    uv pip install --python "$venv/bin/python" --constraint constraints.txt --editable '.[dev]'
+else
+    # An environment that uv made has no pip of its own.
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip
+    "$venv/bin/python" -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+fi
+rm -f "$installing"
+touch "$installed"
