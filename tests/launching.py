@@ -1,0 +1,70 @@
+"""Real processes for tests: a program as one plain process, or as ranks of torchrun on this machine."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# What a launcher around pytest itself would have set; the ranks of a test are none of its ranks.
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# torchrun gives its ranks 30 s to end before it kills them.
+_SHUTDOWN_S = 40
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(("SLURM_", "TORCHELASTIC_"))
+    }
+    # Ranks share few cores; a GPU, where there is one, is for tests that ask for it.
+    return {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+
+
+def run_ranks(
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    timeout_s: float = 240,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program from the repository's root and waits for it; the caller looks at `returncode` and output.
+
+    Args:
+        num_ranks: Processes; 1 runs plain Python without a launcher.
+        arguments: What follows Python or torchrun's own options: `["-m", "gpt_pretrain", …]` or
+            `["tests/programs/x.py", …]`.
+        timeout_s: Seconds after which all processes are ended.
+        env: Variables beside the inherited ones.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time; carries what it printed.
+    """
+    command = [sys.executable]
+    if num_ranks > 1:
+        # A rendezvous at a port that the system picks: tests may run side by side.
+        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["--nproc-per-node", str(num_ranks)]
+    command += list(arguments)
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=_environment(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as expired:
+        # torchrun's ranks are sessions of their own: only torchrun itself can end them, so it is asked to.
+        process.terminate()
+        try:
+            stdout, stderr = process.communicate(timeout=_SHUTDOWN_S)
+        finally:
+            process.kill()
+        raise subprocess.TimeoutExpired(command, timeout_s, stdout, stderr) from expired
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
