@@ -1,6 +1,9 @@
 """What follows from the configuration: pure functions, so that the configuration itself never changes."""
 
-from gpt_pretrain.config.schema import ModelConfig
+import re
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.schema import Activation, ModelConfig, TrainerConfig
 
 
 def data_parallel_size(model: ModelConfig, world_size: int) -> int:
@@ -38,3 +41,47 @@ def kv_channels(model: ModelConfig) -> int:
 def num_query_groups(model: ModelConfig) -> int:
     """Key/value heads."""
     return model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
+
+
+def matmul_parameters_per_layer(model: ModelConfig) -> int:
+    """Weights of one transformer layer that take part in a matrix product; biases and norms are left out."""
+    query_width = model.num_attention_heads * kv_channels(model)
+    key_value_width = num_query_groups(model) * kv_channels(model)
+    attention = model.hidden_size * (2 * query_width + 2 * key_value_width)
+    mlp_matrices = 3 if model.activation is Activation.swiglu else 2
+    return attention + mlp_matrices * model.hidden_size * ffn_hidden_size(model)
+
+
+def flops_per_token(model: ModelConfig) -> float:
+    """Floating-point operations of training on one token: forward, and backward at twice its cost.
+
+    Counted are the products with weights (2 per weight), causal attention (each token meets half of the sequence on
+    average: 2 · width · sequence for scores and values together) and the LM head over the padded vocabulary.
+    Recomputed activations, norms and softmax are not (the model FLOPs of Chowdhery et al. 2022, appendix B, with
+    attention halved for causality).
+    """
+    query_width = model.num_attention_heads * kv_channels(model)
+    attention = 2 * query_width * model.encoder_seq_length
+    head = 2 * model.hidden_size * padded_vocab_size(model)
+    forward = model.num_layers * (2 * matmul_parameters_per_layer(model) + attention) + head
+    return 3.0 * forward
+
+
+def max_time_s(trainer: TrainerConfig) -> float | None:
+    """`trainer.max_time` ("DD:HH:MM:SS") in seconds; None without a limit.
+
+    Raises:
+        ConfigError: It does not follow the format.
+    """
+    if trainer.max_time is None:
+        return None
+    match = re.fullmatch(r"(\d+):(\d\d?):([0-5]?\d):([0-5]?\d)", trainer.max_time)
+    if match is None or int(match[2]) > 23:
+        raise ConfigError(
+            [
+                f"trainer.max_time={trainer.max_time!r} is not DD:HH:MM:SS; two hours and a half are "
+                'trainer.max_time="00:02:30:00" (in YAML in quotes)'
+            ]
+        )
+    days, hours, minutes, seconds = map(int, match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -40,7 +40,9 @@ class Launch:
 def _number(env: Mapping[str, str], key: str) -> int:
     value = env.get(key)
     if value is None:
-        raise ConfigError([f"{key} is not set although the launcher's other variables are; start with torchrun or srun"])
+        raise ConfigError(
+            [f"{key} is not set although the launcher's other variables are; start with torchrun or srun"]
+        )
     try:
         return int(value)
     except ValueError:

@@ -93,7 +93,7 @@ class DataImpl(Enum):
 
 
 class TokenizerLibrary(Enum):
-    """`bpe` trains a byte-level BPE on the corpus, `file` reads a `tokenizer.json`, `none` takes token ids as they are."""
+    """`bpe` trains a byte-level BPE on the corpus, `file` reads a `tokenizer.json`, `none` takes token ids as given."""
 
     bpe = "bpe"
     file = "file"
@@ -105,7 +105,7 @@ class TokenizerConfig:
     """`model.tokenizer`: from text to token ids."""
 
     library: TokenizerLibrary
-    """Which tokenizer: bpe (trained on the corpus), file (`model.tokenizer.model`), none (indexed or mock data only)."""
+    """Which tokenizer: bpe (trained on the corpus), file (`model.tokenizer.model`), none (mmap or mock data only)."""
     model: str | None
     """Path of a Hugging Face `tokenizer.json`; with library=file."""
     vocab_size: int
@@ -127,7 +127,7 @@ class DataConfig:
     text_key: str
     """Field (.jsonl) or column (.parquet) that holds the text."""
     cache_dir: str | None
-    """Where tokenised corpora and index caches are kept; null: $XDG_CACHE_HOME/gpt_pretrain or ~/.cache/gpt_pretrain."""
+    """Where tokenised corpora and index caches are; null: $XDG_CACHE_HOME/gpt_pretrain or ~/.cache/gpt_pretrain."""
     num_dataset_builder_threads: int
     """Threads that build the sample indices of blended datasets."""
     num_workers: int
@@ -299,6 +299,8 @@ class TrainerConfig:
     """Steps between validations; null: only at the end."""
     limit_val_batches: int
     """Global batches per validation; 0: no validation."""
+    validate_at_start: bool
+    """Validate before the first step, so that a broken validation set shows before hours are spent."""
     gradient_clip_val: float
     """Largest gradient norm (L2, over all parameters); 0: no clipping."""
     gc_interval: int

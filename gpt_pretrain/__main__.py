@@ -1,0 +1,90 @@
+"""The entry: `python -m gpt_pretrain` checks the command line, composes the configuration, and trains.
+
+    command line → gate (config/) → Hydra → one job, or each of a sweep → training.run.train
+
+Torch is not imported before the gate has let the command line through, and what a user can mend ends with
+`error: …` lines and exit code 2. Exit codes: 0 done, 1 a crash, 2 a mistake in what was given, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.launch import Launch, read_launch
+from gpt_pretrain.config.load import read_job
+from gpt_pretrain.config.messages import print_error, print_error_after_rank_zero, print_job, print_sweep_result
+
+CRASH, USER_ERROR, KILLED, INTERRUPTED = 1, 2, 128, 130
+
+
+def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
+    """Runs every job of a checked command line under Hydra.
+
+    Args:
+        request: What the command line asks for.
+        launch: This process's place in the run.
+        names: The overrides of each job; one empty name without a sweep.
+
+    Returns:
+        The exit code: the largest of the jobs'.
+    """
+    codes: list[int] = []
+
+    def job(composed: DictConfig) -> None:
+        from gpt_pretrain.training.run import train
+
+        print_job(len(codes), names)
+        try:
+            code = train(read_job(composed), launch)
+        except UserError as error:
+            print_error_after_rank_zero(error, launch)
+            code = USER_ERROR
+        except Exception:
+            if not request.options.multirun:
+                raise
+            traceback.print_exc()
+            code = CRASH
+        if code > KILLED and request.options.multirun:
+            # Ctrl-C and SIGTERM end the sweep, not only the job that they hit.
+            raise SystemExit(code)
+        codes.append(code)
+
+    run_hydra(request, job)
+    print_sweep_result(names, codes)
+    return max(codes, default=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit code.
+
+    Args:
+        arguments: What follows `python -m gpt_pretrain`; `sys.argv` when not given.
+    """
+    try:
+        launch = read_launch()
+    except UserError as error:
+        print_error(error)
+        return USER_ERROR
+    try:
+        request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        jobs = check_request(request, launch)
+        if request.runs:
+            return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
+        if launch.is_rank_zero:
+            show_help(request) if request.options.help else run_hydra(request, lambda _: None)
+    except UserError as error:
+        # Every rank finds the same; one of them tells.
+        if launch.is_rank_zero:
+            print_error(error)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""The gate: everything that can be wrong with a configuration, found before torch is imported and told at once.
+
+Hydra lets a typo behind `+` or `++` compose silently, and drops nothing but also checks nothing in YAML. So: the keys
+on the command line are checked before Hydra sees them, then the keys of every YAML file that takes part, then Hydra
+composes what was right, then every value is read as its type (`typed`), then the cross-field rules run (`rules`).
+A sweep's jobs go through all of it before the first one starts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override, Transformer
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import did_you_mean, is_known, nearest_name, schema_keys, schema_sections, unknown_key
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import (
+    Source,
+    build_loader,
+    compose,
+    list_groups,
+    list_options,
+    list_used_files,
+    open_repository,
+    parse_override,
+)
+from gpt_pretrain.config.typed import read_config, section_problem, show
+
+# A group that may be left out: the configuration is whole without it.
+OPTIONAL_GROUPS = ("experiment",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One run of a command line: the only one, or one of a sweep."""
+
+    overrides: tuple[str, ...]
+    """What the sweep set for this job; empty when there is no sweep."""
+    config: Config
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key below `path` that a mapping sets, down to where the schema has values."""
+    if isinstance(value, dict) and path not in schema_keys():
+        for name, child in value.items():
+            yield from flatten(child, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, value
+
+
+class _CommandLine:
+    """Checks the overrides of a command line one by one; keeps those that Hydra may have."""
+
+    def __init__(self, repository: CachingConfigRepository) -> None:
+        self.repository = repository
+        self.groups = list_groups(repository)
+        self.problems: list[str] = []
+
+    def accepts(self, override: Override) -> bool:
+        """Whether Hydra may have the override; otherwise its problems are kept."""
+        before = len(self.problems)
+        name = override.key_or_group
+        if not (override.is_hydra_override() or name == "hydra"):
+            if name in self.groups or name in OPTIONAL_GROUPS:
+                self._check_group(override)
+            elif "/" in name or override.package is not None:
+                nearest = did_you_mean(nearest_name(name, self.groups))
+                self.problems.append(f"{override.input_line}: there is no group {name!r}{nearest}")
+            else:
+                self._check_keys(override)
+        return len(self.problems) == before
+
+    def _check_group(self, override: Override) -> None:
+        group, line = override.key_or_group, override.input_line
+        value = override.value()
+        if isinstance(value, dict):
+            # `model={num_layers: 2}` sets keys of the section of that name, as in every Hydra application.
+            self._check_keys(override)
+        elif override.is_delete():
+            if group not in OPTIONAL_GROUPS:
+                self.problems.append(f"{line} removes keys that a run needs; choose another option instead: {group}=…")
+        elif override.is_force_add():
+            self.problems.append(f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}")
+        else:
+            chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
+            options = list_options(self.repository, group)
+            for option in [item for entry in chosen for item in (entry if isinstance(entry, list) else [entry])]:
+                if option is not None and str(option) not in (*options, "null"):
+                    nearest = did_you_mean(nearest_name(str(option), options))
+                    known = f"; known: {', '.join(options)}" if options else ""
+                    self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")
+
+    def _check_keys(self, override: Override) -> None:
+        line = str(override.input_line)
+        value = None if override.is_sweep_override() else override.value()
+        if override.is_delete():
+            path = override.key_or_group
+            if is_known(path):
+                self.problems.append(f"{line}: {path} cannot be removed, every run needs it; set it with {path}=…")
+            else:
+                self.problems.append(unknown_key(path, self.groups))
+            return
+        for path, leaf in flatten(value, override.key_or_group):
+            if path in schema_sections() and not override.is_sweep_override():
+                self.problems.append(section_problem(path, leaf))
+            elif not is_known(path):
+                self.problems.append(unknown_key(path, self.groups))
+
+
+def _display(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _check_files(
+    loader: ConfigLoaderImpl,
+    source: Source,
+    repository: CachingConfigRepository,
+    overrides: Sequence[str],
+) -> tuple[list[str], dict[str, str]]:
+    """Checks the keys of every YAML file that takes part.
+
+    Returns:
+        The problems, and for every key the file that set it last.
+    """
+    problems: list[str] = []
+    origins: dict[str, str] = {}
+    for default in list_used_files(loader, source, overrides):
+        package = "" if default.package in (None, "_global_") else str(default.package)
+        if default.config_path is None or package.partition(".")[0] == "hydra":
+            continue
+        loaded = repository.load_config(default.config_path)
+        assert loaded is not None, "Hydra lists only files that it found"
+        name = default.config_path.removesuffix(".yaml") + ".yaml"
+        file = _display(Path(loaded.path.removeprefix("file://")) / name)
+        if source.config_dir is not None and loaded.provider == "main" and (source.config_dir / name).is_file():
+            hidden = _display(source.config_dir.resolve() / name)
+            problems.append(f"{hidden} is hidden by {file}, which Hydra finds first; give it another name")
+        content = OmegaConf.to_container(loaded.config, resolve=False)
+        if not isinstance(content, dict):
+            if content:
+                problems.append(f"{file}: holds a list where keys are expected")
+            continue
+        if not package:
+            content = {name: value for name, value in content.items() if name != "hydra"}
+        for path, _ in flatten(content, package):
+            if not is_known(path):
+                problems.append(f"{file}: {unknown_key(path)}")
+            else:
+                origins[path] = file
+    return problems, origins
+
+
+def default_run_dir(composed: DictConfig) -> DictConfig:
+    """Gives a sweep's job its own run directory, Hydra's sweep directory and job number, where the user gave none."""
+    unset = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir") and composed.run_dir is None
+    if unset and HydraConfig.get().mode is RunMode.MULTIRUN:
+        merged = OmegaConf.merge(composed, {"run_dir": HydraConfig.get().runtime.output_dir})
+        assert isinstance(merged, DictConfig)
+        return merged
+    return composed
+
+
+def _read_job(
+    composed: DictConfig, number: int, origins: dict[str, str], *, complete: bool
+) -> tuple[Config | None, list[str]]:
+    """Reads the typed configuration as the job itself will, `${hydra:…}` interpolations included."""
+    with open_dict(composed):
+        composed.hydra.job.num = number
+        composed.hydra.job.id = str(number)
+        sweep = composed.hydra.mode is RunMode.MULTIRUN
+        directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if sweep else composed.hydra.run.dir
+        composed.hydra.runtime.output_dir = str(Path(directory).absolute())
+    HydraConfig.instance().set_config(composed)
+    try:
+        task = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+        return read_config(default_run_dir(task), origins=origins, complete=complete)
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+def _sweep_jobs(base: DictConfig, accepted: Sequence[Override]) -> list[list[str]]:
+    """The overrides of each job, as Hydra's own sweeper splits them."""
+    for plugin, name in ((base.hydra.sweeper, "sweeper"), (base.hydra.launcher, "launcher")):
+        if not str(plugin._target_).startswith("hydra._internal.core_plugins.basic_"):
+            problem = f"hydra/{name}: {plugin._target_} is not supported"
+            raise ConfigError([f"{problem}; a sweep's jobs run one after another, with hydra/{name}=basic"])
+    params = [parse_override(f"{key}={value}") for key, value in (base.hydra.sweeper.params or {}).items()]
+    tasks = [override for override in accepted if not override.is_hydra_override()]
+    return BasicSweeper.split_arguments([*params, *tasks], None)[0]
+
+
+def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """The problems of all jobs: those that every job has without, the others with the jobs' overrides."""
+    jobs_of: dict[str, list[str]] = {}
+    for job, problems in found:
+        for problem in dict.fromkeys(problems):
+            jobs_of.setdefault(problem, []).append(job)
+    return [
+        problem if len(jobs) == len(found) else f"{problem} [{'; '.join(jobs)}]" for problem, jobs in jobs_of.items()
+    ]
+
+
+def check_command(
+    source: Source,
+    overrides: Sequence[str],
+    *,
+    multirun: bool = False,
+    complete: bool = True,
+    rules: Callable[[Config], list[str]] | None = None,
+) -> list[Job]:
+    """Checks a command line through and through.
+
+    Args:
+        source: Where the YAML is.
+        overrides: The command line's `key=value` arguments.
+        multirun: Whether `-m` was given.
+        complete: Whether open values (`???`) are problems; they are not when the configuration is only shown.
+        rules: The cross-field rules, which answer with problems; left out when the configuration is only shown.
+
+    Returns:
+        The jobs, one without a sweep; none where `complete` is false and values are open.
+
+    Raises:
+        ConfigError: All that is wrong.
+    """
+    loader = build_loader(source)
+    parsed: list[Override] = []
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            parsed.append(parse_override(text))
+        except ConfigError as error:
+            problems += error.problems
+    repository = open_repository(loader, source, parsed)
+    command_line = _CommandLine(repository)
+    accepted = [override for override in parsed if command_line.accepts(override)]
+    problems += command_line.problems
+
+    if not multirun:
+        for override in [override for override in accepted if override.is_sweep_override()]:
+            key = override.get_key_element()
+            problems.append(
+                f"{override.input_line} has several values; write {key}=[…] for a list, quote a string, "
+                f"or sweep over them with -m"
+            )
+            accepted.remove(override)
+    lines = [str(override.input_line) for override in accepted]
+    if multirun:
+        # A choice that the sweep makes is open in the base; HydraConfig needs to know the mode in each job.
+        base = compose(loader, source, lines, RunMode.MULTIRUN)
+        sweeps = _sweep_jobs(base, accepted)
+        fixed = [str(o.input_line) for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode"]
+        fixed.append("hydra.mode=MULTIRUN")
+    else:
+        sweeps, fixed = [[]], lines
+
+    overridden = {
+        path
+        for override in accepted
+        for path, _ in flatten(None if override.is_sweep_override() else override.value(), override.key_or_group)
+    }
+    jobs: list[Job] = []
+    found: list[tuple[str, list[str]]] = []
+    for number, sweep in enumerate(sweeps):
+        job_problems: list[str] = []
+        try:
+            job_lines = [*fixed, *sweep]
+            job_problems, origins = _check_files(loader, source, repository, job_lines)
+            composed = compose(loader, source, job_lines)
+        except ConfigError as error:
+            job_problems += error.problems
+        else:
+            if composed.hydra.mode is RunMode.MULTIRUN and not multirun:
+                job_problems.append("hydra.mode=MULTIRUN: a sweep is started with -m")
+            origins = {path: file for path, file in origins.items() if path not in overridden}
+            named = {problem.partition(": ")[2] for problem in job_problems}
+            config, wrong = _read_job(composed, number, origins, complete=complete)
+            job_problems += [problem for problem in wrong if problem not in named]
+            if config is not None and not job_problems:
+                job_problems += rules(config) if rules is not None else []
+                jobs.append(Job(overrides=tuple(sweep), config=config))
+        found.append((" ".join(sweep), job_problems))
+    problems += _told_once(found)
+    problems += _shared_run_dirs(jobs) if multirun else []
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return jobs
+
+
+def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
+    """Two jobs in one run directory: the second would resume the first."""
+    by_dir: dict[str | None, list[str]] = {}
+    for job in jobs:
+        by_dir.setdefault(job.config.run_dir, []).append(" ".join(job.overrides))
+    return [
+        f"run_dir={show(directory)} is shared by {len(sharing)} jobs of the sweep; leave it out, or make it differ "
+        "with ${hydra:job.num}"
+        for directory, sharing in by_dir.items()
+        if len(sharing) > 1
+    ]

@@ -1,0 +1,100 @@
+"""What `python -m gpt_pretrain --help` prints: how to start, the groups with their options, every key.
+
+Values are those of the command line it is asked with, so that `model=llama3_8b --help` shows that model's. It is
+written to be read at 80 columns and to be searched: a key and its documentation are whole lines.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from gpt_pretrain.config.keys import Key, schema_keys, schema_sections
+
+EXAMPLES = """\
+python -m gpt_pretrain                            a tiny GPT on real text
+python -m gpt_pretrain trainer.max_steps=50 model.optim.lr=1e-3
+torchrun --nproc-per-node 8 -m gpt_pretrain model=llama3_8b parallelism=dp
+python -m gpt_pretrain data=text 'model.data.text_files=["corpus/*.jsonl"]'
+python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one after another
+python -m gpt_pretrain --config-dir my_conf --config-name my_run
+python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing"""
+
+OPTIONS = """\
+--help, -h               this text, with the values the other arguments give
+--cfg, -c job|hydra|all  show the configuration instead of running it;
+                         -p PACKAGE: a part; --resolve: no interpolations
+--multirun, -m           run every combination of values given as KEY=A,B
+--config-name, -cn NAME  start from NAME.yaml instead of config.yaml
+--config-dir, -cd DIR    search DIR too, after conf/
+--config-path, -cp DIR   search DIR instead of conf/
+--info, -i               what Hydra knows: search path, defaults, plugins
+--shell-completion, -sc  install=SHELL or uninstall=SHELL
+--hydra-help, --version  Hydra's own help; Hydra's version"""
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return f'"{value}"' if isinstance(value, str) and (not value or value != value.strip()) else str(value)
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, style="bold"))
+
+
+def _print_groups(console: Console, groups: Mapping[str, Sequence[str]], choices: Mapping[str, str]) -> None:
+    _heading(console, "Groups: choose an option with GROUP=OPTION (* is chosen)")
+    width = max(map(len, groups))
+    for group, options in groups.items():
+        shown = [f"{option}*" if option == choices.get(group) else option for option in options]
+        indent = " " * (width + 4)
+        lines = textwrap.wrap(", ".join(shown) or "none yet", console.width - width - 4)
+        console.print(Text.assemble("  ", (group.ljust(width), "cyan"), "  ", f"\n{indent}".join(lines)))
+
+
+def _print_key(console: Console, key: Key, values: Mapping[str, Any]) -> None:
+    line = Text.assemble("  ", (key.path, "cyan"), f" = {_value(values[key.path])}" if key.path in values else "")
+    line.append(f"   ({key.type_text})", style="dim")
+    console.print(line, soft_wrap=True)
+    console.print(textwrap.fill(key.doc, console.width - 6, initial_indent=" " * 6, subsequent_indent=" " * 6))
+
+
+def print_help(
+    groups: Mapping[str, Sequence[str]],
+    choices: Mapping[str, str],
+    values: Mapping[str, Any],
+    console: Console | None = None,
+) -> None:
+    """Prints the help.
+
+    Args:
+        groups: Each group's options.
+        choices: Each group's chosen option.
+        values: Dotted key to the value it has; open values are left out.
+        console: Where to print; standard output when not given.
+    """
+    console = console or Console(highlight=False, markup=False, emoji=False)
+    console.print("gpt_pretrain: pretrain a GPT on megatron-core, configured by Hydra.")
+    _heading(console, "Examples")
+    console.print(textwrap.indent(EXAMPLES, "  "), soft_wrap=True)
+    _heading(console, "Options")
+    console.print(textwrap.indent(OPTIONS, "  "), soft_wrap=True)
+    _print_groups(console, groups, choices)
+    _heading(console, "Keys: set one with KEY=VALUE; ++KEY=VALUE is the same")
+    section = ""
+    for path, key in schema_keys().items():
+        parent = path.rpartition(".")[0]
+        if parent != section and parent:
+            doc = schema_sections()[parent].__doc__ or ""
+            console.print()
+            console.print(textwrap.fill(doc.replace("`", ""), console.width), style="bold")
+        section = parent
+        _print_key(console, key, values)

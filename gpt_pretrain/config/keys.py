@@ -1,0 +1,244 @@
+"""The names of the configuration, read from the schema: every dotted key with its type and documentation.
+
+The gate asks here whether a key exists and which one was probably meant; `--help` prints from here. Documentation is
+the string literal below a field of `schema.py`, which Python drops at run time, so it is read from the source.
+"""
+
+import ast
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+
+from gpt_pretrain.config import schema
+
+TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
+
+# What other training codes call the same setting. The last part of an unknown key is looked up here first.
+ALIASES = {
+    "tp": "model.tensor_model_parallel_size",
+    "tp_size": "model.tensor_model_parallel_size",
+    "tensor_parallel": "model.tensor_model_parallel_size",
+    "pp": "model.pipeline_model_parallel_size",
+    "pp_size": "model.pipeline_model_parallel_size",
+    "vp": "model.virtual_pipeline_model_parallel_size",
+    "vpp": "model.virtual_pipeline_model_parallel_size",
+    "cp": "model.context_parallel_size",
+    "cp_size": "model.context_parallel_size",
+    "sp": "model.sequence_parallel",
+    "distributed_optimizer": "model.use_distributed_optimizer",
+    "n_layer": "model.num_layers",
+    "n_layers": "model.num_layers",
+    "num_hidden_layers": "model.num_layers",
+    "n_head": "model.num_attention_heads",
+    "n_heads": "model.num_attention_heads",
+    "n_kv_heads": "model.num_query_groups",
+    "num_kv_heads": "model.num_query_groups",
+    "num_key_value_heads": "model.num_query_groups",
+    "n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "dim": "model.hidden_size",
+    "d_ff": "model.ffn_hidden_size",
+    "intermediate_size": "model.ffn_hidden_size",
+    "head_dim": "model.kv_channels",
+    "block_size": "model.encoder_seq_length",
+    "context_length": "model.encoder_seq_length",
+    "max_seq_len": "model.encoder_seq_length",
+    "rope_theta": "model.rotary_base",
+    "rms_norm_eps": "model.layernorm_epsilon",
+    "tie_word_embeddings": "model.share_embeddings_and_output_weights",
+    "add_bias_linear": "model.bias",
+    "add_qkv_bias": "model.qkv_bias",
+    "activation_func": "model.activation",
+    "hidden_act": "model.activation",
+    "batch_size": "model.micro_batch_size",
+    "per_device_train_batch_size": "model.micro_batch_size",
+    "mbs": "model.micro_batch_size",
+    "gbs": "model.global_batch_size",
+    "recompute_granularity": "model.activations_checkpoint_granularity",
+    "recompute_method": "model.activations_checkpoint_method",
+    "recompute_num_layers": "model.activations_checkpoint_num_layers",
+    "learning_rate": "model.optim.lr",
+    "max_lr": "model.optim.lr",
+    "beta1": "model.optim.betas",
+    "adam_beta1": "model.optim.betas",
+    "adam_beta2": "model.optim.betas",
+    "wd": "model.optim.weight_decay",
+    "lr_decay_style": "model.optim.sched.name",
+    "lr_warmup_iters": "model.optim.sched.warmup_steps",
+    "lr_decay_iters": "model.optim.sched.decay_steps",
+    "data_path": "model.data.data_prefix",
+    "split": "model.data.splits_string",
+    "gpus": "trainer.devices",
+    "nnodes": "trainer.num_nodes",
+    "dtype": "trainer.precision",
+    "bf16": "trainer.precision",
+    "train_iters": "trainer.max_steps",
+    "max_iters": "trainer.max_steps",
+    "num_steps": "trainer.max_steps",
+    "log_interval": "trainer.log_every_n_steps",
+    "eval_interval": "trainer.val_check_interval",
+    "eval_iters": "trainer.limit_val_batches",
+    "clip_grad": "trainer.gradient_clip_val",
+    "grad_clip": "trainer.gradient_clip_val",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "output_dir": "run_dir",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One value of the configuration."""
+
+    path: str
+    """Dotted, from the root: "model.optim.lr"."""
+    kind: typing.Any
+    """int, float, bool, str, an Enum subclass, or list."""
+    item: typing.Any
+    """Type of a list's elements; None for what is no list."""
+    optional: bool
+    """Whether null is a value."""
+    doc: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of an Enum's members; empty for other types."""
+        return tuple(self.kind.__members__) if isinstance(self.kind, type) and issubclass(self.kind, Enum) else ()
+
+    @property
+    def type_text(self) -> str:
+        """The type in words, as `--help` and errors print it."""
+        if self.kind is list:
+            text = f"list of {TYPE_NAMES[self.item]}s"
+        elif self.choices:
+            text = " | ".join(self.choices)
+        else:
+            text = TYPE_NAMES[self.kind]
+        return f"{text} | null" if self.optional else text
+
+
+@cache
+def _docs() -> dict[tuple[str, str], str]:
+    """(class, field) to the string literal below the field."""
+    docs: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                docs[node.name, field.target.id] = inspect.cleandoc(str(below.value.value))
+    return docs
+
+
+def _key(path: str, annotation: typing.Any, doc: str) -> Key:
+    optional = False
+    if isinstance(annotation, types.UnionType):
+        optional = type(None) in typing.get_args(annotation)
+        (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
+    item = None
+    if typing.get_origin(annotation) is list:
+        (item,) = typing.get_args(annotation)
+        annotation = list
+    return Key(path=path, kind=annotation, item=item, optional=optional, doc=doc)
+
+
+def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
+    hints = typing.get_type_hints(section)
+    for field in fields(section):
+        path, hint = prefix + field.name, hints[field.name]
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield path, hint
+            yield from _walk(hint, f"{path}.")
+        else:
+            yield path, _key(path, hint, _docs().get((section.__name__, field.name), ""))
+
+
+@cache
+def schema_keys() -> dict[str, Key]:
+    """Every value of the configuration by its dotted key, in the schema's order."""
+    return {path: entry for path, entry in _walk(schema.Config, "") if isinstance(entry, Key)}
+
+
+@cache
+def schema_sections() -> dict[str, type]:
+    """Every section ("model", "model.optim", …) and its dataclass."""
+    return {path: entry for path, entry in _walk(schema.Config, "") if isinstance(entry, type)}
+
+
+def is_known(path: str) -> bool:
+    """Whether `path` is a key, a section, or an element of a list ("model.optim.betas.0")."""
+    if path in schema_keys() or path in schema_sections():
+        return True
+    parent, _, leaf = path.rpartition(".")
+    key = schema_keys().get(parent)
+    return key is not None and key.kind is list and leaf.isdigit()
+
+
+def _similarity(wrong: str, known: str) -> float:
+    """How likely `known` was meant: the spelling of the last part, then of the whole path.
+
+    A name whose words are all among the other's counts as close, whatever is between them: seq_length and
+    encoder_seq_length, tensor_parallel_size and tensor_model_parallel_size.
+    """
+    (wrong_parent, _, wrong_leaf), (known_parent, _, known_leaf) = wrong.rpartition("."), known.rpartition(".")
+    score = difflib.SequenceMatcher(None, wrong_leaf, known_leaf).ratio()
+    wrong_words, known_words = set(wrong_leaf.split("_")), set(known_leaf.split("_"))
+    if wrong_words <= known_words or known_words <= wrong_words:
+        score = max(score, 0.6) + 0.2
+    if wrong_parent == known_parent:
+        score += 0.1
+    return max(score, difflib.SequenceMatcher(None, wrong, known).ratio() if "." in wrong else 0.0)
+
+
+def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
+    """The key that was probably meant by an unknown one.
+
+    The same last part elsewhere comes first (`optim.lr` is `model.optim.lr`), then what other codes call it, then the
+    closest spelling.
+
+    Args:
+        path: The unknown key, without `+`, `++` or `~`.
+        more: Other names that are possible in its place, such as groups.
+
+    Returns:
+        The nearest name, or None when nothing is near.
+    """
+    leaf = path.rpartition(".")[2]
+    elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return max(elsewhere, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio())
+    if leaf.lower() in ALIASES:
+        return ALIASES[leaf.lower()]
+    known_names = [*schema_keys(), *schema_sections(), *more]
+    best = max(known_names, key=lambda known: _similarity(path, known))
+    return best if _similarity(path, best) >= 0.7 else None
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The closest spelling among `known`, whatever the case; None when nothing is near."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[matches[0]] if matches else None
+
+
+def did_you_mean(name: str | None) -> str:
+    """The end of a message about an unknown name."""
+    return "" if name is None else f"; did you mean {name}?"
+
+
+def unknown_key(path: str, more: Iterable[str] = ()) -> str:
+    """What is told about a key that the schema does not have; see `nearest_key` for the arguments."""
+    if path.startswith("model.fp8_"):
+        return f"{path} is not available: FP8 layers are not wired in this version; leave model.fp8=false"
+    what = "a key" if "." in path or not more else "a key or a group"
+    return f"{path} is not {what}{did_you_mean(nearest_key(path, more))}"

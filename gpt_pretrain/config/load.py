@@ -1,0 +1,87 @@
+"""The configuration from Python and from a run directory, and back to YAML: for training, scripts and tests."""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.gate import check_command, default_run_dir
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import Source, find_conf_dir
+from gpt_pretrain.config.typed import read_config
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "config",
+    config_path: Path | None = None,
+    config_dir: Path | None = None,
+) -> Config:
+    """Composes and reads a configuration; the cross-field rules are `check_config`'s.
+
+    Args:
+        overrides: `key=value` and `group=option` as on the command line.
+        config_name: The primary YAML file, without its suffix.
+        config_path: The folder that replaces `conf/`.
+        config_dir: A folder that is searched after it.
+
+    Raises:
+        ConfigError: Unknown keys or options, wrong types, open values: all of them.
+    """
+    source = Source(config_name=config_name, config_path=config_path or find_conf_dir(), config_dir=config_dir)
+    (job,) = check_command(source, overrides)
+    return job.config
+
+
+def read_job(composed: DictConfig) -> Config:
+    """The configuration of a job that Hydra started, composed from what the gate has let through.
+
+    Raises:
+        ConfigError: It differs from what the gate read, which happens when a YAML file was changed in between.
+    """
+    config, problems = read_config(default_run_dir(composed))
+    if config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    # A literal ${…} in a prompt must not become an interpolation when the file is read again.
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def config_to_yaml(config: Config) -> str:
+    """The configuration as YAML: every value resolved, enums by name; `load_saved_config` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+
+
+def load_saved_config(path: Path) -> Config:
+    """Reads the `config.yaml` of a run directory.
+
+    Raises:
+        ConfigError: The file is missing, is no YAML, or does not fit the schema.
+    """
+    try:
+        composed = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: there is no such file; a run writes its configuration there"]) from None
+    except (yaml.YAMLError, OSError) as error:
+        raise ConfigError([f"{path} cannot be read: {error}"]) from error
+    if not isinstance(composed, DictConfig):
+        raise ConfigError([f"{path} holds no configuration but a list"])
+    config, problems = read_config(composed)
+    if config is None:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return config

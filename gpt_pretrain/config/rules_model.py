@@ -1,0 +1,318 @@
+"""Cross-field rules about the architecture and its parallel layout: what megatron-core 0.19 would assert on later.
+
+Each rule yields one message: the keys and values in conflict, the rule, and the values that would do.
+"""
+
+import math
+from collections.abc import Iterator
+
+from gpt_pretrain.config.derived import (
+    ffn_hidden_size,
+    kv_channels,
+    num_microbatches,
+    num_query_groups,
+    padded_vocab_size,
+)
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import (
+    Activation,
+    Config,
+    ModelConfig,
+    PositionEmbedding,
+    RecomputeGranularity,
+)
+
+
+def one_of(values: list[int]) -> str:
+    """Values as a message offers them: "1, 2 or 4"."""
+    shown = values if len(values) <= 12 else [*values[:11], values[-1]]
+    return " or ".join(filter(None, [", ".join(map(str, shown[:-1])), str(shown[-1])]))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def multiples_near(number: int, of: int) -> list[int]:
+    """The multiples of `of` on both sides of `number`; the lower one only if it is positive."""
+    below = number // of * of
+    return [value for value in (below, below + of) if value > 0]
+
+
+COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "max_position_embeddings",
+    "rotary_base",
+    "encoder_seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "activations_checkpoint_num_layers",
+)
+
+
+def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
+    """Everything that counts something; the rules below divide by these."""
+    for name in COUNTS:
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            yield f"model.{name}={value} is not positive; use 1 or more"
+
+
+def attention_heads(model: ModelConfig) -> Iterator[str]:
+    """Heads over groups, width and tensor-parallel ranks."""
+    heads, tp, groups = model.num_attention_heads, model.tensor_model_parallel_size, num_query_groups(model)
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads={heads}; "
+            f"use hidden_size {one_of(multiples_near(model.hidden_size, heads))}, or set model.kv_channels"
+        )
+    if heads % groups:
+        yield (
+            f"model.num_attention_heads={heads} is not divisible by model.num_query_groups={groups}; "
+            f"use {one_of(divisors(heads))} query groups"
+        )
+    if heads % tp:
+        yield (
+            f"model.num_attention_heads={heads} is not divisible by model.tensor_model_parallel_size={tp}; "
+            f"use {one_of(divisors(heads))}"
+        )
+    elif groups % tp:
+        # megatron-core can repeat a group over several ranks, at the price of gathering every QKV product; with
+        # weights that must not depend on the layout it is refused.
+        yield (
+            f"model.num_query_groups={groups} is not divisible by model.tensor_model_parallel_size={tp}; "
+            f"use {one_of(divisors(math.gcd(groups, heads)))}"
+        )
+
+
+def positions(model: ModelConfig) -> Iterator[str]:
+    """Rotary embeddings and the length that positions allow."""
+    if model.encoder_seq_length > model.max_position_embeddings:
+        yield (
+            f"model.encoder_seq_length={model.encoder_seq_length} is longer than "
+            f"model.max_position_embeddings={model.max_position_embeddings}; "
+            f"use at most {model.max_position_embeddings}, or raise max_position_embeddings"
+        )
+    if model.position_embedding_type is not PositionEmbedding.rope:
+        if model.apply_rope_fusion:
+            yield (
+                "model.apply_rope_fusion=true has nothing to fuse: "
+                f"model.position_embedding_type={model.position_embedding_type.name}; use rope, or null for the fusion"
+            )
+        return
+    if not 0 < model.rotary_percentage <= 1:
+        yield f"model.rotary_percentage={model.rotary_percentage} is no share of a head; use above 0 up to 1"
+        return
+    rotated = int(kv_channels(model) * model.rotary_percentage)
+    if rotated < 2 or rotated % 2:
+        yield (
+            f"model.kv_channels={kv_channels(model)} × model.rotary_percentage={model.rotary_percentage} rotates "
+            f"{rotated} channels of a head, and rope rotates pairs; make it an even number"
+        )
+
+
+def widths_over_tensor_ranks(model: ModelConfig) -> Iterator[str]:
+    """Matrices and embedding rows that tensor-parallel ranks share."""
+    tp = model.tensor_model_parallel_size
+    for name, value in (("hidden_size", model.hidden_size), ("ffn_hidden_size", ffn_hidden_size(model))):
+        if value % tp:
+            yield (
+                f"model.{name}={value} is not divisible by model.tensor_model_parallel_size={tp}; "
+                f"use {one_of(multiples_near(value, tp))}, or another tensor_model_parallel_size"
+            )
+    if padded_vocab_size(model) % tp:
+        divisor = model.make_vocab_size_divisible_by
+        yield (
+            f"model.vocab_size={model.vocab_size}, padded to {padded_vocab_size(model)}, is not divisible by "
+            f"model.tensor_model_parallel_size={tp}; use model.make_vocab_size_divisible_by={math.lcm(divisor, tp)}"
+        )
+
+
+def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
+    """Layers over stages and chunks; microbatches of the interleaved schedule."""
+    pp, vp = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
+    if vp is not None and pp == 1:
+        yield (
+            f"model.virtual_pipeline_model_parallel_size={vp} needs model.pipeline_model_parallel_size of 2 or more; "
+            "use null, or more stages"
+        )
+        return
+    chunks = pp * (vp or 1)
+    if model.num_layers % chunks:
+        product = f"model.pipeline_model_parallel_size={pp}"
+        if vp is not None:
+            product += f" × model.virtual_pipeline_model_parallel_size={vp}"
+        yield (
+            f"model.num_layers={model.num_layers} is not divisible by {product}; "
+            f"use {one_of(multiples_near(model.num_layers, chunks))} layers, or a product of "
+            f"{one_of(divisors(model.num_layers))}"
+        )
+    if vp is not None and launch is not None and _batch_fits(model, launch):
+        microbatches = num_microbatches(model, launch.world_size)
+        if microbatches % pp:
+            per_step = model.global_batch_size // microbatches
+            yield (
+                f"model.global_batch_size={model.global_batch_size} makes {microbatches} microbatches, and the "
+                f"interleaved schedule needs a multiple of model.pipeline_model_parallel_size={pp}; use "
+                f"global_batch_size {one_of(multiples_near(model.global_batch_size, per_step * pp))}"
+            )
+
+
+def sequence(model: ModelConfig) -> Iterator[str]:
+    """Sequence and context parallelism."""
+    tp, cp, length = model.tensor_model_parallel_size, model.context_parallel_size, model.encoder_seq_length
+    if model.sequence_parallel and tp == 1:
+        yield (
+            "model.sequence_parallel=true needs model.tensor_model_parallel_size of 2 or more; "
+            "use false, or parallelism=tp2_sp"
+        )
+    if cp > 1 and model.transformer_engine is False:
+        yield (
+            f"model.context_parallel_size={cp} needs Transformer Engine's attention, and "
+            "model.transformer_engine=false; use context_parallel_size=1, or transformer_engine=null"
+        )
+    # Each context-parallel rank takes two slices, one from either half, which balances the causal mask.
+    need = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
+    if length % need:
+        causes = [f"2 × model.context_parallel_size={cp}"] if cp > 1 else []
+        causes += [f"model.tensor_model_parallel_size={tp} (sequence_parallel)"] if model.sequence_parallel else []
+        yield (
+            f"model.encoder_seq_length={length} is not divisible by {need}, as {' and '.join(causes)} ask; "
+            f"use {one_of(multiples_near(length, need))}"
+        )
+
+
+def _model_parallel_size(model: ModelConfig) -> int:
+    return model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+
+
+def _batch_fits(model: ModelConfig, launch: Launch) -> bool:
+    """Whether a whole number of microbatches makes the global batch."""
+    ranks, rest = divmod(launch.world_size, _model_parallel_size(model))
+    return rest == 0 and model.global_batch_size % (model.micro_batch_size * ranks) == 0
+
+
+def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
+    """Processes over the layout, and samples over what is left of them."""
+    size, world = _model_parallel_size(model), launch.world_size
+    if world % size:
+        tp, pp, cp = (
+            model.tensor_model_parallel_size,
+            model.pipeline_model_parallel_size,
+            model.context_parallel_size,
+        )
+        yield (
+            f"model.tensor_model_parallel_size={tp} × model.pipeline_model_parallel_size={pp} × "
+            f"model.context_parallel_size={cp} needs a multiple of {size} processes, and this run has {world}; start "
+            f"it with torchrun --nproc-per-node {size} -m gpt_pretrain …, or choose a layout whose product divides "
+            f"{world}"
+        )
+    elif not _batch_fits(model, launch):
+        ranks = world // size
+        samples = model.micro_batch_size * ranks
+        yield (
+            f"model.global_batch_size={model.global_batch_size} is not divisible by model.micro_batch_size="
+            f"{model.micro_batch_size} × {ranks} data-parallel ranks = {samples}; "
+            f"use {one_of(multiples_near(model.global_batch_size, samples))}"
+        )
+
+
+def gradients(model: ModelConfig) -> Iterator[str]:
+    """What megatron-core's data parallelism and distributed optimizer need from each other."""
+    if model.overlap_param_gather and not (model.use_distributed_optimizer and model.overlap_grad_reduce):
+        yield (
+            "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
+            "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
+        )
+
+
+def recomputation(model: ModelConfig) -> Iterator[str]:
+    """Combinations of `activations_checkpoint_*` (TransformerConfig.__post_init__)."""
+    granularity = model.activations_checkpoint_granularity
+    method, layers = model.activations_checkpoint_method, model.activations_checkpoint_num_layers
+    if granularity is not RecomputeGranularity.full:
+        shown = "null" if granularity is None else granularity.name
+        for name, value in (("method", method and method.name), ("num_layers", layers)):
+            if value is not None:
+                yield (
+                    f"model.activations_checkpoint_{name}={value} has no effect with "
+                    f"model.activations_checkpoint_granularity={shown}; use granularity=full, or {name}=null"
+                )
+        return
+    per_chunk = model.num_layers // (
+        model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
+    )
+    if method is None:
+        yield (
+            "model.activations_checkpoint_granularity=full needs model.activations_checkpoint_method; "
+            "use uniform or block"
+        )
+    if layers is None or layers > per_chunk:
+        shown = "null" if layers is None else str(layers)
+        yield (
+            f"model.activations_checkpoint_num_layers={shown} with activations_checkpoint_granularity=full; "
+            f"use 1 to {per_chunk}, the layers of one pipeline chunk"
+        )
+
+
+def fusions(model: ModelConfig) -> Iterator[str]:
+    """Kernels that compute something else than the configuration says."""
+    if model.bias_activation_fusion and model.activation is Activation.gelu:
+        yield (
+            "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
+            "use activation=gelu_tanh, or bias_activation_fusion=null"
+        )
+    if model.bias_activation_fusion and model.activation is Activation.gelu_tanh and not model.bias:
+        yield (
+            "model.bias_activation_fusion=true needs model.bias=true with model.activation=gelu_tanh; "
+            "use bias=true, or bias_activation_fusion=null"
+        )
+
+
+def numbers(model: ModelConfig) -> Iterator[str]:
+    """Ranges of single values."""
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(model, name)
+        if not 0 <= value < 1:
+            yield f"model.{name}={value} is no dropout probability; use 0 up to below 1"
+    for name in ("layernorm_epsilon", "init_method_std"):
+        value = getattr(model, name)
+        if value <= 0:
+            yield f"model.{name}={value} is not positive"
+    if model.seed < 0:
+        yield f"model.seed={model.seed} is negative; use 0 or more"
+    if model.fp8:
+        yield "model.fp8=true is not available: FP8 layers are not wired in this version; use model.fp8=false"
+
+
+def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
+    """All problems of `model.` but its data and optimizer; without `launch`, those of the world size are left out."""
+    model = config.model
+    sizes = list(sizes_are_positive(model))
+    yield from sizes
+    yield from numbers(model)
+    yield from gradients(model)
+    yield from fusions(model)
+    if sizes:
+        return
+    yield from attention_heads(model)
+    yield from positions(model)
+    yield from widths_over_tensor_ranks(model)
+    yield from pipeline(model, launch)
+    yield from sequence(model)
+    yield from recomputation(model)
+    if launch is not None:
+        yield from world_and_batch(model, launch)
