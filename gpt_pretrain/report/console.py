@@ -27,7 +27,6 @@ _END_REASONS: dict[EndReason, str] = {
     "max_time": "stopped: trainer.max_time is used up",
     "interrupted": "stopped by Ctrl-C",
     "terminated": "stopped by SIGTERM",
-    "error": "stopped by an error",
 }
 
 

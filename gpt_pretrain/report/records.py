@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 type JsonValue = str | int | float | None
 
-EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "error"]
-"""Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM of the scheduler, or an error."""
+EndReason = Literal["max_steps", "max_time", "interrupted", "terminated"]
+"""Why a run ended: all steps done, the time used up, Ctrl-C, or a SIGTERM. One that fails leaves no summary."""
 
 
 def _to_json(value: JsonValue) -> JsonValue:
@@ -145,7 +145,7 @@ class ValidationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryRecord(Record):
-    """The end of a process of the run: what was reached, and why it stopped."""
+    """The end of a process of the run: what was reached, and why it stopped. A process that fails writes none."""
 
     kind: ClassVar[str] = "summary"
 
@@ -154,7 +154,7 @@ class SummaryRecord(Record):
     consumed_tokens: int
     """Training tokens seen."""
     end_reason: EndReason
-    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM), error."""
+    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM)."""
     wall_time_s: float
     """Seconds of training in this process, validation and checkpoints included."""
     first_loss: float | None
