@@ -1,0 +1,1 @@
+"""What a run keeps to go on later: weights, optimizer, schedule, random states and position in the data."""

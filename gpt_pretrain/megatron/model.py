@@ -1,5 +1,7 @@
 """The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +59,24 @@ class Model:
     transformer_config: TransformerConfig
     num_parameters: int
     """Parameters of the whole model, over all ranks; tied embeddings counted once."""
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """All ranks hold the newest parameters: for whatever reads them outside of a training step.
+
+        With `overlap_param_gather` the optimizer leaves each rank with its own new shard, and the next training
+        forward pass gathers the rest; a validation or a checkpoint in between would see the old ones.
+        """
+        overlapped = self.chunks[0].ddp_config.overlap_param_gather
+        if overlapped:
+            for chunk in self.chunks:
+                chunk.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            if overlapped:
+                for chunk in self.chunks:
+                    chunk.enable_forward_pre_hook()
 
     def train(self) -> None:
         """Dropout on."""

@@ -1,0 +1,1 @@
+"""The run: from a checked configuration to a trained model."""

@@ -1,0 +1,183 @@
+"""Save and load a checkpoint with megatron-core's distributed format (torch_dist).
+
+A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300` that all ranks write their shards into. It is written
+under a temporary name and renamed when it is complete, and `RUN_DIR/checkpoints/latest` names the newest one.
+"""
+
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.model import Model
+
+_POINTER = "latest"
+# Optimizer states by their place in the model's tensors, not in a rank's buffer.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_LAYOUT_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "use_distributed_optimizer",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Training samples seen."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trainable:
+    """What a checkpoint holds and a run trains."""
+
+    model: Model
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def _layout(model: ModelConfig) -> dict[str, object]:
+    return {key: getattr(model, key) for key in _LAYOUT_KEYS} | {"world_size": torch.distributed.get_world_size()}
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
+    chunks = trainable.model.chunks
+    if len(chunks) == 1:
+        state = {"model": chunks[0].sharded_state_dict(metadata=_METADATA)}
+    else:
+        state = {f"model{index}": chunk.sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(chunks)}
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    state["optimizer"] = trainable.optimizer.sharded_state_dict(
+        dict(state), is_loading=is_loading, metadata=dict(_METADATA)
+    )
+    state["random_states"] = ShardedObject("random_states", _random_states(), (world_size,), (rank,), replica_id=0)
+    return state
+
+
+def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, model: ModelConfig) -> Path:
+    """Writes a checkpoint; every rank calls it.
+
+    Args:
+        directory: The run's checkpoints, `RUN_DIR/checkpoints`.
+        trainable: What to save; its parameters gathered (`Model.gathered_parameters`).
+        progress: How far the run is.
+        model: Gives the parallel layout.
+
+    Returns:
+        The checkpoint's directory.
+    """
+    path = directory / f"step_{progress.step:08d}"
+    unfinished = directory / f".{path.name}.unfinished"
+    writer = torch.distributed.get_rank() == 0
+    if writer:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    torch.distributed.barrier()
+    state = _sharded_state(trainable, is_loading=False)
+    state["scheduler"] = trainable.scheduler.state_dict()
+    state["progress"] = asdict(progress)
+    state["layout"] = _layout(model)
+    dist_checkpointing.save(state, str(unfinished), content_metadata=dict(_METADATA))
+    torch.distributed.barrier()
+    if writer:
+        shutil.rmtree(path, ignore_errors=True)
+        unfinished.rename(path)
+        pointer = directory / f".{_POINTER}.unfinished"
+        pointer.write_text(path.name + "\n", encoding="utf-8")
+        os.replace(pointer, directory / _POINTER)
+    torch.distributed.barrier()
+    return path
+
+
+def find_newest_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint that `latest` names; None where no checkpoint was ever completed.
+
+    Raises:
+        UserError: The pointer names a checkpoint that is not there.
+    """
+    pointer = directory / _POINTER
+    if not pointer.is_file():
+        return None
+    path = directory / pointer.read_text(encoding="utf-8").strip()
+    if not path.is_dir():
+        raise UserError(
+            f"{pointer} names {path.name}, which is not in {directory}; write the name of one that is into it, "
+            "or start anew with checkpoint.resume=never and another run_dir"
+        )
+    return path
+
+
+def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Progress:
+    """Restores a checkpoint into freshly built objects; every rank calls it.
+
+    Args:
+        path: A checkpoint's directory.
+        trainable: What to restore into.
+        model: Gives the parallel layout, which must be the checkpoint's.
+
+    Returns:
+        How far the saved run was.
+
+    Raises:
+        UserError: The directory is no checkpoint, or was saved by another parallel layout or another model.
+    """
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        raise UserError(f"{path} is not a checkpoint of this application (no metadata.json in it)")
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    saved, current = common["layout"], _layout(model)
+    different = [f"{key}={current[key]} (saved with {saved[key]})" for key in current if current[key] != saved[key]]
+    if different:
+        raise UserError(
+            f"{path} was saved by another parallel layout: {', '.join(different)}; resume with the saved one"
+        )
+    state, missing, unexpected = dist_checkpointing.load(
+        _sharded_state(trainable, is_loading=True), str(path), strict=StrictHandling.RETURN_ALL
+    )
+    if missing or unexpected:
+        raise UserError(
+            f"{path} holds another model: missing from it: {sorted(missing) or 'nothing'}; "
+            f"not in this model: {sorted(unexpected) or 'nothing'}"
+        )
+    chunks = trainable.model.chunks
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
+    trainable.optimizer.load_state_dict(state["optimizer"])
+    trainable.scheduler.load_state_dict(common["scheduler"])
+    _restore_random_states(state["random_states"])
+    return Progress(**common["progress"])

@@ -1,0 +1,113 @@
+"""Text from the model that is being trained, at any tensor and pipeline parallel layout.
+
+There is no key/value cache: every token is one forward pass over a buffer of fixed length, padded on the right, which
+causal attention cannot see. That is slow for long texts and simple for a sample at the end of a run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.model import Model
+
+
+def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
+    """Tokens of the padded buffer: a multiple of what sequence and context parallelism and FP8 products divide by."""
+    multiple = lcm(16 * model.tensor_model_parallel_size, 2 * model.context_parallel_size)
+    return -(-num_tokens // multiple) * multiple
+
+
+@torch.no_grad()
+def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, position: int) -> torch.Tensor | None:
+    """Logits [vocab] after `position`, on the last pipeline stage; None elsewhere."""
+    inputs = {"tokens": tokens, "positions": torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)}
+    context_parallel = parallel_state.get_context_parallel_world_size() > 1
+    if context_parallel:
+        inputs = get_batch_on_this_cp_rank(inputs)
+
+    def forward_step(_: Iterator[Any] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return chunk(inputs["tokens"], inputs["positions"], None), lambda output, non_loss_data: output
+
+    # Interleaved schedules take microbatches by the pipeline's size; the copies cost what one would.
+    interleaved = len(model.chunks) > 1
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[None] * len(model.chunks) if interleaved else None,
+        model=model.chunks if interleaved else model.chunks[0],
+        num_microbatches=config.pipeline_model_parallel_size if interleaved else 1,
+        seq_length=tokens.size(1),
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return None
+    # [1, s, v / TP] to [v]; under context parallelism the one rank that holds the position tells the others.
+    here = (inputs["positions"][0] == position).to(outputs[-1].dtype)
+    logits: torch.Tensor = gather_from_tensor_model_parallel_region(here @ outputs[-1][0]).float()
+    if context_parallel:
+        torch.distributed.all_reduce(logits, group=parallel_state.get_context_parallel_group())
+    return logits
+
+
+def generate_tokens(
+    model: Model,
+    config: ModelConfig,
+    prompt: Sequence[int],
+    *,
+    vocab_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    end_token: int | None,
+    seed: int,
+) -> list[int]:
+    """Continues a prompt; every rank calls it and gets the same tokens.
+
+    Args:
+        model: The model, its parameters gathered (`Model.gathered_parameters`).
+        config: Its configuration.
+        prompt: Token ids, at least one.
+        vocab_size: Ids to choose from: the tokenizer's, without the rows that pad the embedding.
+        max_new_tokens: Most tokens to add; fewer where the training sequence length ends first.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
+        end_token: Stop after this id, if it is given.
+        seed: Of the draws.
+
+    Returns:
+        The new token ids.
+    """
+    limit = config.encoder_seq_length
+    total = min(len(prompt) + max_new_tokens, limit)
+    length = min(_buffer_length(config, total), limit)
+    device = torch.cuda.current_device()
+    tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
+    tokens[0, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+    last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
+    model.eval()
+    end = len(prompt)
+    while end < total:
+        logits = _next_token_logits(model, config, tokens, end - 1)
+        choice = torch.zeros(1, dtype=torch.int64, device=device)
+        if logits is not None:
+            logits = logits[:vocab_size]
+            if temperature == 0.0:
+                choice = logits.argmax(keepdim=True)
+            else:
+                probabilities = torch.softmax(logits / temperature, dim=-1).cpu()
+                choice.copy_(torch.multinomial(probabilities, 1, generator=generator))
+        torch.distributed.broadcast(choice, src=last_stage, group=pipeline_group)
+        tokens[0, end] = choice[0]
+        end += 1
+        if end_token is not None and int(choice.item()) == end_token:
+            break
+    model.train()
+    return [int(token) for token in tokens[0, len(prompt) : end].tolist()]

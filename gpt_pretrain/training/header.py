@@ -1,0 +1,84 @@
+"""What the header says of a run: model, layout, precision, batch, data, kernels, places."""
+
+from collections.abc import Mapping
+
+from gpt_pretrain.config.derived import (
+    data_parallel_size,
+    ffn_hidden_size,
+    flops_per_token,
+    num_microbatches,
+    num_query_groups,
+    padded_vocab_size,
+)
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.corpus import Corpus
+from gpt_pretrain.data.datasets import SampleDataset
+from gpt_pretrain.megatron.platform import Kernels, Platform, describe_kernels
+from gpt_pretrain.megatron.translate import params_dtype
+
+
+def describe_data(config: Config, corpus: Corpus, train_data: SampleDataset) -> dict[str, str]:
+    """The corpus, its tokenizer, and how often the run will see it."""
+    if corpus.is_mock:
+        return {"corpus": "random tokens"}
+    described = {
+        "corpus": f"{config.model.data.data_impl.name}, {len(corpus.prefixes)} file pair(s)",
+        "training": f"{corpus.train.num_tokens:,} tokens in {corpus.train.num_documents:,} documents, "
+        f"{train_data.num_epochs:.2f} epochs",
+        "validation": f"{corpus.valid.num_tokens:,} tokens in {corpus.valid.num_documents:,} documents",
+    }
+    if corpus.tokenizer is not None:
+        described["tokenizer"] = f"{config.model.tokenizer.library.name}, {corpus.tokenizer.vocab_size:,} tokens"
+    return described
+
+
+def describe_run(
+    config: Config,
+    *,
+    launch: Launch,
+    platform: Platform,
+    kernels: Kernels,
+    num_parameters: int,
+    data: Mapping[str, str],
+    places: Mapping[str, str],
+) -> dict[str, Mapping[str, str]]:
+    """Section → name → value, in the order of the header."""
+    model = config.model
+    dp = data_parallel_size(model, launch.world_size)
+    vp = model.virtual_pipeline_model_parallel_size
+    layout = {
+        "TP": str(model.tensor_model_parallel_size) + (" + sequence parallel" if model.sequence_parallel else ""),
+        "PP": str(model.pipeline_model_parallel_size) + (f", interleaved × {vp}" if vp else ""),
+        "CP": str(model.context_parallel_size),
+        "DP": str(dp) + (", distributed optimizer" if model.use_distributed_optimizer else ""),
+    }
+    tokens_per_step = model.global_batch_size * model.encoder_seq_length
+    return {
+        "model": {
+            "layers": f"{model.num_layers} of width {model.hidden_size}, {model.normalization.name}, "
+            f"MLP {ffn_hidden_size(model)} {model.activation.name}",
+            "attention": f"{model.num_attention_heads} heads, {num_query_groups(model)} key/value groups, "
+            f"{model.position_embedding_type.name}",
+            "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
+            "parameters": f"{num_parameters:,}",
+            "FLOPs per token": f"{flops_per_token(model):.3g} (causal attention halved)",
+        },
+        "layout": {
+            "processes": f"{launch.world_size} on {launch.num_nodes} node(s), {platform.device_name}",
+            "parallel": ", ".join(f"{name} {size}" for name, size in layout.items() if size != "1") or "none",
+        },
+        "precision": {
+            "parameters": str(params_dtype(config, platform)).removeprefix("torch."),
+            "gradients": "float32" if model.grad_reduce_in_fp32 else "as parameters",
+            "fp8": "on" if model.fp8 else "off",
+        },
+        "batch": {
+            "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens "
+            f"= {tokens_per_step:,} tokens per step",
+            "per rank": f"{num_microbatches(model, launch.world_size)} microbatches of {model.micro_batch_size}",
+        },
+        "data": data,
+        "kernels": describe_kernels(kernels, platform),
+        "run": places,
+    }

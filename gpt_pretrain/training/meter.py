@@ -1,0 +1,83 @@
+"""From steps to a logged record: mean loss, speed and memory over the steps since the last record."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gpt_pretrain.checkpoint.store import Progress
+from gpt_pretrain.config.derived import flops_per_token
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.report.records import TrainRecord
+from gpt_pretrain.training.performance import memory_gib, peak_tflops
+from gpt_pretrain.training.step import StepResult, mean_loss
+
+
+class Meter:
+    """Adds up steps on the device and reads them at the logging interval, where alone the host waits for it.
+
+    Args:
+        config: The run's configuration.
+        launch: Number of ranks.
+        platform: The GPU, for its peak and its memory.
+    """
+
+    def __init__(self, config: Config, launch: Launch, platform: Platform) -> None:
+        self._config = config
+        self._num_gpus = launch.world_size
+        self._platform = platform
+        self._peak_tflops = config.logging.peak_tflops or peak_tflops(platform)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._loss = torch.zeros(2, device=torch.cuda.current_device())
+        self._num_steps = 0
+        self._started = time.monotonic()
+
+    def add(self, result: StepResult) -> None:
+        """Counts a step; does not wait for it."""
+        self._loss += result.loss_sum_and_tokens
+        self._num_steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps validation and checkpoints out of the step time."""
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        yield
+        self._started += time.monotonic() - began
+
+    def read(self, result: StepResult, progress: Progress, lr: float) -> TrainRecord:
+        """Waits for the device, sums over all ranks and starts the next interval; every rank calls it.
+
+        Args:
+            result: The newest step.
+            progress: Steps and samples with that step.
+            lr: Learning rate of that step.
+        """
+        loss = mean_loss(self._loss)
+        grad_norm = None if result.grad_norm is None else float(result.grad_norm)
+        step_time_s = (time.monotonic() - self._started) / self._num_steps
+        model = self._config.model
+        tokens_per_s = model.global_batch_size * model.encoder_seq_length / step_time_s
+        tflops = tokens_per_s * flops_per_token(model) / self._num_gpus / 1e12
+        self._restart()
+        return TrainRecord(
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_samples * model.encoder_seq_length,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            step_time_s=step_time_s,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_gpu=tokens_per_s / self._num_gpus,
+            tflops_per_gpu=tflops,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
+            memory_gib=memory_gib(self._platform),
+            eta_s=(self._config.trainer.max_steps - progress.step) * step_time_s,
+            time_unix=time.time(),
+        )

@@ -1,0 +1,142 @@
+"""One optimizer step, one validation: the microbatches of this rank through megatron-core's pipeline schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+
+from gpt_pretrain.checkpoint.store import Trainable
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.parallel import is_last_stage_writer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step leaves on the device; reading it waits for the device."""
+
+    loss_sum_and_tokens: torch.Tensor
+    """[2], fp32: sum of the token losses and number of tokens on this rank; zeros off the last pipeline stage."""
+    grad_norm: torch.Tensor | float | None
+    """L2 norm over all parameters before clipping; None where clipping is off."""
+
+
+def data_iterators(model: Model, build: Callable[[], Iterator[Batch]]) -> list[Iterator[Batch] | None]:
+    """One iterator for each model chunk that sees tokens or labels: those with the embedding or the loss."""
+    needs_data = [
+        get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
+        for chunk in model.chunks
+    ]
+    return [build() if needed else None for needed in needs_data]
+
+
+def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum over unmasked tokens, their number, and both as a report.
+
+    Args:
+        loss_mask: [b, s], 1 where a token counts.
+        losses: [b, s], cross entropy of each token in nats.
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss_sum = torch.dot(losses.reshape(-1).float(), mask)
+    num_tokens = mask.sum()
+    report = torch.stack([loss_sum.detach(), num_tokens])
+    return loss_sum, num_tokens.to(torch.int), report
+
+
+def _forward_step(iterator: Iterator[Batch] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Runs one microbatch through one model chunk, as the schedules ask for it."""
+    if iterator is None:
+        output = chunk(None, None, None, labels=None)
+        return output, lambda _: None
+    batch = next(iterator)
+    tensors = {
+        "tokens": batch.tokens,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "position_ids": batch.position_ids,
+    }
+    if parallel_state.get_context_parallel_world_size() > 1:
+        tensors = get_batch_on_this_cp_rank(tensors)
+    # No mask tensor: causal attention is part of the layer spec.
+    output = chunk(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"])
+    return output, lambda losses: _loss(tensors["loss_mask"], losses)
+
+
+def _run_schedule(
+    model: Model,
+    iterators: Sequence[Iterator[Batch] | None],
+    config: ModelConfig,
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+) -> torch.Tensor:
+    reports = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
+        model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=config.encoder_seq_length,
+        micro_batch_size=config.micro_batch_size,
+        forward_only=forward_only,
+    )
+    if not is_last_stage_writer():
+        return torch.zeros(2, device=torch.cuda.current_device())
+    return torch.stack(reports).sum(dim=0)
+
+
+def train_step(
+    trainable: Trainable,
+    iterators: Sequence[Iterator[Batch] | None],
+    config: ModelConfig,
+    num_microbatches: int,
+) -> StepResult:
+    """Forward and backward over all microbatches of this rank, and one optimizer update.
+
+    The schedule advances first, so that step n trains with the learning rate of n and the first step does not train
+    with that of zero.
+    """
+    for chunk in trainable.model.chunks:
+        chunk.zero_grad_buffer()
+    trainable.optimizer.zero_grad()
+    report = _run_schedule(trainable.model, iterators, config, num_microbatches, forward_only=False)
+    trainable.scheduler.step(1)
+    _, grad_norm, _ = trainable.optimizer.step()
+    clipped = trainable.optimizer.config.clip_grad > 0.0
+    return StepResult(loss_sum_and_tokens=report, grad_norm=grad_norm if clipped else None)
+
+
+@torch.no_grad()
+def validate(
+    model: Model,
+    iterators: Sequence[Iterator[Batch] | None],
+    config: ModelConfig,
+    num_microbatches: int,
+    num_batches: int,
+) -> float:
+    """Mean loss in nats per token over `num_batches` global batches; the same number on all ranks.
+
+    Parameters must be gathered (`Model.gathered_parameters`).
+    """
+    model.eval()
+    total = torch.zeros(2, device=torch.cuda.current_device())
+    for _ in range(num_batches):
+        total += _run_schedule(model, iterators, config, num_microbatches, forward_only=True)
+    model.train()
+    return mean_loss(total)
+
+
+def mean_loss(loss_sum_and_tokens: torch.Tensor) -> float:
+    """Mean over all ranks' tokens; waits for the device.
+
+    Args:
+        loss_sum_and_tokens: [2], this rank's sum of losses and number of tokens.
+    """
+    torch.distributed.all_reduce(loss_sum_and_tokens)
+    loss_sum, num_tokens = loss_sum_and_tokens.tolist()
+    return float(loss_sum / num_tokens) if num_tokens else float("nan")

@@ -1,0 +1,69 @@
+"""Ending early, on all ranks after the same step.
+
+Ctrl-C, SIGTERM and `trainer.max_time` reach the ranks at different moments. At each step's end every rank tells the
+others what it knows through an asynchronous all-reduce of one number between the processors (gloo), and reads the
+answer one step later: all ranks see the same answer at the same step, and no rank waits for its GPU.
+"""
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch
+
+from gpt_pretrain.report.records import EndReason
+
+# The order settles which reason stands if ranks disagree.
+_REASONS: tuple[EndReason | None, ...] = (None, "max_time", "interrupted", "terminated")
+_SIGNALS: dict[int, EndReason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+
+class StopRequest:
+    """Collects reasons to stop; a context manager that owns the signal handlers meanwhile.
+
+    Args:
+        max_time_s: Seconds after which the run stops, from now on; None for no limit.
+    """
+
+    def __init__(self, max_time_s: float | None) -> None:
+        self._deadline = None if max_time_s is None else time.monotonic() + max_time_s
+        self._signalled: EndReason | None = None
+        self._several_ranks = torch.distributed.get_world_size() > 1
+        self._group = torch.distributed.new_group(backend="gloo") if self._several_ranks else None
+        self._code = torch.zeros(1, dtype=torch.int32)
+        self._pending: torch.distributed.Work | None = None
+
+    def __enter__(self) -> Self:
+        self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # A launcher repeats the terminal's Ctrl-C to its workers: a second signal must not break off the save.
+        self._signalled = self._signalled or _SIGNALS[number]
+
+    def _own_reason(self) -> EndReason | None:
+        if self._signalled is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            return "max_time"
+        return self._signalled
+
+    def poll(self) -> EndReason | None:
+        """Why to stop after this step, the same answer on all ranks; call it once a step, on every rank."""
+        if not self._several_ranks:
+            return self._own_reason()
+        agreed: EndReason | None = None
+        if self._pending is not None:
+            self._pending.wait()
+            agreed = _REASONS[int(self._code)]
+        if agreed is None:
+            self._code.fill_(_REASONS.index(self._own_reason()))
+            self._pending = torch.distributed.all_reduce(
+                self._code, op=torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+            )
+        return agreed

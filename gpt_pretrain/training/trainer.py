@@ -1,0 +1,160 @@
+"""The training loop: step, log, validate, save, until the steps or the time are used up."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+from gpt_pretrain.checkpoint.store import Progress, Trainable, save_checkpoint
+from gpt_pretrain.config.derived import data_parallel_size, max_time_s, num_microbatches
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.batches import build_batch_iterator, build_validation_iterator
+from gpt_pretrain.data.datasets import SampleDataset
+from gpt_pretrain.megatron.parallel import data_parallel_rank
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.report.records import EndReason, TrainRecord, ValidationRecord
+from gpt_pretrain.training.meter import Meter
+from gpt_pretrain.training.step import StepResult, data_iterators, train_step, validate
+from gpt_pretrain.training.stop import StopRequest
+
+
+class Trainer:
+    """Trains what it is given from where it stands.
+
+    Args:
+        config: The run's configuration.
+        launch: This process's place in the run.
+        platform: This machine.
+        trainable: Model, optimizer and schedule; restored already if the run is resumed.
+        train_data: Samples of the whole run.
+        valid_data: Samples of one validation; None for no validation.
+        progress: Steps and samples behind the run.
+        checkpoints: The run's directory of checkpoints.
+        log: Receives every record, on every rank.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        launch: Launch,
+        platform: Platform,
+        trainable: Trainable,
+        train_data: SampleDataset,
+        valid_data: SampleDataset | None,
+        progress: Progress,
+        checkpoints: Path,
+        log: Callable[[TrainRecord | ValidationRecord], None],
+    ) -> None:
+        self.config = config
+        self.trainable = trainable
+        self.progress = progress
+        self.last_checkpoint: Path | None = None
+        self._checkpoints = checkpoints
+        self._log = log
+        self._meter = Meter(config, launch, platform)
+        self._num_microbatches = num_microbatches(config.model, launch.world_size)
+        source: dict[str, Any] = {
+            "config": config,
+            "data_parallel_rank": data_parallel_rank(),
+            "data_parallel_size": data_parallel_size(config.model, launch.world_size),
+            "device": platform.device,
+        }
+        self._train_batches = data_iterators(
+            trainable.model,
+            lambda: build_batch_iterator(train_data, consumed_samples=progress.consumed_samples, **source),
+        )
+        self._valid_batches = (
+            None
+            if valid_data is None
+            else data_iterators(trainable.model, lambda: build_validation_iterator(valid_data, **source))
+        )
+
+    def train(self) -> EndReason:
+        """Trains to the last step, or to the first reason to stop; every rank calls it.
+
+        Returns:
+            Why it ended, the same on all ranks.
+        """
+        with StopRequest(max_time_s(self.config.trainer)) as stop, self._scheduled_garbage_collection():
+            if self.config.trainer.validate_at_start and self.progress.step == 0:
+                self.validate()
+            reason = self._steps(stop)
+            if reason == "max_steps" and not self._is_due(self.config.trainer.val_check_interval):
+                self.validate()
+            if self.config.checkpoint.save_at_end and not self._is_due(self.config.checkpoint.save_interval):
+                self.save()
+        return reason
+
+    def _steps(self, stop: StopRequest) -> EndReason:
+        trainer = self.config.trainer
+        self.trainable.model.train()
+        while self.progress.step < trainer.max_steps:
+            result = train_step(self.trainable, self._train_batches, self.config.model, self._num_microbatches)
+            self.progress = Progress(
+                step=self.progress.step + 1,
+                consumed_samples=self.progress.consumed_samples + self.config.model.global_batch_size,
+            )
+            self._meter.add(result)
+            if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
+                self._log_step(result)
+            if self._is_due(trainer.val_check_interval):
+                self.validate()
+            if self._is_due(self.config.checkpoint.save_interval):
+                self.save()
+            if trainer.gc_interval and self._is_due(trainer.gc_interval):
+                gc.collect()
+            reason = stop.poll()
+            if reason is not None and self.progress.step < trainer.max_steps:
+                return reason
+        return "max_steps"
+
+    def validate(self) -> None:
+        """Logs the loss over the first `trainer.limit_val_batches` global batches of the validation split."""
+        if self._valid_batches is None:
+            return
+        num_batches = self.config.trainer.limit_val_batches
+        with self._meter.paused(), self.trainable.model.gathered_parameters():
+            began = time.monotonic()
+            loss = validate(
+                self.trainable.model, self._valid_batches, self.config.model, self._num_microbatches, num_batches
+            )
+            self._log(
+                ValidationRecord(
+                    step=self.progress.step,
+                    loss=loss,
+                    perplexity=math.exp(loss) if loss < 700 else math.inf,
+                    num_samples=num_batches * self.config.model.global_batch_size,
+                    time_s=time.monotonic() - began,
+                )
+            )
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present step."""
+        with self._meter.paused(), self.trainable.model.gathered_parameters():
+            self.last_checkpoint = save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
+
+    def _log_step(self, result: StepResult) -> None:
+        lr = get_canonical_lr_for_logging(self.trainable.optimizer.param_groups)
+        self._log(self._meter.read(result, self.progress, math.nan if lr is None else float(lr)))
+
+    def _is_due(self, interval: int | None) -> bool:
+        return interval is not None and self.progress.step % interval == 0
+
+    @contextmanager
+    def _scheduled_garbage_collection(self) -> Iterator[None]:
+        """Python's collector would pause each rank at a moment of its own; all ranks collect at the same step."""
+        if self.config.trainer.gc_interval == 0:
+            yield
+            return
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
