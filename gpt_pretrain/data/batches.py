@@ -6,21 +6,18 @@ rank r reads the `micro_batch_size` samples from (m·dp + r)·micro on, as megat
 """
 
 import atexit
-import signal
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.datasets import SampleDataset
-
-# The launcher, Slurm and the terminal send these to every process of a run; a rank decides for its data loaders.
-_RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from gpt_pretrain.data.workers import block_rank_signals, end_with_rank, worker_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +88,12 @@ class BatchIterator(Iterator[Batch]):
 
     def __init__(self, loader: "DataLoader[dict[str, torch.Tensor]]", device: torch.device) -> None:
         self._device = device
-        # Blocked signals stay blocked in what is started here: the processes see none of them at any moment, not even
-        # while they start, and end when this one tells them to or is gone.
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
-        try:
-            self._batches: Iterator[dict[str, torch.Tensor]] | None = iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        self._batches: Iterator[dict[str, torch.Tensor]] | None
+        if loader.num_workers:
+            with block_rank_signals():
+                self._batches = iter(loader)
+        else:
+            self._batches = iter(loader)
         # multiprocessing joins its processes at exit after a SIGTERM, which these do not see.
         atexit.register(_close, weakref.ref(self))
 
@@ -111,8 +107,10 @@ class BatchIterator(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends the data-loading processes."""
-        # torch ends them when its iterator is collected.
-        self._batches = None
+        batches, self._batches = self._batches, None
+        if isinstance(batches, _MultiProcessingDataLoaderIter):
+            # Collecting it would do the same, but the traceback of an error or of Ctrl-C may hold it until exit.
+            batches._shutdown_workers()
 
 
 def _close(reference: "weakref.ref[BatchIterator]") -> None:
@@ -170,16 +168,11 @@ def build_validation_iterator(
 def _build_loader(
     dataset: SampleDataset, sampler: MicrobatchSampler, num_workers: int, device: torch.device
 ) -> "DataLoader[dict[str, torch.Tensor]]":
-    context: Any = None
-    if num_workers > 0:
-        # Forked from the rank, they would hold its CUDA context and its connections to the other ranks open after it
-        # is gone. The server that forks them instead imports once for all of them.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["gpt_pretrain.data.workers"])
     return DataLoader(
         cast("Any", dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        multiprocessing_context=context,
+        multiprocessing_context=worker_context() if num_workers else None,
+        worker_init_fn=end_with_rank if num_workers else None,
         pin_memory=device.type == "cuda",
     )
