@@ -225,6 +225,12 @@ def test_the_curve_fits_its_width_and_falls(width):
     assert re.search(r"10 +.*300$", rows[-1])
 
 
+def test_the_axis_covers_a_validation_before_the_first_record():
+    rows = draw_loss_chart(history().train, [replace(VALIDATION, step=0)], width=76).splitlines()
+
+    assert re.search(r"^ +0 .* 300$", rows[-1])
+
+
 def test_the_curve_of_a_million_steps_is_drawn_from_means():
     noisy = [replace(RECORD, step=k, loss=4.0 + (k % 2)) for k in range(1, 24_001)]
     rows = draw_loss_chart(noisy, [], width=60, height=10).splitlines()

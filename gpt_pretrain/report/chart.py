@@ -45,7 +45,8 @@ def draw_loss_chart(
     if points:
         steps, losses = zip(*points, strict=True)
         figure.draw(figure.signal(list(steps), list(losses), marker=VALIDATION_MARKER))
-    ticks = _step_ticks(line[0][0], line[-1][0])
+    all_steps = [step for step, _ in (*line, *points)]
+    ticks = _step_ticks(min(all_steps), max(all_steps))
     figure.ruler("x").ticks(ticks, [str(tick) for tick in ticks])
     drawn = str(figure.build().string(colorless=True))
     return "\n".join(row.rstrip() for row in drawn.rstrip("\n").splitlines())
