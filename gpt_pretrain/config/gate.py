@@ -6,7 +6,7 @@ composes what was right, then every value is read as its type (`typed`), then th
 A sweep's jobs go through all of it before the first one starts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Job:
     """One run of a command line: the only one, or one of a sweep."""
 
     overrides: tuple[str, ...]
-    """What the sweep set for this job; empty when there is no sweep."""
+    """What distinguishes it from the sweep's other jobs; empty when there is no sweep."""
     config: Config
 
 
@@ -54,6 +54,15 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(child, f"{path}.{name}" if path else str(name))
     else:
         yield path, value
+
+
+def _single_value(override: Override) -> Any:
+    """An override's value; None for a sweep, which has several."""
+    return None if override.is_sweep_override() else override.value()
+
+
+def _lines(overrides: Iterable[Override]) -> list[str]:
+    return [str(override.input_line) for override in overrides]
 
 
 class _CommandLine:
@@ -100,7 +109,7 @@ class _CommandLine:
 
     def _check_keys(self, override: Override) -> None:
         line = str(override.input_line)
-        value = None if override.is_sweep_override() else override.value()
+        value = _single_value(override)
         if override.is_delete():
             path = override.key_or_group
             if is_known(path):
@@ -208,6 +217,60 @@ def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
     ]
 
 
+def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
+    parsed: list[Override] = []
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            parsed.append(parse_override(text))
+        except ConfigError as error:
+            problems += error.problems
+    return parsed, problems
+
+
+def _without_sweeps(overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
+    """A run takes one value for each key; Hydra would stop at the first that has several."""
+    problems = [
+        f"{o.input_line} has several values; write {o.get_key_element()}=[…] for a list, quote a string, "
+        "or sweep over them with -m"
+        for o in overrides
+        if o.is_sweep_override()
+    ]
+    return [override for override in overrides if not override.is_sweep_override()], problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gate:
+    """What every job of a command line is checked with."""
+
+    loader: ConfigLoaderImpl
+    source: Source
+    repository: CachingConfigRepository
+    given: frozenset[str]
+    """Keys that the command line sets: their wrong values are not a file's."""
+    multirun: bool
+    complete: bool
+    rules: Callable[[Config], list[str]] | None
+
+    def check_job(self, number: int, lines: Sequence[str]) -> tuple[Config | None, list[str]]:
+        """Composes one job and reads its configuration; None where it has problems or open values."""
+        try:
+            problems, origins = _check_files(self.loader, self.source, self.repository, lines)
+            composed = compose(self.loader, self.source, lines)
+        except ConfigError as error:
+            return None, list(error.problems)
+        if composed.hydra.mode is RunMode.MULTIRUN and not self.multirun:
+            return None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
+        origins = {path: file for path, file in origins.items() if path not in self.given}
+        config, wrong = _read_job(composed, number, origins, complete=self.complete)
+        # A key that a file misspells is in the composed configuration again.
+        named = {problem.partition(": ")[2] for problem in problems}
+        problems += [problem for problem in wrong if problem not in named]
+        if config is not None and not problems and self.rules is not None:
+            problems = self.rules(config)
+        return (None if problems else config), problems
+
+
 def check_command(
     source: Source,
     overrides: Sequence[str],
@@ -232,62 +295,40 @@ def check_command(
         ConfigError: All that is wrong.
     """
     loader = build_loader(source)
-    parsed: list[Override] = []
-    problems: list[str] = []
-    for text in overrides:
-        try:
-            parsed.append(parse_override(text))
-        except ConfigError as error:
-            problems += error.problems
+    parsed, problems = _parse(overrides)
     repository = open_repository(loader, source, parsed)
     command_line = _CommandLine(repository)
     accepted = [override for override in parsed if command_line.accepts(override)]
     problems += command_line.problems
-
-    if not multirun:
-        for override in [override for override in accepted if override.is_sweep_override()]:
-            key = override.get_key_element()
-            problems.append(
-                f"{override.input_line} has several values; write {key}=[…] for a list, quote a string, "
-                f"or sweep over them with -m"
-            )
-            accepted.remove(override)
-    lines = [str(override.input_line) for override in accepted]
     if multirun:
-        # A choice that the sweep makes is open in the base; HydraConfig needs to know the mode in each job.
-        base = compose(loader, source, lines, RunMode.MULTIRUN)
-        sweeps = _sweep_jobs(base, accepted)
-        fixed = [str(o.input_line) for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode"]
+        try:
+            sweeps = _sweep_jobs(compose(loader, source, _lines(accepted), RunMode.MULTIRUN), accepted)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from error
+        fixed = [*_lines(o for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode")]
         fixed.append("hydra.mode=MULTIRUN")
     else:
-        sweeps, fixed = [[]], lines
+        accepted, several = _without_sweeps(accepted)
+        problems += several
+        sweeps, fixed = [[]], _lines(accepted)
 
-    overridden = {
-        path
-        for override in accepted
-        for path, _ in flatten(None if override.is_sweep_override() else override.value(), override.key_or_group)
-    }
+    gate = _Gate(
+        loader=loader,
+        source=source,
+        repository=repository,
+        given=frozenset(path for o in accepted for path, _ in flatten(_single_value(o), o.key_or_group)),
+        multirun=multirun,
+        complete=complete,
+        rules=rules,
+    )
     jobs: list[Job] = []
     found: list[tuple[str, list[str]]] = []
     for number, sweep in enumerate(sweeps):
-        job_problems: list[str] = []
-        try:
-            job_lines = [*fixed, *sweep]
-            job_problems, origins = _check_files(loader, source, repository, job_lines)
-            composed = compose(loader, source, job_lines)
-        except ConfigError as error:
-            job_problems += error.problems
-        else:
-            if composed.hydra.mode is RunMode.MULTIRUN and not multirun:
-                job_problems.append("hydra.mode=MULTIRUN: a sweep is started with -m")
-            origins = {path: file for path, file in origins.items() if path not in overridden}
-            named = {problem.partition(": ")[2] for problem in job_problems}
-            config, wrong = _read_job(composed, number, origins, complete=complete)
-            job_problems += [problem for problem in wrong if problem not in named]
-            if config is not None and not job_problems:
-                job_problems += rules(config) if rules is not None else []
-                jobs.append(Job(overrides=tuple(sweep), config=config))
-        found.append((" ".join(sweep), job_problems))
+        varying = tuple(line for line in sweep if not all(line in other for other in sweeps))
+        config, job_problems = gate.check_job(number, [*fixed, *sweep])
+        found.append((" ".join(varying), job_problems))
+        if config is not None:
+            jobs.append(Job(overrides=varying, config=config))
     problems += _told_once(found)
     problems += _shared_run_dirs(jobs) if multirun else []
     if problems:

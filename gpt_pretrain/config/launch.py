@@ -37,8 +37,10 @@ class Launch:
         return max(1, self.world_size // self.local_world_size)
 
 
-def _number(env: Mapping[str, str], key: str) -> int:
-    value = env.get(key)
+def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:
+    value = env.get(key) or None
+    if value is None and default is not None:
+        return default
     if value is None:
         raise ConfigError(
             [f"{key} is not set although the launcher's other variables are; start with torchrun or srun"]
@@ -73,9 +75,9 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
             rank=_number(env, "RANK"),
             world_size=world_size,
             local_rank=_number(env, "LOCAL_RANK"),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", world_size)),
+            local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(env.get("MASTER_PORT", "29500")),
+            master_port=_number(env, "MASTER_PORT", 29500),
             launcher="torchrun",
         )
     elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NODELIST"):
@@ -85,10 +87,10 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
             rank=_number(env, "SLURM_PROCID"),
             world_size=world_size,
             local_rank=_number(env, "SLURM_LOCALID"),
-            local_world_size=int(env.get("SLURM_NTASKS_PER_NODE") or world_size // _number(env, "SLURM_NNODES")),
+            local_world_size=_number(env, "SLURM_NTASKS_PER_NODE", world_size // _number(env, "SLURM_NNODES", 1)),
             master_addr=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
             # Any two jobs of a node differ in their job id; torch's default port would make them collide.
-            master_port=int(env.get("MASTER_PORT") or 20000 + _number(env, "SLURM_JOB_ID") % 20000),
+            master_port=_number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID") % 20000),
             launcher="srun",
         )
     else:
@@ -101,6 +103,8 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
             master_port=0,
             launcher="none",
         )
+    if launch.local_world_size < 1:
+        raise ConfigError([f"the launcher states {launch.local_world_size} processes on each node; there must be one"])
     if not 0 <= launch.rank < launch.world_size:
         raise ConfigError([f"rank {launch.rank} is not below the world size {launch.world_size} the launcher states"])
     return launch

@@ -1,0 +1,45 @@
+"""Fixtures that several test files use."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.rules import config_problems
+from gpt_pretrain.config.schema import Config
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """The environment of a process that no launcher started, whatever started pytest."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def compose_config() -> Callable[..., Config]:
+    """Composes a configuration from overrides, as the command line does."""
+    return lambda *overrides: load_config(overrides)
+
+
+@pytest.fixture
+def broken_rules() -> Callable[..., list[str]]:
+    """The cross-field rules that overrides break, in a run of `world_size` processes."""
+
+    def problems(*overrides: str, world_size: int = 1, local_world_size: int | None = None) -> list[str]:
+        launch = Launch(
+            rank=0,
+            world_size=world_size,
+            local_rank=0,
+            local_world_size=local_world_size or world_size,
+            master_addr="127.0.0.1",
+            master_port=0,
+            launcher="none" if world_size == 1 else "torchrun",
+        )
+        return config_problems(load_config(overrides), launch)
+
+    return problems

@@ -1,0 +1,162 @@
+"""conf/ and the schema say the same, and the presets are the models that they are named after."""
+
+from enum import Enum
+
+import pytest
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from gpt_pretrain.config.gate import flatten
+from gpt_pretrain.config.keys import ALIASES, nearest_key, schema_keys, schema_sections
+from gpt_pretrain.config.load import config_to_yaml, load_config, load_saved_config
+from gpt_pretrain.config.schema import Activation, Normalization, PositionEmbedding, TokenizerLibrary
+from gpt_pretrain.config.source import Source, build_loader, compose, list_groups, list_options, open_repository
+
+# Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, one decimal).
+PUBLISHED = {
+    "gpt2_124m": 124_439_808,
+    "gpt2_355m": 354_823_168,
+    "gpt2_1_5b": 1_557_611_200,
+    "gpt3_1_3b": 1.3e9,
+    "gpt3_6_7b": 6.7e9,
+    "llama2_7b": 6_738_415_616,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "mistral_7b": 7_248_023_552,
+    "qwen2_5_7b": 7_615_616_512,
+}
+
+NEMO_KEYS = (
+    "model.micro_batch_size model.global_batch_size model.encoder_seq_length model.max_position_embeddings "
+    "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
+    "model.tensor_model_parallel_size model.pipeline_model_parallel_size model.virtual_pipeline_model_parallel_size "
+    "model.context_parallel_size model.sequence_parallel model.transformer_engine model.fp8 model.seed "
+    "model.activations_checkpoint_granularity model.activations_checkpoint_method "
+    "model.activations_checkpoint_num_layers model.data.data_prefix model.data.splits_string model.data.data_impl "
+    "model.tokenizer.library model.tokenizer.model model.optim.name model.optim.lr model.optim.betas "
+    "model.optim.weight_decay model.optim.sched.name model.optim.sched.warmup_steps model.optim.sched.min_lr "
+    "trainer.devices trainer.num_nodes trainer.precision trainer.max_steps trainer.max_time "
+    "trainer.log_every_n_steps trainer.val_check_interval trainer.limit_val_batches trainer.gradient_clip_val"
+)
+
+
+def presets():
+    source = Source()
+    repository = open_repository(build_loader(source), source, [])
+    return [(group, option) for group in list_groups(repository) for option in list_options(repository, group)]
+
+
+def count_parameters(model):
+    """Counted matrix by matrix, as the papers describe the layers."""
+    width, heads = model.hidden_size, model.num_attention_heads
+    head = width // heads
+    groups = model.num_query_groups or heads
+    inner = model.ffn_hidden_size or 4 * width
+    qkv, up = (heads + 2 * groups) * head, (2 if model.activation is Activation.swiglu else 1) * inner
+    norm = width * (2 if model.normalization is Normalization.layernorm else 1)
+    layer = width * qkv + heads * head * width + width * up + inner * width + 2 * norm
+    layer += qkv if model.bias or model.qkv_bias else 0
+    layer += width + up + width if model.bias else 0
+    embeddings = model.vocab_size * width * (1 if model.share_embeddings_and_output_weights else 2)
+    if model.position_embedding_type is PositionEmbedding.learned_absolute:
+        embeddings += model.max_position_embeddings * width
+    return model.num_layers * layer + norm + embeddings
+
+
+def test_conf_sets_exactly_the_keys_of_the_schema():
+    composed = compose(build_loader(Source()), Source(), [], RunMode.RUN)
+    content = OmegaConf.to_container(composed, resolve=False)
+    content.pop("hydra")
+    assert {path for path, _ in flatten(content)} == set(schema_keys())
+
+
+@pytest.mark.parametrize(("group", "option"), presets())
+def test_every_preset_composes_and_reads_as_its_types(group, option):
+    open_values = ["model.num_layers=2", "model.hidden_size=8", "model.num_attention_heads=2", "model.vocab_size=9"]
+    given = [*open_values, "model.encoder_seq_length=8"] if (group, option) == ("model", "base") else []
+    load_config([f"{group}={option}", *given])
+
+
+@pytest.mark.parametrize("path", schema_keys())
+def test_every_key_is_documented(path):
+    assert len(schema_keys()[path].doc) > 5
+    assert schema_keys()[path].type_text
+
+
+@pytest.mark.parametrize("path", schema_sections())
+def test_every_section_is_documented_under_its_name(path):
+    assert schema_sections()[path].__doc__.startswith(f"`{path}`: ")
+
+
+@pytest.mark.parametrize(("preset", "published"), PUBLISHED.items())
+def test_model_presets_have_the_published_size(preset, published):
+    count = count_parameters(load_config([f"model={preset}"]).model)
+    assert published in (count, round(count, -8))
+
+
+@pytest.mark.parametrize("path", NEMO_KEYS.split())
+def test_nemo_keys_are_where_nemo_has_them(path):
+    assert path in schema_keys()
+
+
+@pytest.mark.parametrize(("alias", "path"), ALIASES.items())
+def test_names_of_other_codes_lead_to_a_key_and_are_none(alias, path):
+    assert path in schema_keys()
+    assert alias not in {known.rpartition(".")[2] for known in schema_keys()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("model.hiden_size", "model.hidden_size"),
+        ("modle.fp8", "model.fp8"),
+        ("optim.lr", "model.optim.lr"),
+        ("model.lr", "model.optim.lr"),
+        ("model.optimizer.lr", "model.optim.lr"),
+        ("micro_batch_size", "model.micro_batch_size"),
+        ("model.tensor_parallel_size", "model.tensor_model_parallel_size"),
+        ("model.pipeline_parallel_size", "model.pipeline_model_parallel_size"),
+        ("model.parallelism.tp", "model.tensor_model_parallel_size"),
+        ("trainer.max_step", "trainer.max_steps"),
+        ("trainer.gradient_clip", "trainer.gradient_clip_val"),
+        ("model.seq_length", "model.encoder_seq_length"),
+        ("model.num_heads", "model.num_attention_heads"),
+        ("max_steps", "trainer.max_steps"),
+        ("model.data.prefix", "model.data.data_prefix"),
+        ("checkpoint.save_every", "checkpoint.save_interval"),
+        ("zzz.qqq", None),
+    ],
+)
+def test_nearest_key_is_the_one_that_was_meant(wrong, meant):
+    assert nearest_key(wrong) == meant
+
+
+def test_a_configuration_written_as_yaml_reads_back_the_same(tmp_path):
+    config = load_config(
+        [
+            "data=mock",
+            "optimizer=sgd",
+            "model.data.data_prefix=[0.7,web,0.3,'2024']",
+            "model.activations_checkpoint_granularity=full",
+            "trainer.max_time='01:02:03:04'",
+            r"sample.prompt='a \${b} : # c '",
+            "run_dir='1e-3'",
+        ]
+    )
+    assert config.sample.prompt == "a ${b} : # c "
+    path = tmp_path / "config.yaml"
+    path.write_text(config_to_yaml(config))
+    assert load_saved_config(path) == config
+    assert "library: none" in path.read_text()
+
+
+def test_values_are_typed():
+    config = load_config(["trainer.max_steps=1e3", "model.optim.lr=1", "model.optim.betas=[0,0.5]"])
+    assert config.trainer.max_steps == 1000
+    assert isinstance(config.trainer.max_steps, int)
+    assert isinstance(config.model.optim.lr, float)
+    assert config.model.optim.betas == [0.0, 0.5]
+    assert config.model.tokenizer.library is TokenizerLibrary.bpe
+    assert all(
+        isinstance(key.kind, type) and (issubclass(key.kind, Enum) or not key.choices) for key in schema_keys().values()
+    )
