@@ -24,7 +24,7 @@ from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels, set_environment
+from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
 from gpt_pretrain.megatron.translate import translate_optimizer
 
 
@@ -36,7 +36,6 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.overrides)
     launch = read_launch()
-    set_environment(config)
     install_cpu_device()
     platform = detect_platform()
     with process_groups(config.model, launch, platform):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
+from gpt_pretrain.config.environment import quiet_libraries, set_environment
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import read_job
@@ -35,11 +36,14 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
     codes: list[int] = []
 
     def job(composed: DictConfig) -> None:
-        from gpt_pretrain.training.run import train
-
         print_job(len(codes), names)
         try:
-            code = train(read_job(composed), launch)
+            config = read_job(composed)
+            set_environment(config)
+            quiet_libraries()
+            from gpt_pretrain.training.run import train
+
+            code = train(config, launch)
         except UserError as error:
             print_error_after_rank_zero(error, launch)
             code = USER_ERROR

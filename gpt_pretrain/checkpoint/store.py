@@ -76,12 +76,17 @@ def _restore_random_states(states: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
+def _model_keys(num_chunks: int) -> list[str]:
+    """megatron-core's names: the optimizer looks its parameters' chunks up under them."""
+    return ["model"] if num_chunks == 1 else [f"model{index}" for index in range(num_chunks)]
+
+
 def _sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
-    chunks = trainable.model.chunks
-    if len(chunks) == 1:
-        state = {"model": chunks[0].sharded_state_dict(metadata=_METADATA)}
-    else:
-        state = {f"model{index}": chunk.sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(chunks)}
+    chunks = trainable.model.gpt_chunks
+    state = {
+        key: chunk.sharded_state_dict(metadata=dict(_METADATA))
+        for key, chunk in zip(_model_keys(len(chunks)), chunks, strict=True)
+    }
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     state["optimizer"] = trainable.optimizer.sharded_state_dict(
         dict(state), is_loading=is_loading, metadata=dict(_METADATA)
@@ -174,9 +179,9 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Pro
             f"{path} holds another model: missing from it: {sorted(missing) or 'nothing'}; "
             f"not in this model: {sorted(unexpected) or 'nothing'}"
         )
-    chunks = trainable.model.chunks
-    for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
+    chunks = trainable.model.gpt_chunks
+    for key, chunk in zip(_model_keys(len(chunks)), chunks, strict=True):
+        chunk.load_state_dict(state[key])
     trainable.optimizer.load_state_dict(state["optimizer"])
     trainable.scheduler.load_state_dict(common["scheduler"])
     _restore_random_states(state["random_states"])

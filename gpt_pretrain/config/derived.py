@@ -3,7 +3,7 @@
 import re
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.schema import Activation, ModelConfig, TrainerConfig
+from gpt_pretrain.config.schema import Activation, Config, ModelConfig, OptimConfig, TrainerConfig
 
 
 def data_parallel_size(model: ModelConfig, world_size: int) -> int:
@@ -65,6 +65,23 @@ def flops_per_token(model: ModelConfig) -> float:
     head = 2 * model.hidden_size * padded_vocab_size(model)
     forward = model.num_layers * (2 * matmul_parameters_per_layer(model) + attention) + head
     return 3.0 * forward
+
+
+def decay_steps(config: Config) -> int:
+    """Step at which the learning rate reaches its minimum."""
+    steps = config.model.optim.sched.decay_steps
+    return config.trainer.max_steps if steps is None else steps
+
+
+def warmup_steps(config: Config) -> int:
+    """Steps of linear warmup."""
+    steps = config.model.optim.sched.warmup_steps
+    return min(decay_steps(config) // 10, 2000) if steps is None else steps
+
+
+def min_lr(optim: OptimConfig) -> float:
+    """Learning rate after the decay."""
+    return optim.lr / 10 if optim.sched.min_lr is None else optim.sched.min_lr
 
 
 def max_time_s(trainer: TrainerConfig) -> float | None:

@@ -96,13 +96,16 @@ class _CommandLine:
         elif override.is_delete():
             if group not in OPTIONAL_GROUPS:
                 self.problems.append(f"{line} removes keys that a run needs; choose another option instead: {group}=…")
+        elif value is None:
+            way = f"leave it out with ~{group}" if group in OPTIONAL_GROUPS else "choose one of its options"
+            self.problems.append(f"{line}: Hydra takes no null for a group; {way}")
         elif override.is_force_add():
             self.problems.append(f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}")
         else:
             chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
             options = list_options(self.repository, group)
             for option in [item for entry in chosen for item in (entry if isinstance(entry, list) else [entry])]:
-                if option is not None and str(option) not in (*options, "null"):
+                if str(option) not in options:
                     nearest = did_you_mean(nearest_name(str(option), options))
                     known = f"; known: {', '.join(options)}" if options else ""
                     self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.config.derived import max_time_s
+from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import (
@@ -59,7 +59,7 @@ def optimizer(config: Config) -> Iterator[str]:
 def schedule(config: Config) -> Iterator[str]:
     """What OptimizerParamScheduler asserts, and settings it would ignore."""
     optim, sched = config.model.optim, config.model.optim.sched
-    decay = config.trainer.max_steps if sched.decay_steps is None else sched.decay_steps
+    decay, warmup = decay_steps(config), warmup_steps(config)
     decay_key = (
         f"trainer.max_steps={decay} (decay_steps=null)"
         if sched.decay_steps is None
@@ -67,29 +67,29 @@ def schedule(config: Config) -> Iterator[str]:
     )
     yield from _at_least(sched, "model.optim.sched", 0, "warmup_steps")
     yield from _at_least(sched, "model.optim.sched", 1, "decay_steps", "wsd_decay_steps")
-    if 0 < decay <= sched.warmup_steps:
+    if 0 < decay <= warmup:
         yield (
-            f"model.optim.sched.warmup_steps={sched.warmup_steps} is not below {decay_key}; "
+            f"model.optim.sched.warmup_steps={warmup} is not below {decay_key}; "
             f"use 0 to {decay - 1}, or set a longer decay_steps"
         )
-    for name, value in (("min_lr", sched.min_lr), ("init_lr", sched.init_lr)):
+    for name, value in (("min_lr", min_lr(optim)), ("init_lr", sched.init_lr)):
         if not 0 <= value <= optim.lr:
             yield f"model.optim.sched.{name}={value} is not between 0 and model.optim.lr={optim.lr}; give it with lr"
     wsd, phase = sched.name is ScheduleName.wsd, sched.wsd_decay_steps
     if wsd and phase is None:
         yield (
             "model.optim.sched.name=wsd needs model.optim.sched.wsd_decay_steps, the length of its last phase; "
-            f"use 1 to {max(1, decay - sched.warmup_steps)}"
+            f"use 1 to {max(1, decay - warmup)}"
         )
     if not wsd and phase is not None:
         yield (
             f"model.optim.sched.wsd_decay_steps={phase} has no effect with model.optim.sched.name={sched.name.name}; "
             "use name=wsd, or wsd_decay_steps=null"
         )
-    if wsd and phase is not None and phase > decay - sched.warmup_steps > 0:
+    if wsd and phase is not None and phase > decay - warmup > 0:
         yield (
             f"model.optim.sched.wsd_decay_steps={phase} is longer than what the warmup leaves of {decay_key}; "
-            f"use 1 to {decay - sched.warmup_steps}"
+            f"use 1 to {decay - warmup}"
         )
 
 

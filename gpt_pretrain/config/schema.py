@@ -142,14 +142,14 @@ class ScheduleConfig:
 
     name: ScheduleName
     """Decay after the warmup: constant, linear, cosine, wsd (warmup, stable, decay)."""
-    warmup_steps: int
-    """Optimizer steps of linear warmup from `init_lr` to `model.optim.lr`."""
+    warmup_steps: int | None
+    """Optimizer steps of linear warmup from `init_lr` to `model.optim.lr`; null: a tenth of them, at most 2,000."""
     decay_steps: int | None
     """Step at which `min_lr` is reached (warmup included); null: trainer.max_steps."""
     init_lr: float
     """Learning rate at step 0 of the warmup."""
-    min_lr: float
-    """Learning rate after the decay."""
+    min_lr: float | None
+    """Learning rate after the decay; null: a tenth of `model.optim.lr`."""
     wsd_decay_steps: int | None
     """Steps of the final decay of name=wsd; must be set with it, and only with it."""
     wsd_decay_style: WsdDecay

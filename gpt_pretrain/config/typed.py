@@ -149,7 +149,7 @@ class _Reader:
                     if typed is not None:
                         values[field.name] = typed
                 elif child is None or OmegaConf.is_missing(node, field.name):
-                    self._missing(path, "nothing in the configuration sets this section")
+                    self._missing(path, "is not in the configuration")
                 else:
                     raw = OmegaConf.to_container(node, resolve=False)
                     assert isinstance(raw, dict)

@@ -55,7 +55,10 @@ def build_gpt_chunks(config: Config, platform: Platform, kernels: Kernels) -> li
 class Model:
     """This rank's model, ready to train."""
 
+    gpt_chunks: list[GPTModel]
+    """The model chunks of this rank themselves."""
     chunks: list[DistributedDataParallel]
+    """The same, wrapped: what the schedules and the optimizer take."""
     transformer_config: TransformerConfig
     num_parameters: int
     """Parameters of the whole model, over all ranks; tied embeddings counted once."""
@@ -120,7 +123,12 @@ def build_model(config: Config, platform: Platform, kernels: Kernels) -> Model:
             transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     if config.model.overlap_param_gather and len(chunks) > 1:
         transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
-    return Model(chunks=chunks, transformer_config=transformer_config, num_parameters=_count_parameters(gpt_chunks))
+    return Model(
+        gpt_chunks=gpt_chunks,
+        chunks=chunks,
+        transformer_config=transformer_config,
+        num_parameters=_count_parameters(gpt_chunks),
+    )
 
 
 def _count_parameters(chunks: list[GPTModel]) -> int:

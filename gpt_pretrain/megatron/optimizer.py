@@ -3,6 +3,7 @@
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.platform import Platform
@@ -25,9 +26,9 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
         optimizer,
         init_lr=sched.init_lr,
         max_lr=optim.lr,
-        min_lr=sched.min_lr,
-        lr_warmup_steps=sched.warmup_steps,
-        lr_decay_steps=config.trainer.max_steps if sched.decay_steps is None else sched.decay_steps,
+        min_lr=min_lr(optim),
+        lr_warmup_steps=warmup_steps(config),
+        lr_decay_steps=decay_steps(config),
         lr_decay_style=sched.name.value,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,

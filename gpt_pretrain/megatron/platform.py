@@ -8,7 +8,6 @@ cannot be met is an error and not a slower run.
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -149,22 +148,6 @@ def platform_notes(config: Config, platform: Platform) -> list[str]:
         why = platform.transformer_engine_problem or "it is not installed (pip install 'gpt_pretrain[te]')"
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
     return notes
-
-
-def set_environment(config: Config) -> None:
-    """Sets the variables that CUDA, NCCL and TE read when they start; what the user has set stands.
-
-    Call it before the first CUDA call and before Transformer Engine is imported.
-    """
-    model = config.model
-    if model.tensor_model_parallel_size > 1 or model.context_parallel_size > 1:
-        # One hardware queue keeps the order in which communication and the GEMM it overlaps with were launched.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if config.trainer.deterministic:
-        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NCCL_ALGO", "Ring")
-        torch.use_deterministic_algorithms(True)
 
 
 def check_platform(config: Config, platform: Platform, launch: Launch) -> None:

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, min_lr, num_query_groups
 from gpt_pretrain.config.schema import Activation, Config, OptimizerName, Precision
 from gpt_pretrain.megatron.platform import Kernels, Platform
 
@@ -119,7 +119,7 @@ def translate_optimizer(config: Config, platform: Platform) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer=optim.name.value,
         lr=optim.lr,
-        min_lr=optim.sched.min_lr,
+        min_lr=min_lr(optim),
         weight_decay=optim.weight_decay,
         decoupled_weight_decay=optim.name is OptimizerName.adam,
         adam_beta1=optim.betas[0],

@@ -1,8 +1,6 @@
 """A run from start to end: refuse what cannot work, prepare data, build, restore, train, sum up."""
 
-import logging
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import datetime
@@ -27,7 +25,6 @@ from gpt_pretrain.megatron.platform import (
     detect_platform,
     plan_kernels,
     platform_notes,
-    set_environment,
 )
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
@@ -55,9 +52,8 @@ def train(config: Config, launch: Launch) -> int:
     Raises:
         UserError: The machine, the data, the run directory or a checkpoint do not allow the run.
     """
-    _quiet_libraries()
-    set_environment(config)
     install_cpu_device()
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
     platform = detect_platform()
     check_platform(config, platform, launch)
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
@@ -65,13 +61,6 @@ def train(config: Config, launch: Launch) -> int:
         run_dir = _shared_run_dir(config)
         reason = _Run(config, launch, platform, corpus, run_dir).run()
     return _EXIT_CODES[reason]
-
-
-def _quiet_libraries() -> None:
-    """Leaves the console to the run: megatron-core and torch warn of their own deprecations at every start."""
-    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)\b")
-    for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _shared_run_dir(config: Config) -> Path:
@@ -140,6 +129,7 @@ class _Run:
                     RunConsole(max_steps=self._config.trainer.max_steps, start_step=self._start.step)
                 )
                 self._print_header(console)
+                console.start_live()
                 sinks = stack.enter_context(
                     MetricsSinks(self._run_dir, self._config.logging, self._config.name, start_step=self._start.step)
                 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from gpt_pretrain.checkpoint.store import Trainable
 from gpt_pretrain.config.schema import ModelConfig
@@ -28,11 +28,7 @@ class StepResult:
 
 def data_iterators(model: Model, build: Callable[[], Iterator[Batch]]) -> list[Iterator[Batch] | None]:
     """One iterator for each model chunk that sees tokens or labels: those with the embedding or the loss."""
-    needs_data = [
-        get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
-        for chunk in model.chunks
-    ]
-    return [build() if needed else None for needed in needs_data]
+    return [build() if chunk.pre_process or chunk.post_process else None for chunk in model.gpt_chunks]
 
 
 def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
