@@ -31,7 +31,6 @@ OPTIONS = """\
 --config-dir, -cd DIR    search DIR too, after conf/
 --config-path, -cp DIR   search DIR instead of conf/
 --info, -i               what Hydra knows: search path, defaults, plugins
---shell-completion, -sc  install=SHELL or uninstall=SHELL
 --hydra-help, --version  Hydra's own help; Hydra's version"""
 
 

@@ -1,0 +1,247 @@
+"""The gate in process: what is collected into one error, and what Hydra's own features do behind it."""
+
+import pytest
+
+from gpt_pretrain.__main__ import main
+from gpt_pretrain.config.cli import check_request, parse_command_line
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from tests.launching import run_ranks
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
+
+def jobs(*arguments):
+    return check_request(parse_command_line(arguments), read_launch())
+
+
+def problems(*arguments):
+    with pytest.raises(ConfigError) as caught:
+        jobs(*arguments)
+    return caught.value.problems
+
+
+@pytest.fixture
+def my_conf(tmp_path):
+    """Writes YAML files into a user's configuration folder."""
+
+    def write(**files):
+        for name, text in files.items():
+            path = tmp_path / f"{name.replace('__', '/')}.yaml"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+RUN = "defaults:\n  - config\n  - _self_\n"
+
+
+def test_everything_wrong_is_told_in_one_error():
+    found = problems(
+        "model.hiden_size=3",
+        "+trainer.max_step=3",
+        "++modle.fp8=True",
+        "~model.seed",
+        "model=tny",
+        "paralelism=dp",
+        "model.num_layers=two",
+        "model.activation=gelo",
+        "model.optim=3",
+        "model.seed=1,2",
+        "x[",
+    )
+    assert len(found) == 11
+    assert len(set(found)) == 11
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
+def test_an_unknown_key_is_refused_behind_every_prefix(prefix):
+    override = f"{prefix}model.hiden_size" + ("" if prefix == "~" else "=3")
+    assert problems(override) == ("model.hiden_size is not a key; did you mean model.hidden_size?",)
+
+
+def test_unknown_keys_in_a_mapping_are_refused():
+    assert problems("model={num_layers: 2, optim: {lrr: 1}}") == (
+        "model.optim.lrr is not a key; did you mean model.optim.lr?",
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "++model.num_layers=2",
+        "model={num_layers: 2}",
+        "model.optim.betas.0=0.5",
+        "~experiment",
+        "logging={wandb: false}",
+        "hydra.job.name=mine",
+        "model.data.text_files=[]",
+    ],
+)
+def test_what_hydra_allows_and_the_schema_knows_passes(override):
+    assert len(jobs(override)) == 1
+
+
+def test_an_element_of_a_list_is_set():
+    assert load_config(["model.optim.betas.0=0.5"]).model.optim.betas[0] == 0.5
+
+
+def test_keys_of_a_users_file_are_checked_and_the_file_is_named(my_conf):
+    folder = my_conf(
+        my_run=f"{RUN}model:\n  hiden_size: 3\n  num_layers: two\nfoo: 1\n",
+        model__mine="# @package model\ndefaults: [tiny]\nnum_layer: 3\n",
+    )
+    found = problems("--config-dir", str(folder), "--config-name", "my_run", "model=mine")
+    assert found == (
+        f"{folder}/model/mine.yaml: model.num_layer is not a key; did you mean model.num_layers?",
+        f"{folder}/my_run.yaml: model.hiden_size is not a key; did you mean model.hidden_size?",
+        f"{folder}/my_run.yaml: foo is not a key",
+        f"model.num_layers='two' is not an integer (in {folder}/my_run.yaml)",
+    )
+
+
+def test_a_users_folder_adds_options_and_primary_files(my_conf):
+    folder = my_conf(
+        my_run=f"{RUN}trainer:\n  max_steps: 77\n", model__mine="# @package model\ndefaults: [tiny]\nnum_layers: 2\n"
+    )
+    (job,) = jobs("--config-dir", str(folder), "--config-name", "my_run", "model=mine")
+    assert (job.config.trainer.max_steps, job.config.model.num_layers) == (77, 2)
+
+
+def test_an_experiment_overrides_several_groups(my_conf):
+    text = "# @package _global_\ndefaults:\n  - override /optimizer: sgd\ntrainer:\n  max_steps: 5\n"
+    (job,) = jobs("--config-dir", str(my_conf(experiment__mine=text)), "experiment=mine")
+    assert (job.config.model.optim.name.name, job.config.trainer.max_steps) == ("sgd", 5)
+
+
+def test_a_file_hidden_by_one_of_ours_is_refused(my_conf):
+    folder = my_conf(model__tiny="num_layers: 2\n")
+    (found,) = problems("--config-dir", str(folder))
+    assert found.startswith(f"{folder}/model/tiny.yaml is hidden by ")
+
+
+def test_config_path_replaces_conf(my_conf):
+    folder = my_conf(config="name: alone\n")
+    found = problems("--config-path", str(folder))
+    assert [problem.partition(" ")[0] for problem in found] == [
+        "run_dir", "model", "trainer", "checkpoint", "logging", "sample"
+    ]  # fmt: skip
+    assert found[1].startswith("model is not in the configuration")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "while parsing a flow"),
+        (f"{RUN}name: a\nname: b\n", "found duplicate key name"),
+        ("- a\n", "must be a DictConfig"),
+        ("defaults:\n  - config\n  - model: tny\n", "Could not find 'model/tny'"),
+        (f"{RUN}model:\n  seed: ${{nowhere}}\n", "model.seed=${nowhere} cannot be resolved"),
+        (f"{RUN}model: 3\n", "model=3 replaces a whole section; set its keys instead: num_layers, "),
+        (f"{RUN}model:\n  seed: null\n", "model.seed=null may not be null; it takes: integer (in "),
+    ],
+)
+def test_broken_files_are_told_without_a_traceback(my_conf, text, message):
+    folder = my_conf(my_run=text)
+    found = problems("--config-dir", str(folder), "--config-name", "my_run")
+    assert any(message in problem for problem in found), found
+
+
+def test_open_values_are_told_with_their_meaning():
+    found = problems("model=base")
+    assert len(found) == 5
+    assert found[0] == (
+        "model.num_layers has no value; choose a preset that sets it, or give model.num_layers=… "
+        "(integer: Transformer layers.)"
+    )
+
+
+def test_a_sweep_is_checked_job_by_job_before_the_first_starts():
+    found = problems("-m", "model.num_query_groups=1,2,3", "model.seed=1,2", "trainer.max_steps=0")
+    assert set(found) == {
+        "trainer.max_steps=0 is too small; use 1 or more",
+        "model.num_attention_heads=4 is not divisible by model.num_query_groups=3; use 1, 2 or 4 query groups "
+        "[model.num_query_groups=3 model.seed=1; model.num_query_groups=3 model.seed=2]",
+    }
+
+
+def test_jobs_of_a_sweep_have_their_own_run_directories():
+    run_dirs = [job.config.run_dir for job in jobs("-m", "model.seed=1,2", "model=tiny,gpt2_124m")]
+    assert [path[-2:] for path in run_dirs] == ["/0", "/1", "/2", "/3"]
+
+
+def test_a_sweep_with_a_run_directory_per_job_is_its_own():
+    swept = jobs("-m", "model.seed=1,2", "run_dir='runs/${hydra:job.num}'")
+    assert [job.config.run_dir for job in swept] == ["runs/0", "runs/1"]
+
+
+def test_a_sweep_into_one_run_directory_is_refused():
+    (found,) = problems("-m", "model.seed=1,2", "run_dir=same")
+    assert found.startswith("run_dir='same' is shared by 2 jobs of the sweep")
+
+
+def test_a_sweep_under_a_launcher_is_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    (found,) = problems("-m", "model.seed=1,2")
+    assert found.startswith("-m runs a sweep's jobs one after another in one process, and torchrun started this one")
+
+
+def test_options_and_overrides_may_be_mixed():
+    assert len(jobs("model=tiny", "-m", "model.seed=1,2")) == 2
+
+
+def test_showing_the_configuration_asks_for_no_processes_and_no_values(capsys):
+    assert main(["--cfg", "job", "parallelism=tp8_sp", "model=base"]) == 0
+    assert "tensor_model_parallel_size: 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--cfg", "job", "-p", "model.optim"], "# @package model.optim\nname: adam"),
+        (["--cfg", "hydra", "-p", "hydra.job"], "name: gpt_pretrain"),
+        (["--cfg", "job", "--resolve"], "max_position_embeddings: 256"),
+        (["-sc", "install=bash"], "hydra_bash_completion"),
+    ],
+)
+def test_hydras_own_options_work(arguments, expected, capsys):
+    assert main(arguments) == 0
+    assert expected in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [(["--info", "defaults"], "parallelism/single"), (["--hydra-help"], "== Flags ==")]
+)
+def test_hydras_own_options_that_set_up_its_logging_work(arguments, expected):
+    done = run_ranks(1, ["-m", "gpt_pretrain", *arguments])
+    assert done.returncode == 0
+    assert expected in done.stdout
+
+
+def test_help_shows_groups_keys_values_and_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help", "model=llama3_8b", "model.seed=7"]) == 0
+    text = capsys.readouterr().out
+    assert "llama3_8b*" in text
+    assert "  model.num_layers = 32   (integer)\n      Transformer layers.\n" in text
+    assert "  model.seed = 7   (integer)" in text
+    keys = [line for line in text.splitlines() if " = " in line and "(" in line]
+    assert len(keys) > 90
+    assert [line for line in text.splitlines() if len(line) > 80 and line not in keys] == []
+
+
+def test_other_ranks_are_silent(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["model.hiden_size=3"]) == 2
+    assert main(["--cfg", "job"]) == 0
+    assert "".join(capsys.readouterr()) == ""
+
+
+def test_the_entry_is_importable_without_side_effects():
+    program = "import sys, gpt_pretrain.__main__; print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    assert run_ranks(1, ["-c", program]).stdout == "[]\n"
