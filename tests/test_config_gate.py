@@ -245,3 +245,13 @@ def test_other_ranks_are_silent(monkeypatch, capsys):
 def test_the_entry_is_importable_without_side_effects():
     program = "import sys, gpt_pretrain.__main__; print([m for m in ('torch', 'megatron') if m in sys.modules])"
     assert run_ranks(1, ["-c", program]).stdout == "[]\n"
+
+
+def test_a_failed_job_does_not_stop_a_sweep_and_is_counted_at_its_end(tmp_path):
+    missing = [f"[{tmp_path}/a.txt]", f"[{tmp_path}/b.txt]"]
+    sweep = [f"model.data.text_files=choice({','.join(missing)})", f"hydra.sweep.dir={tmp_path}/sweep"]
+    done = run_ranks(1, ["-m", "gpt_pretrain", "-m", "data=text", *sweep])
+    assert done.returncode == 2
+    assert "run 2 of 2: model.data.text_files=" in done.stdout
+    assert "error: 2 of 2 runs of the sweep failed" in done.stderr
+    assert "Traceback" not in done.stderr
