@@ -20,8 +20,11 @@ def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _LAUNCHER_VARIABLES and not name.startswith(("SLURM_", "TORCHELASTIC_"))
     }
+    # Programs find the package and `tests` as pytest does, from the repository's root.
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # Ranks share few cores; a GPU, where there is one, is for tests that ask for it.
-    return {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+    ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**inherited, **ours, **(env or {})}
 
 
 def run_ranks(
