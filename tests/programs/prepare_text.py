@@ -1,0 +1,46 @@
+"""Tokenises a folder's text into a cache: CACHE PATTERN [SLOWNESS_S [MAX_FILE_BYTES]].
+
+Prints `started`, waits for a line of its standard input, and prints `PREFIX`. SLOWNESS_S is slept at each piece of
+text, so that a test can interfere; MAX_FILE_BYTES is the size at which the system refuses to grow a file, as a full
+disk would.
+"""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import TokenizerConfig, TokenizerLibrary
+from gpt_pretrain.data.prepare import tokenize_source
+from gpt_pretrain.data.progress import Progress
+from gpt_pretrain.data.sources import FileSource
+
+
+class SlowSource(FileSource):
+    slowness_s = 0.0
+
+    def pieces(self):
+        for piece in super().pieces():
+            time.sleep(self.slowness_s)
+            yield piece
+
+
+def main(cache, pattern, slowness_s="0", max_file_bytes=None):
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(max_file_bytes), int(max_file_bytes)))
+    source = SlowSource([pattern], "text")
+    source.slowness_s = float(slowness_s)
+    tokenizer = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
+    print("started", flush=True)
+    sys.stdin.readline()
+    try:
+        with Progress(show=True) as progress:
+            text = tokenize_source(source, tokenizer, Path(cache), progress, name="text")
+    except UserError as error:
+        sys.exit(f"UserError: {error}")
+    print(text.prefix, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,211 @@
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpt_pretrain.data.batches import MicrobatchSampler, build_batch_iterator, build_validation_iterator
+from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.data.datasets import build_datasets
+from tests.launching import REPOSITORY
+from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
+
+GLOBAL_BATCH_SIZE = 8
+MICRO_BATCH_SIZE = 2
+CPU = torch.device("cpu")
+
+
+def sampler(rank, size, *, num_samples=40, consumed_samples=0, repeat=False):
+    return MicrobatchSampler(
+        num_samples=num_samples,
+        consumed_samples=consumed_samples,
+        micro_batch_size=MICRO_BATCH_SIZE,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+        repeat=repeat,
+    )
+
+
+def global_batches(size, **arguments):
+    """Samples of each global batch, microbatch by microbatch and rank by rank."""
+    ranks = [list(sampler(rank, size, **arguments)) for rank in range(size)]
+    samples = list(itertools.chain.from_iterable(itertools.chain.from_iterable(zip(*ranks, strict=True))))
+    return [samples[i : i + GLOBAL_BATCH_SIZE] for i in range(0, len(samples), GLOBAL_BATCH_SIZE)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_global_batch_holds_the_same_samples_in_order_at_every_data_parallel_size(size):
+    assert global_batches(size) == [list(range(k * 8, k * 8 + 8)) for k in range(5)]
+
+
+def test_the_ranks_of_a_microbatch_read_neighbouring_samples():
+    assert list(sampler(0, 2, num_samples=16)) == [[0, 1], [4, 5], [8, 9], [12, 13]]
+    assert list(sampler(1, 2, num_samples=16)) == [[2, 3], [6, 7], [10, 11], [14, 15]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_resumed_run_goes_on_where_it_was_also_at_another_size(size, steps):
+    assert global_batches(size, consumed_samples=steps * GLOBAL_BATCH_SIZE) == global_batches(1)[steps:]
+
+
+def test_a_last_incomplete_global_batch_is_not_read():
+    assert len(global_batches(2, num_samples=39)) == 4
+
+
+def test_repetition_starts_over_at_the_first_sample():
+    batches = itertools.islice(sampler(1, 2, num_samples=8, repeat=True), 6)
+    assert list(batches) == [[2, 3], [6, 7]] * 3
+
+
+@pytest.fixture
+def datasets(tmp_path):
+    prefix = write_token_file(tmp_path / "web", counting_documents(20, 40))
+
+    def build(*overrides):
+        config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{prefix}]", *overrides)
+        corpus = prepare_corpus(config, show_progress=False)
+        return config, *build_datasets(config, corpus, num_train_samples=40, num_valid_samples=8)
+
+    return build
+
+
+def train_batches(config, dataset, *, rank=0, size=1, consumed_samples=0):
+    return build_batch_iterator(
+        dataset,
+        config=config,
+        consumed_samples=consumed_samples,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+        device=CPU,
+    )
+
+
+def test_a_batch_stacks_the_samples_of_a_microbatch(datasets):
+    config, train, _ = datasets()
+    batch = next(train_batches(config, train, rank=1, size=2))
+    for name, dtype in {
+        "tokens": torch.int64,
+        "labels": torch.int64,
+        "loss_mask": torch.float32,
+        "position_ids": torch.int64,
+    }.items():
+        value = getattr(batch, name)
+        assert (value.dtype, value.shape) == (dtype, (MICRO_BATCH_SIZE, SEQUENCE_LENGTH))
+        assert torch.equal(value, torch.stack([train[2][name], train[3][name]]))
+
+
+def test_training_ends_after_the_samples_it_was_built_for(datasets):
+    config, train, _ = datasets()
+    assert len(list(train_batches(config, train))) == 40 // 8 * 4
+    assert len(list(train_batches(config, train, consumed_samples=32))) == 4
+
+
+def test_every_validation_sees_the_same_samples(datasets):
+    config, _, valid = datasets()
+    iterator = build_validation_iterator(valid, config=config, data_parallel_rank=0, data_parallel_size=1, device=CPU)
+    first, second, third = ([next(iterator).tokens for _ in range(4)] for _ in range(3))
+    assert torch.equal(torch.cat(first), torch.cat(second))
+    assert torch.equal(torch.cat(first), torch.cat(third))
+    assert torch.equal(torch.cat(first), torch.stack([valid[i]["tokens"] for i in range(8)]))
+
+
+def test_processes_deliver_the_same_batches_in_the_same_order(datasets):
+    config, train, _ = datasets()
+    expected = [batch.tokens for batch in train_batches(config, train)]
+    iterator = train_batches(datasets("model.data.num_workers=2")[0], train)
+    assert torch.equal(torch.cat([batch.tokens for batch in iterator]), torch.cat(expected))
+
+
+LOADING_PROGRAM = """
+import signal, sys, time
+import torch
+from gpt_pretrain.data.batches import build_batch_iterator
+from gpt_pretrain.data.datasets import RandomTokens
+from tests.token_files import data_config
+
+if __name__ == "__main__":
+    config = data_config(sys.argv[1], "data=mock", "model.data.num_workers=2")
+    asked_to_stop = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: asked_to_stop.append(1))
+    iterator = build_batch_iterator(
+        RandomTokens(10**6, 16, 100, (0,)),
+        config=config,
+        consumed_samples=0,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        device=torch.device("cpu"),
+    )
+    next(iterator)
+    print("started", flush=True)
+    while not asked_to_stop:
+        next(iterator)
+    for _ in range(200):
+        next(iterator)
+        time.sleep(0.005)
+    print("still loading", flush=True)
+"""
+
+
+@pytest.fixture
+def loading_process(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LOADING_PROGRAM)
+    process = subprocess.Popen(
+        [sys.executable, str(program), str(tmp_path / "cache")],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def members(session):
+    """Processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, rest = path.read_text().rsplit(")", 1)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, process_session, *_ = rest.split()
+        if int(process_session) == session and state != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes_leaves_the_rank_its_batches(loading_process, number):
+    os.killpg(loading_process.pid, number)
+    out, err = loading_process.communicate(timeout=60)
+    assert (loading_process.returncode, out) == (0, "still loading\n"), err
+
+
+def test_an_interrupt_of_all_processes_ends_them_with_one_traceback(loading_process):
+    assert len(members(loading_process.pid)) >= 4
+    os.killpg(loading_process.pid, signal.SIGINT)
+    _, err = loading_process.communicate(timeout=30)
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_killed_rank_leaves_no_process_behind(loading_process):
+    loading_process.kill()
+    loading_process.communicate(timeout=30)
+    deadline = time.monotonic() + 10
+    while members(loading_process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert members(loading_process.pid) == []

@@ -1,0 +1,95 @@
+import pytest
+
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.data.tokenizer import train_bpe
+from tests.token_files import counting_documents, data_config, write_token_file
+
+DOCUMENTS = counting_documents(20, 40)
+
+
+def mmap_corpus(tmp_path, *overrides, prefix=None):
+    prefix = prefix or write_token_file(tmp_path / "web", DOCUMENTS)
+    config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{prefix}]", *overrides)
+    return prepare_corpus(config, show_progress=False)
+
+
+def test_indexed_files_need_no_tokenizer(tmp_path):
+    corpus = mmap_corpus(tmp_path)
+    assert corpus.tokenizer is None
+    assert (corpus.train.num_documents, corpus.train.num_tokens) == (18, 720)
+    assert (corpus.valid.num_documents, corpus.valid.num_tokens) == (1, 40)
+
+
+def test_the_fingerprint_survives_a_copy_and_a_restart_and_nothing_else(tmp_path):
+    corpus = mmap_corpus(tmp_path)
+    assert mmap_corpus(tmp_path).fingerprint == corpus.fingerprint
+    (tmp_path / "elsewhere").mkdir()
+    copy = write_token_file(tmp_path / "elsewhere" / "copy", DOCUMENTS)
+    assert mmap_corpus(tmp_path, prefix=copy).fingerprint == corpus.fingerprint
+    assert mmap_corpus(tmp_path, prefix=copy).files_key != corpus.files_key
+    assert mmap_corpus(tmp_path, "model.data.splits_string='800,100,100'").fingerprint != corpus.fingerprint
+    assert mmap_corpus(tmp_path, "model.data.splits_string='90,5,5'").fingerprint == corpus.fingerprint
+    changed = write_token_file(tmp_path / "changed", DOCUMENTS[::-1])
+    assert mmap_corpus(tmp_path, prefix=changed).fingerprint != corpus.fingerprint
+
+
+def test_files_without_weights_count_by_their_tokens(tmp_path):
+    small = write_token_file(tmp_path / "small", DOCUMENTS)
+    large = write_token_file(tmp_path / "large", [document * 3 for document in DOCUMENTS])
+    config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{small},{large}]")
+    assert prepare_corpus(config, show_progress=False).weights == pytest.approx((0.25, 0.75))
+
+
+def test_text_brings_its_tokenizer(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "some words and some more, and numbers: 12345"}\n' * 200)
+    config = data_config(
+        tmp_path / "cache",
+        "data=text",
+        f"model.data.text_files=['{tmp_path}/*.jsonl']",
+        "model.tokenizer.vocab_size=270",
+    )
+    corpus = prepare_corpus(config, show_progress=False)
+    assert corpus.tokenizer is not None
+    assert corpus.tokenizer.vocab_size <= 270
+    assert corpus.train.num_documents == 180
+    again = prepare_corpus(config, show_progress=False)
+    assert again.fingerprint == corpus.fingerprint
+
+
+def test_mock_data_touches_no_cache(tmp_path):
+    config = data_config(tmp_path / "cache", "data=mock")
+    assert prepare_corpus(config, show_progress=False).is_mock
+    assert not (tmp_path / "cache").exists()
+
+
+def test_tokens_of_another_vocabulary_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"token id 700 at position 700 \(document 17\) .* at least 800"):
+        mmap_corpus(tmp_path, "model.vocab_size=700")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("abc")
+    train_bpe(["some words and more words, to be merged"] * 9, 290).save(tmp_path / "tokenizer.json")
+    config = data_config(
+        tmp_path / "cache",
+        "data=text",
+        f"model.data.text_files=[{tmp_path}/x.txt]",
+        "model.tokenizer.library=file",
+        f"model.tokenizer.model={tmp_path}/tokenizer.json",
+        "model.vocab_size=260",
+    )
+    with pytest.raises(ConfigError, match=r"model.vocab_size=260 is smaller than the tokenizer's vocabulary of 2\d\d"):
+        prepare_corpus(config, show_progress=False)
+
+
+def test_leaving_out_the_end_of_documents_needs_a_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match=r"model.data.eod_mask_loss=true needs the end-of-document token"):
+        mmap_corpus(tmp_path, "model.data.eod_mask_loss=true")
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = data_config(tmp_path / "file" / "cache", "data=mmap", "model.data.data_prefix=[x]")
+    with pytest.raises(UserError, match=r"file/cache cannot be created .*; set model.data.cache_dir"):
+        prepare_corpus(config, show_progress=False)

@@ -1,0 +1,169 @@
+import pickle
+import shutil
+
+import numpy
+import pytest
+import torch
+
+from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.data.datasets import build_datasets, plan_surplus
+from tests.launching import run_ranks
+from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
+
+# 20 documents of 40 tokens; with 900,50,50 the training split has 18 of them (720 tokens), the validation split one.
+DOCUMENTS = counting_documents(20, 40)
+
+
+def build(tmp_path, *overrides, data="data=mmap", prefix=None, num_train=16, num_valid=8):
+    overrides = list(overrides)
+    if data == "data=mmap":
+        prefix = prefix or write_token_file(tmp_path / "web", DOCUMENTS)
+        overrides.append(f"model.data.data_prefix=[{prefix}]")
+    config = data_config(tmp_path / "cache", data, *overrides)
+    corpus = prepare_corpus(config, show_progress=False)
+    return build_datasets(config, corpus, num_train_samples=num_train, num_valid_samples=num_valid)
+
+
+def tokens_of(dataset, num=None):
+    return torch.stack([dataset[i]["tokens"] for i in range(len(dataset) if num is None else num)])
+
+
+def test_labels_are_the_next_tokens_and_all_of_them_count(tmp_path):
+    train, _ = build(tmp_path)
+    for index in range(len(train)):
+        sample = train[index]
+        assert sorted(sample) == ["labels", "loss_mask", "position_ids", "tokens"]
+        assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+        assert torch.equal(sample["loss_mask"], torch.ones(SEQUENCE_LENGTH))
+        assert torch.equal(sample["position_ids"], torch.arange(SEQUENCE_LENGTH))
+
+
+def test_training_and_validation_read_their_own_documents(tmp_path):
+    train, valid = build(tmp_path)
+    assert tokens_of(train).max() < 18 * 40
+    assert set(tokens_of(valid).flatten().tolist()) <= set(range(18 * 40, 19 * 40))
+
+
+def test_no_validation_builds_no_validation_split(tmp_path):
+    assert build(tmp_path, "trainer.limit_val_batches=0", "model.data.splits_string='1'", num_valid=0)[1] is None
+
+
+def test_one_epoch_shows_every_training_token_at_most_once(tmp_path):
+    train, _ = build(tmp_path, num_train=40)
+    tokens = tokens_of(train).flatten()
+    assert len(train) == (720 - 1) // SEQUENCE_LENGTH
+    assert len(tokens.unique()) == len(tokens)
+    assert train.num_epochs == pytest.approx(40 * 16 / 720)
+
+
+def test_exhausted_data_begins_another_epoch_in_another_order(tmp_path):
+    train, valid = build(tmp_path, num_train=100)
+    assert len(train) >= 100
+    assert train.num_epochs == pytest.approx(100 * 16 / 720)
+    assert valid.num_epochs == pytest.approx(8 * 16 / 40)
+    tokens = tokens_of(train).flatten()
+    assert len(tokens.unique()) == 720
+    counts = numpy.bincount(tokens.numpy())
+    assert set(counts.tolist()) <= {1, 2, 3}
+    first, second = tokens[:720], tokens[720:1440]
+    assert not torch.equal(first, second)
+
+
+def test_the_order_follows_from_the_seed(tmp_path):
+    first, second = build(tmp_path)[0], build(tmp_path)[0]
+    assert torch.equal(tokens_of(first), tokens_of(second))
+    other = build(tmp_path, "model.seed=4321")[0]
+    assert not torch.equal(tokens_of(first), tokens_of(other))
+
+
+def test_weights_are_the_shares_of_the_samples(tmp_path):
+    low = write_token_file(tmp_path / "low", counting_documents(20, 40))
+    high = write_token_file(tmp_path / "high", counting_documents(20, 40, start=1000))
+    train, valid = build(tmp_path, prefix=f"75,{low},25,{high}", num_train=200, num_valid=40)
+    for dataset, num in ((train, 200), (valid, 40)):
+        is_high = (tokens_of(dataset, num) >= 1000).float()
+        assert is_high.mean() == pytest.approx(0.25, abs=0.01)
+        assert torch.equal(is_high.amin(dim=1), is_high.amax(dim=1)), "a sample comes from one file"
+
+
+def test_a_blend_of_many_small_shares_has_its_few_validation_samples(tmp_path):
+    prefixes = [write_token_file(tmp_path / f"x{i}", DOCUMENTS) for i in range(20)]
+    blend = ",".join(f"{0.81 if i == 0 else 0.01},{prefix}" for i, prefix in enumerate(prefixes))
+    train, valid = build(tmp_path, prefix=blend, num_train=24, num_valid=8)
+    assert len(train) >= 24
+    assert len(valid) >= 8
+
+
+def test_the_surplus_of_a_blend_is_megatrons_own_where_that_is_enough():
+    assert plan_surplus((0.7, 0.3), [1_000_000, 0, 0]) == 0.005
+
+
+def test_the_end_of_a_document_can_be_left_out_of_the_loss(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "some words"}\n' * 400)
+    train, _ = build(
+        tmp_path,
+        f"model.data.text_files=[{tmp_path}/x.jsonl]",
+        "model.tokenizer.vocab_size=270",
+        "model.data.eod_mask_loss=true",
+        data="data=text",
+    )
+    # The BPE's first token is the end of a document.
+    masks = [(sample["tokens"] == 0, sample["loss_mask"] == 0) for sample in map(train.__getitem__, range(8))]
+    assert all(torch.equal(is_eod, is_masked) for is_eod, is_masked in masks)
+    assert any(is_eod.any() for is_eod, _ in masks)
+
+
+def test_random_tokens_are_the_same_for_the_same_seed_index_and_split(tmp_path):
+    train, valid = build(tmp_path, data="data=mock", num_train=50)
+    again, _ = build(tmp_path, data="data=mock", num_train=50)
+    other, _ = build(tmp_path, "model.seed=4321", data="data=mock", num_train=50)
+    assert (len(train), len(valid)) == (50, 8)
+    assert torch.equal(tokens_of(train), tokens_of(again))
+    assert (
+        len({tuple(row.tolist()) for row in torch.cat([tokens_of(train), tokens_of(valid), tokens_of(other)])}) == 108
+    )
+    assert tokens_of(train).min() >= 0
+    assert tokens_of(train).max() < 2048
+    sample = train[3]
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+
+
+def test_a_pickled_dataset_carries_no_index_and_reads_the_same(tmp_path):
+    train, _ = build(tmp_path, num_train=20_000)
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 20_000, "the index of 20,000 samples has 4 bytes a sample and more"
+    assert torch.equal(tokens_of(pickle.loads(pickled), 50), tokens_of(train, 50))
+
+
+def test_an_index_that_a_killed_process_left_is_built_again(tmp_path):
+    prefix = write_token_file(tmp_path / "web", DOCUMENTS)
+    expected = tokens_of(build(tmp_path, prefix=prefix)[0])
+    (index,) = [path for path in (tmp_path / "cache" / "index").iterdir() if path.is_dir()]
+    (index / "COMPLETE").unlink()
+    for path in index.glob("*shuffle_index.npy"):
+        path.write_bytes(path.read_bytes()[:100])
+    assert torch.equal(tokens_of(build(tmp_path, prefix=prefix)[0]), expected)
+
+
+def test_two_ranks_build_the_datasets_of_one_cache_at_once(tmp_path):
+    prefix = write_token_file(tmp_path / "web", DOCUMENTS)
+    other = write_token_file(tmp_path / "code", counting_documents(20, 40, start=1000))
+    program = ["tests/programs/build_datasets.py", str(tmp_path / "cache"), "data=mmap"]
+    digests = []
+    for blend in (prefix, f"0.5,{prefix},0.5,{other}"):
+        overrides = [*program, f"model.data.data_prefix=[{blend}]"]
+        result = run_ranks(2, overrides)
+        assert result.returncode == 0, result.stderr
+        lines = sorted(line.split() for line in result.stdout.splitlines() if line.startswith("rank "))
+        assert [line[1] for line in lines] == ["0", "1"]
+        assert lines[0][2:] == lines[1][2:]
+        digests.append(lines[0][-1])
+    assert digests[0] != digests[1]
+    shutil.rmtree(tmp_path / "cache")
+    alone = run_ranks(1, [*program, f"model.data.data_prefix=[{prefix}]"], env=single_rank())
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.split()[-1] == digests[0]
+
+
+def single_rank():
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

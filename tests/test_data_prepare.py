@@ -1,0 +1,172 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import TokenizerConfig, TokenizerLibrary
+from gpt_pretrain.data.prepare import tokenize_source
+from gpt_pretrain.data.progress import Progress
+from gpt_pretrain.data.sources import FileSource
+from gpt_pretrain.data.tokenizer import load_tokenizer
+from tests.launching import REPOSITORY, run_ranks
+
+PROGRAM = "tests/programs/prepare_text.py"
+BPE = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(8):
+        (folder / f"{i}.txt").write_text(f"document {i}: some words, some more words, and some numbers {i * i}\n" * 5)
+    return folder
+
+
+def tokenize(texts, cache, config=BPE):
+    with Progress(show=False) as progress:
+        return tokenize_source(FileSource([f"{texts}/*.txt"], "text"), config, cache, progress, name="text")
+
+
+def entries(cache):
+    """Finished and unfinished entries; locks and statuses are no entries."""
+    return sorted(path.name for path in (cache / "corpora").iterdir() if path.is_dir())
+
+
+def test_documents_come_back_from_the_token_file_as_they_were(tmp_path, texts):
+    (texts / "4.txt").write_text("")
+    text = tokenize(texts, tmp_path / "cache")
+    dataset = IndexedDataset(str(text.prefix))
+    assert dataset.index.dtype is numpy.uint16
+    decoded = [text.tokenizer.decode(tokens.tolist()) for tokens in dataset]
+    expected = [path.read_text() + "<|endoftext|>" for path in sorted(texts.iterdir()) if path.stat().st_size]
+    assert decoded == expected
+    assert all(tokens[-1] == text.tokenizer.eod for tokens in dataset)
+    manifest = json.loads((text.prefix.parent / "manifest.json").read_text())
+    assert (manifest["num_documents"], manifest["num_empty_documents"]) == (7, 1)
+    assert manifest["num_tokens"] == sum(map(len, dataset))
+
+
+def test_a_second_call_finds_the_entry_and_does_not_write(tmp_path, texts):
+    first = tokenize(texts, tmp_path / "cache")
+    written = (first.prefix.parent / "corpus.bin").stat().st_mtime_ns
+    second = tokenize(texts, tmp_path / "cache")
+    assert second.prefix == first.prefix
+    assert (second.prefix.parent / "corpus.bin").stat().st_mtime_ns == written
+
+
+def test_other_text_or_another_tokenizer_is_another_entry(tmp_path, texts):
+    cache = tmp_path / "cache"
+    first = tokenize(texts, cache)
+    other_bpe = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=290)
+    from_file = TokenizerConfig(
+        library=TokenizerLibrary.file, model=str(first.prefix.parent / "tokenizer.json"), vocab_size=1
+    )
+    prefixes = {first.prefix, tokenize(texts, cache, other_bpe).prefix, tokenize(texts, cache, from_file).prefix}
+    (texts / "3.txt").write_text("changed")
+    prefixes.add(tokenize(texts, cache).prefix)
+    assert len(prefixes) == 4
+
+
+def test_a_file_tokenizer_makes_the_same_tokens_as_the_bpe_it_was_saved_from(tmp_path, texts):
+    first = tokenize(texts, tmp_path / "cache")
+    path = first.prefix.parent / "tokenizer.json"
+    config = TokenizerConfig(library=TokenizerLibrary.file, model=str(path), vocab_size=1)
+    second = tokenize(texts, tmp_path / "cache", config)
+    assert second.tokenizer.fingerprint == load_tokenizer(path).fingerprint
+    assert second.prefix.with_suffix(".bin").read_bytes() == first.prefix.with_suffix(".bin").read_bytes()
+
+
+def test_a_corpus_of_empty_documents_is_refused_and_leaves_nothing(tmp_path, texts):
+    for path in texts.iterdir():
+        path.write_text("")
+    with pytest.raises(UserError, match=r"all 8 documents of the corpus are empty: .*0\.txt"):
+        tokenize(texts, tmp_path / "cache")
+    assert entries(tmp_path / "cache") == []
+
+
+class ChangingSource(FileSource):
+    """A file of which grows while it is read."""
+
+    def pieces(self):
+        yield from super().pieces()
+        with self.files[0].open("a") as file:
+            file.write("more")
+
+
+def test_files_that_change_while_they_are_read_are_refused(tmp_path, texts):
+    source = ChangingSource([f"{texts}/*.txt"], "text")
+    with Progress(show=False) as progress, pytest.raises(UserError, match="changed while they were tokenised"):
+        tokenize_source(source, BPE, tmp_path / "cache", progress, name="text")
+    assert entries(tmp_path / "cache") == []
+
+
+def start(*arguments):
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    return process
+
+
+def release(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def wait_for_partial(cache, process):
+    while not list(cache.glob("corpora/*.partial-*/corpus.bin")):
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+def test_of_two_processes_one_tokenises_and_the_other_says_whom_it_waits_for(tmp_path, texts):
+    cache = tmp_path / "cache"
+    first, second = start(cache, f"{texts}/*.txt", 0.3), start(cache, f"{texts}/*.txt")
+    release(first)
+    wait_for_partial(cache, first)
+    release(second)
+    (first_out, first_err), (second_out, second_err) = first.communicate(timeout=60), second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), first_err + second_err
+    assert f"waiting for process {first.pid} on " in second_err
+    assert "tokenised" in first_err
+    assert "tokenised" not in second_err, "the second found what the first made"
+    assert first_out == second_out
+    assert len(entries(cache)) == 1
+
+
+def test_a_kill_in_the_middle_leaves_nothing_that_counts_as_complete(tmp_path, texts):
+    cache = tmp_path / "cache"
+    process = start(cache, f"{texts}/*.txt", 1)
+    release(process)
+    wait_for_partial(cache, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert [name for name in entries(cache) if ".partial-" not in name] == []
+    text = tokenize(texts, cache)
+    assert entries(cache) == [text.prefix.parent.name], "the leftover is gone"
+    assert len(IndexedDataset(str(text.prefix))) == 8
+
+
+def test_a_full_disk_is_reported_with_path_and_bytes(tmp_path, texts):
+    for path in texts.iterdir():
+        path.write_text("one two three four " * 3000)
+    result = run_ranks(1, [PROGRAM, str(tmp_path / "cache"), f"{texts}/*.txt", "0", "20000"])
+    assert result.returncode == 1
+    assert "UserError: no space left while writing" in result.stderr, result.stderr
+    assert f"{tmp_path / 'cache'}" in result.stderr
+    assert "20,000 bytes were written" in result.stderr
+    assert entries(tmp_path / "cache") == []

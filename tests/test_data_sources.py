@@ -1,0 +1,138 @@
+import codecs
+import json
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.data import sources
+from gpt_pretrain.data.sources import FileSource, StdlibSource
+
+
+def documents(source):
+    text, result = "", []
+    for piece in source.pieces():
+        text += piece.text
+        if piece.ends_document:
+            result.append(text)
+            text = ""
+    assert text == ""
+    return result
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_a_txt_file_is_one_document_in_the_order_of_the_patterns(tmp_path):
+    (tmp_path / "b.txt").write_bytes("bé\r\nb".encode())
+    (tmp_path / "a1.txt").write_bytes(codecs.BOM_UTF8 + b"one")
+    (tmp_path / "a2.txt").write_text("")
+    source = FileSource([f"{tmp_path}/b.txt", f"{tmp_path}/*.txt"], "text")
+    assert documents(source) == ["bé\r\nb", "one", ""]
+
+
+def test_jsonl_rows_are_documents_and_blank_lines_are_none(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"body": "a\\nb", "n": 1}\n\n{"body": ""}\n{"body": "\\ud83d\\ude00"}')
+    assert documents(FileSource([str(path)], "body")) == ["a\nb", "", "😀"]
+
+
+def test_parquet_rows_are_documents_and_nulls_are_empty(tmp_path):
+    write_parquet(tmp_path / "x.parquet", text=["a", None, "c"], other=[1, 2, 3])
+    assert documents(FileSource([f"{tmp_path}/*.parquet"], "text")) == ["a", "", "c"]
+
+
+def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 50)
+    text = "".join(f"line {i} – äöü\n\n    indented\n" for i in range(100))
+    (tmp_path / "x.txt").write_text(text)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}))
+    txt, jsonl = FileSource([f"{tmp_path}/x.txt"], "text"), FileSource([f"{tmp_path}/x.jsonl"], "text")
+    assert documents(txt) == [text]
+    assert documents(jsonl) == [text, "short"]
+    for source in (txt, jsonl):
+        pieces = list(source.pieces())
+        assert max(len(piece.text) for piece in pieces) < 150
+        assert sum(piece.num_source_bytes for piece in pieces) == source.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "x.jsonl, line 2: no key model.data.text_key='text'; .* 'txt'"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": 3}\n', "x.jsonl, line 2: 'text' is a int, not text"),
+        ("x.jsonl", b'{"text": "a"}\n["a"]\n', "x.jsonl, line 2: a list instead of a JSON object"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', "x.jsonl, line 2: no JSON object"),
+        ("x.jsonl", b'{"text": "\\ud800"}\n', "x.jsonl, line 1: 'text' holds a lone surrogate"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl: not UTF-8: byte 0xff at offset 24"),
+        ("x.txt", b"abc\xe4def", "x.txt: not UTF-8: byte 0xe4 at offset 3"),
+        ("x.txt", b"abc\xe2\x82", "x.txt: not UTF-8: byte 0xe2 at offset 3"),
+        ("x.parquet", b"PAR1 no parquet", "x.parquet cannot be read"),
+        ("x.csv", b"a,b", r"x.csv has the suffix '.csv'; known are .txt, .jsonl, .parquet"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        documents(FileSource([str(tmp_path / name)], "text"))
+
+
+def test_the_offset_of_bad_utf8_counts_from_the_start_of_a_long_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 7)
+    (tmp_path / "x.txt").write_bytes("äö ".encode() * 20 + b"\xff")
+    with pytest.raises(UserError, match="offset 100;"):
+        documents(FileSource([f"{tmp_path}/x.txt"], "text"))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"body": ["a"]}, "no column model.data.text_key='text'; it has 'body'"),
+        ({"text": [1]}, "column 'text' is of type int64, not string"),
+    ],
+)
+def test_a_parquet_file_without_text_is_refused(tmp_path, column, message):
+    write_parquet(tmp_path / "x.parquet", **column)
+    with pytest.raises(UserError, match=message):
+        documents(FileSource([f"{tmp_path}/x.parquet"], "text"))
+
+
+def test_a_pattern_without_files_and_a_directory_are_refused(tmp_path):
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/*.txt matches no file")):
+        FileSource([f"{tmp_path}/*.txt"], "text")
+    with pytest.raises(UserError, match="is a directory; name its files"):
+        FileSource([str(tmp_path)], "text")
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_itself(tmp_path):
+    (tmp_path / "a[1].txt").write_text("brackets")
+    assert documents(FileSource([f"{tmp_path}/a[1].txt"], "text")) == ["brackets"]
+
+
+def test_identity_changes_with_size_and_time_of_a_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("abc")
+    before = FileSource([str(path)], "text").identity()
+    assert FileSource([str(path)], "text").identity() == before
+    path.write_text("abcd")
+    assert FileSource([str(path)], "text").identity() != before
+
+
+def test_a_sample_takes_the_same_share_of_every_file(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    texts = list(FileSource([f"{tmp_path}/*.txt"], "text").sample(60))
+    assert "".join(texts) == "a" * 20 + "b" * 20 + "c" * 20
+
+
+def test_the_standard_library_is_code_without_tests_and_always_the_same():
+    source = StdlibSource()
+    names = [path.relative_to(source.root).as_posix() for path in source.files]
+    assert "ast.py" in names
+    assert "json/decoder.py" in names
+    assert not any(re.search(r"(^|/)(tests?|site-packages|idle_test)/", name) for name in names)
+    assert 5e6 < source.num_bytes < 25e6
+    assert StdlibSource().identity() == source.identity()
