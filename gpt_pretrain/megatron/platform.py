@@ -24,6 +24,8 @@ class Platform:
 
     cuda: bool
     """A CUDA device is there."""
+    num_gpus: int
+    """CUDA devices that this process sees."""
     device_name: str
     """Name of the GPU, or of the processor's kind."""
     transformer_engine: str | None
@@ -73,6 +75,7 @@ def detect_platform() -> Platform:
     te_version, te_problem = _transformer_engine() if cuda else (None, None)
     return Platform(
         cuda=cuda,
+        num_gpus=torch.cuda.device_count() if cuda else 0,
         device_name=torch.cuda.get_device_name() if cuda else "CPU",
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
@@ -119,7 +122,10 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
         gradient_accumulation_fusion=choose(model.gradient_accumulation_fusion, platform.apex_weight_gradient),
-        cross_entropy_loss_fusion=choose(model.cross_entropy_loss_fusion, platform.cuda),
+        # Its result varies from run to run.
+        cross_entropy_loss_fusion=choose(
+            model.cross_entropy_loss_fusion, platform.cuda and not config.trainer.deterministic
+        ),
     )
 
 
@@ -169,8 +175,8 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
         )
     elif model.context_parallel_size > 1 and not te:
         problems.append(
-            f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {no_te}. "
-            "Use 1"
+            f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: "
+            f"{no_te if platform.transformer_engine is None else 'model.transformer_engine=false excludes it'}. Use 1"
         )
     if model.apply_rope_fusion and not te:
         problems.append("model.apply_rope_fusion=true needs Transformer Engine layers; use null or false")
@@ -193,10 +199,10 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
             "trainer.precision=fp32 with Transformer Engine layers has no fused attention; use bf16, or "
             "model.transformer_engine=false"
         )
-    if platform.cuda and launch.local_rank >= torch.cuda.device_count():
+    if platform.cuda and launch.local_rank >= platform.num_gpus:
         problems.append(
             f"the launcher started {launch.local_world_size} processes on this node, which has "
-            f"{torch.cuda.device_count()} GPU(s); start one per GPU"
+            f"{platform.num_gpus} GPU(s); start one per GPU"
         )
     if problems:
         raise ConfigError(problems)

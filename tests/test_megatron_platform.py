@@ -1,0 +1,265 @@
+"""What a machine offers decides the nulls of the kernel keys, and which explicit settings are refused."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import Launch, read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.platform import (
+    Kernels,
+    Platform,
+    check_platform,
+    describe_kernels,
+    detect_platform,
+    plan_kernels,
+    platform_notes,
+)
+
+CPU = Platform(
+    cuda=False,
+    num_gpus=0,
+    device_name="CPU",
+    transformer_engine=None,
+    transformer_engine_problem=None,
+    apex_layer_norm=False,
+    apex_optimizer=False,
+    apex_softmax=False,
+    apex_weight_gradient=False,
+)
+GPU_WITHOUT_TE = replace(CPU, cuda=True, num_gpus=8, device_name="NVIDIA H200")
+GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
+GPU = replace(GPU_WITHOUT_TE, transformer_engine="2.12.0")
+APEX = {"apex_layer_norm": True, "apex_optimizer": True, "apex_softmax": True, "apex_weight_gradient": True}
+GPU_WITH_APEX = replace(GPU, **APEX)
+APEX_WITHOUT_TE = replace(GPU_WITHOUT_TE, **APEX)
+
+GELU_WITHOUT_BIAS = ("model=gpt2_124m", "model.bias=false")
+TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS = (
+    "transformer_engine",
+    "bias_activation_fusion",
+    "bias_dropout_add_fusion",
+    "masked_softmax_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "cross_entropy_loss_fusion",
+)
+
+
+def launched(local_rank: int = 0, local_world_size: int = 1) -> Launch:
+    return replace(
+        read_launch({}),
+        rank=local_rank,
+        world_size=local_world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+    )
+
+
+def active(kernels: Kernels) -> set[str]:
+    return {field.name for field in fields(kernels) if getattr(kernels, field.name)}
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides", "expected"),
+    [
+        (CPU, [], set()),
+        (CPU, ["model=gpt2_124m"], set()),
+        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, LOSS}),
+        # A learned position table: no rope to fuse.
+        (GPU, ["model=gpt2_124m"], {TE, ACTIVATION, DROPOUT, LOSS}),
+        # The fused GELU adds a bias and is the tanh form.
+        (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, LOSS}),
+        (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, LOSS}),
+        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE}),
+        (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, LOSS}),
+        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, LOSS}),
+        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, LOSS}),
+        # TE has its own attention, so apex's softmax serves layers without TE alone.
+        (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
+        (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, SOFTMAX, GRADIENT, LOSS}),
+    ],
+)
+def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[str], expected: set[str]) -> None:
+    config = load_config(["data=mock", *overrides])
+    assert active(plan_kernels(config, platform)) == expected
+    # What is planned is never refused.
+    check_platform(config, platform, launched())
+
+
+@pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS])
+def test_explicit_false_stands(key: str) -> None:
+    config = load_config(["data=mock", "model=llama3_8b", f"model.{key}=false"])
+    for platform in (CPU, GPU, GPU_WITH_APEX, APEX_WITHOUT_TE):
+        assert key not in active(plan_kernels(config, platform))
+        check_platform(config, platform, launched())
+
+
+NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false"
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides", "problems"),
+    [
+        (
+            CPU,
+            [f"model.{TE}=true"],
+            [
+                "model.transformer_engine=true, but Transformer Engine cannot be used here: there is no CUDA device. "
+                "Use null (where it is there) or false"
+            ],
+        ),
+        (
+            GPU_WITHOUT_TE,
+            [f"model.{TE}=true"],
+            [
+                "model.transformer_engine=true, but Transformer Engine cannot be used here: it is not installed; "
+                "pip install 'gpt_pretrain[te]'. Use null (where it is there) or false"
+            ],
+        ),
+        (
+            GPU_WITH_BROKEN_TE,
+            [f"model.{TE}=true"],
+            [
+                "model.transformer_engine=true, but Transformer Engine cannot be used here: OSError: libcublas.so.13 "
+                "is missing. Use null (where it is there) or false"
+            ],
+        ),
+        (
+            CPU,
+            [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", f"model.{LOSS}=true"],
+            [f"model.{key}=true {NO_CUDA}" for key in (ACTIVATION, DROPOUT, LOSS)],
+        ),
+        (
+            CPU,
+            [f"model.{ROPE}=true"],
+            ["model.apply_rope_fusion=true needs Transformer Engine layers; use null or false"],
+        ),
+        (
+            GPU_WITHOUT_TE,
+            [f"model.{SOFTMAX}=true", f"model.{GRADIENT}=true"],
+            [
+                "model.masked_softmax_fusion=true has no effect: apex's softmax kernels are not installed; "
+                "use null or false",
+                "model.gradient_accumulation_fusion=true needs apex's fused_weight_gradient_mlp_cuda, which is not "
+                "installed; use null or false",
+            ],
+        ),
+        (
+            GPU_WITH_APEX,
+            [f"model.{SOFTMAX}=true"],
+            [
+                "model.masked_softmax_fusion=true has no effect: Transformer Engine layers have their own attention; "
+                "use null or false"
+            ],
+        ),
+        (
+            GPU_WITHOUT_TE,
+            ["model.context_parallel_size=2"],
+            [
+                "model.context_parallel_size=2 needs Transformer Engine's attention: it is not installed; "
+                "pip install 'gpt_pretrain[te]'. Use 1"
+            ],
+        ),
+        (
+            GPU,
+            ["model.context_parallel_size=2", f"model.{TE}=false"],
+            [
+                "model.context_parallel_size=2 needs Transformer Engine's attention: model.transformer_engine=false "
+                "excludes it. Use 1"
+            ],
+        ),
+        (
+            GPU,
+            ["trainer.precision=fp32"],
+            [
+                "trainer.precision=fp32 with Transformer Engine layers has no fused attention; use bf16, or "
+                "model.transformer_engine=false"
+            ],
+        ),
+    ],
+)
+def test_explicit_setting_that_cannot_be_met_is_refused(
+    platform: Platform, overrides: list[str], problems: list[str]
+) -> None:
+    config = load_config(["data=mock", "model=llama3_8b", *overrides])
+    with pytest.raises(ConfigError) as refused:
+        check_platform(config, platform, launched())
+    assert list(refused.value.problems) == problems
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides"),
+    [
+        (GPU, [f"model.{TE}=true", f"model.{ROPE}=true", "model.context_parallel_size=2"]),
+        (GPU_WITHOUT_TE, [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", f"model.{LOSS}=true"]),
+        (APEX_WITHOUT_TE, [f"model.{SOFTMAX}=true", f"model.{GRADIENT}=true"]),
+        (GPU, ["trainer.precision=fp32", f"model.{TE}=false"]),
+    ],
+)
+def test_explicit_setting_that_can_be_met_is_kept(platform: Platform, overrides: list[str]) -> None:
+    config = load_config(["data=mock", "model=llama3_8b", *overrides])
+    check_platform(config, platform, launched())
+    asked = {override.removeprefix("model.").removesuffix("=true") for override in overrides if "=true" in override}
+    assert asked <= active(plan_kernels(config, platform))
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    config = load_config(["data=mock"])
+    check_platform(config, GPU, launched(local_rank=7, local_world_size=8))
+    # Without CUDA processes share the cores.
+    check_platform(config, CPU, launched(local_rank=8, local_world_size=9))
+    with pytest.raises(ConfigError) as refused:
+        check_platform(config, GPU, launched(local_rank=8, local_world_size=9))
+    assert str(refused.value) == (
+        "the launcher started 9 processes on this node, which has 8 GPU(s); start one per GPU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "layers", "fused", "apex"),
+    [
+        (CPU, "megatron-core local", "none", "not installed: nothing is lost but speed"),
+        (
+            GPU,
+            "Transformer Engine 2.12.0",
+            "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, cross_entropy_loss_fusion",
+            "not installed: nothing is lost but speed",
+        ),
+        (
+            APEX_WITHOUT_TE,
+            "megatron-core local",
+            "bias_activation_fusion, bias_dropout_add_fusion, masked_softmax_fusion, gradient_accumulation_fusion, "
+            "cross_entropy_loss_fusion",
+            "layer norm, optimizer, softmax, weight gradient",
+        ),
+    ],
+)
+def test_header_names_the_active_parts(platform: Platform, layers: str, fused: str, apex: str) -> None:
+    kernels = plan_kernels(load_config(["data=mock", "model=llama3_8b"]), platform)
+    assert describe_kernels(kernels, platform) == {"layers": layers, "fused": fused, "apex": apex}
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides", "told"),
+    [
+        (CPU, [], None),
+        (GPU, [], None),
+        (GPU_WITHOUT_TE, [], "it is not installed (pip install 'gpt_pretrain[te]')"),
+        (GPU_WITH_BROKEN_TE, [], "OSError: libcublas.so.13 is missing"),
+        # Who asks for local layers knows.
+        (GPU_WITHOUT_TE, [f"model.{TE}=false"], None),
+    ],
+)
+def test_gpu_without_transformer_engine_is_told(platform: Platform, overrides: list[str], told: str | None) -> None:
+    notes = platform_notes(load_config(["data=mock", *overrides]), platform)
+    prefix = "This GPU runs megatron-core's local layers, without Transformer Engine: "
+    assert notes == ([] if told is None else [prefix + told])
+
+
+def test_detected_platform_agrees_with_itself() -> None:
+    platform = detect_platform()
+    assert platform.cuda == (platform.num_gpus > 0) == (platform.device.type == "cuda")
+    if not platform.cuda:
+        assert platform == CPU
