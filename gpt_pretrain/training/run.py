@@ -82,7 +82,6 @@ def _shared_run_dir(config: Config) -> Path:
                 f"checkpoint.resume=never, but run_dir={run_dir} holds the checkpoints of a run; "
                 "give another run_dir, or checkpoint.resume=auto to go on with it"
             )
-        (run_dir / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
     torch.distributed.barrier()
     return run_dir
 
@@ -120,8 +119,14 @@ class _Run:
             return None
         return find_newest_checkpoint(self._checkpoints) if resume == "auto" else Path(resume)
 
+    @property
+    def _is_done(self) -> bool:
+        return self._start.step >= self._config.trainer.max_steps
+
     def run(self) -> EndReason:
         """Trains and sums up; every rank calls it."""
+        if self._is_done and not self._launch.is_rank_zero:
+            return "max_steps"
         with ExitStack() as stack:
             console, sinks = None, None
             if self._launch.is_rank_zero:
@@ -129,6 +134,10 @@ class _Run:
                     RunConsole(max_steps=self._config.trainer.max_steps, start_step=self._start.step)
                 )
                 self._print_header(console)
+                if self._is_done:
+                    console.note(f"the run has done its {self._start.step} steps; raise trainer.max_steps to go on")
+                    return "max_steps"
+                (self._run_dir / "config.yaml").write_text(config_to_yaml(self._config), encoding="utf-8")
                 console.start_live()
                 sinks = stack.enter_context(
                     MetricsSinks(self._run_dir, self._config.logging, self._config.name, start_step=self._start.step)
@@ -190,8 +199,6 @@ class _Run:
         )
         for note in platform_notes(config, self._platform):
             console.warning(note)
-        if self._start.step >= config.trainer.max_steps:
-            console.note(f"the run has done its {self._start.step} steps; raise trainer.max_steps to go on")
 
     def _sample(self) -> str | None:
         """What the model writes after `sample.prompt`; every rank takes part."""

@@ -1,0 +1,45 @@
+"""Small whole runs of the application for tests: the overrides that make them small, and what they left behind."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpt_pretrain.report.metrics_file import Metrics, load_metrics
+from tests.launching import REPOSITORY, run_ranks
+
+# A model of four layers that learns something in twenty steps.
+SMALL_RUN = (
+    "data=text",
+    "model.data.splits_string='700,300,0'",
+    "model.tokenizer.vocab_size=320",
+    "model.vocab_size=384",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.encoder_seq_length=64",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=8",
+    "model.optim.lr=2e-3",
+    "trainer.max_steps=20",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_check_interval=10",
+    "trainer.limit_val_batches=2",
+    "logging.tensorboard=false",
+    "sample.max_new_tokens=0",
+)
+
+
+def run_small(num_ranks: int, run_dir: Path, cache_dir: Path, overrides: Sequence[str] = ()) -> Metrics:
+    """Trains a small run to its end and returns what it logged."""
+    done = run_ranks(num_ranks, small_run_arguments(run_dir, cache_dir, overrides))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return load_metrics(run_dir)
+
+
+def small_run_arguments(run_dir: Path, cache_dir: Path, overrides: Sequence[str] = ()) -> list[str]:
+    """Arguments of Python or torchrun for a small run on this package's own sources."""
+    corpus = cache_dir / "sources.jsonl"
+    if not corpus.exists():
+        texts = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "gpt_pretrain").rglob("*.py"))]
+        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text), encoding="utf-8")
+    data = [f"model.data.text_files=[{corpus}]", f"model.data.cache_dir={cache_dir}"]
+    return ["-m", "gpt_pretrain", *SMALL_RUN, *data, f"run_dir={run_dir}", *overrides]

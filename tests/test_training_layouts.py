@@ -1,0 +1,73 @@
+"""One seed is one run: every parallel layout trains the same model on the same samples as one process."""
+
+import pytest
+
+from tests.runs import run_small
+
+SAMPLE = ("sample.max_new_tokens=12", "sample.prompt='def '", "checkpoint.save_at_end=false")
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, cache_dir):
+    return run_small(1, tmp_path_factory.mktemp("one") / "run", cache_dir, SAMPLE)
+
+
+def test_one_process_learns(one_process):
+    losses = [record.loss for record in one_process.train]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.5
+    assert [record.step for record in one_process.validation] == [0, 10, 20]
+    assert one_process.validation[-1].loss < one_process.validation[0].loss - 0.5
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        pytest.param(2, ["parallelism=tp2"], id="TP2"),
+        pytest.param(2, ["parallelism=tp2_sp"], id="TP2+SP"),
+        pytest.param(2, ["parallelism=pp2"], id="PP2"),
+        pytest.param(2, ["parallelism=pp2_vp2"], id="PP2 interleaved"),
+        pytest.param(2, ["parallelism=single"], id="DP2"),
+        pytest.param(2, ["parallelism=dp"], id="DP2 distributed optimizer"),
+        pytest.param(4, ["parallelism=tp2_pp2"], id="TP2·PP2"),
+    ],
+)
+def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, one_process):
+    metrics = run_small(num_ranks, tmp_path / "run", cache_dir, [*SAMPLE, *layout])
+    for name in ("loss", "grad_norm", "lr", "consumed_samples"):
+        expected = [getattr(record, name) for record in one_process.train]
+        assert [getattr(record, name) for record in metrics.train] == pytest.approx(expected, rel=1e-4), name
+    expected = [record.loss for record in one_process.validation]
+    assert [record.loss for record in metrics.validation] == pytest.approx(expected, rel=1e-4)
+    assert metrics.summary.sample_text == one_process.summary.sample_text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["model=gpt2_124m", "model.num_layers=4", "model.num_attention_heads=4"], id="GPT-2, tied"),
+        pytest.param(["model.data.eod_mask_loss=true"], id="masked loss"),
+    ],
+)
+def test_tied_embeddings_and_masked_losses_train_as_one_process(overrides, tmp_path, cache_dir):
+    """Across pipeline stages two copies of the embedding add up their gradients; masks leave ranks unequal tokens."""
+    short = ["trainer.max_steps=6", "trainer.limit_val_batches=0", "checkpoint.save_at_end=false", *overrides]
+    one = run_small(1, tmp_path / "one", cache_dir, short)
+    for name, layout in (("pp", "parallelism=pp2"), ("dp", "parallelism=dp")):
+        metrics = run_small(2, tmp_path / name, cache_dir, [*short, layout])
+        expected = [record.loss for record in one.train]
+        assert [record.loss for record in metrics.train] == pytest.approx(expected, rel=1e-4), layout
+
+
+def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
+    overrides = [*SAMPLE, "trainer.precision=bf16"]
+    metrics = run_small(1, tmp_path / "run", cache_dir, overrides)
+    expected = [record.loss for record in one_process.train]
+    losses = [record.loss for record in metrics.train]
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert losses != pytest.approx(expected, rel=1e-6), "bf16 gave fp32's losses: the precision did not arrive"
