@@ -1,0 +1,372 @@
+"""Every key that is meant for megatron-core reaches it: one row per key says which fields change, and no other does."""
+
+import ast
+import copy
+import importlib.util
+import math
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gpt_pretrain
+from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.platform import Platform, plan_kernels
+from gpt_pretrain.megatron.translate import (
+    params_dtype,
+    translate_ddp,
+    translate_optimizer,
+    translate_transformer,
+)
+
+CPU = Platform(
+    cuda=False,
+    num_gpus=0,
+    device_name="CPU",
+    transformer_engine=None,
+    transformer_engine_problem=None,
+    apex_layer_norm=False,
+    apex_optimizer=False,
+    apex_softmax=False,
+    apex_weight_gradient=False,
+)
+
+# Nothing here is null that another key of the table would decide.
+BASE = (
+    "model=llama3_8b",
+    "data=mock",
+    "parallelism=single",
+    "model.kv_channels=128",
+    "model.optim.sched.min_lr=1e-5",
+)
+TP2, PP2 = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
+FULL = "model.activations_checkpoint_granularity=full"
+UNIFORM = "model.activations_checkpoint_method=uniform"
+ONE_LAYER = "model.activations_checkpoint_num_layers=1"
+OVERLAP = "model.overlap_param_gather=true"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A key's value, beside what it needs to be legal, and the fields that it changes in megatron-core's configs."""
+
+    override: str
+    context: tuple[str, ...] = ()
+    transformer: dict[str, Any] | None = None
+    ddp: dict[str, Any] | None = None
+    optimizer: dict[str, Any] | None = None
+    needs_te: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.override.partition("=")[0]
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        parts = {"transformer": self.transformer, "ddp": self.ddp, "optimizer": self.optimizer}
+        return {f"{part}.{name}": value for part, names in parts.items() for name, value in (names or {}).items()}
+
+
+def normal(std: float) -> dict[str, float]:
+    """megatron-core's own initialisation, which ours replaces: the arguments of torch's `normal_`."""
+    return {"mean": 0.0, "std": std}
+
+
+ROWS = [
+    Row(
+        override="model.num_layers=8",
+        transformer={"num_layers": 8, "output_layer_init_method": normal(0.02 / math.sqrt(2 * 8))},
+    ),
+    Row(override="model.hidden_size=2048", transformer={"hidden_size": 2048}),
+    Row(
+        override="model.hidden_size=2048",
+        context=("model.kv_channels=null",),
+        transformer={"hidden_size": 2048, "kv_channels": 64},
+    ),
+    Row(override="model.ffn_hidden_size=512", transformer={"ffn_hidden_size": 512}),
+    Row(override="model.ffn_hidden_size=null", transformer={"ffn_hidden_size": 4 * 4096}),
+    Row(override="model.num_attention_heads=16", transformer={"num_attention_heads": 16}),
+    Row(override="model.num_query_groups=4", transformer={"num_query_groups": 4}),
+    Row(override="model.num_query_groups=null", transformer={"num_query_groups": 32}),
+    Row(override="model.kv_channels=64", transformer={"kv_channels": 64}),
+    Row(override="model.normalization=layernorm", transformer={"normalization": "LayerNorm"}),
+    Row(override="model.layernorm_epsilon=1e-6", transformer={"layernorm_epsilon": 1e-6}),
+    Row(override="model.activation=gelu", transformer={"activation_func": F.gelu, "gated_linear_unit": False}),
+    Row(
+        override="model.activation=gelu_tanh",
+        transformer={"activation_func": {"approximate": "tanh"}, "gated_linear_unit": False},
+    ),
+    # megatron-core finds its fused GELU, which computes the tanh form, by F.gelu.
+    Row(
+        override="model.bias_activation_fusion=true",
+        context=("model.activation=gelu_tanh", "model.bias=true"),
+        transformer={"bias_activation_fusion": True, "activation_func": F.gelu},
+    ),
+    Row(override="model.bias=true", transformer={"add_bias_linear": True}),
+    Row(override="model.qkv_bias=true", transformer={"add_qkv_bias": True}),
+    Row(
+        override="model.init_method_std=0.01",
+        transformer={
+            "init_method_std": 0.01,
+            "init_method": normal(0.01),
+            "output_layer_init_method": normal(0.01 / math.sqrt(2 * 32)),
+            "embedding_init_method_std": 0.01,
+            "embedding_init_method": normal(0.01),
+        },
+    ),
+    Row(override="model.hidden_dropout=0.1", transformer={"hidden_dropout": 0.1}),
+    Row(override="model.attention_dropout=0.1", transformer={"attention_dropout": 0.1}),
+    # megatron-core derives the second: it is about experts, and there are none.
+    Row(override=TP2, transformer={"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    # megatron-core derives the third: what one virtual stage runs before the next.
+    Row(
+        override=PP2,
+        transformer={
+            "pipeline_model_parallel_size": 2,
+            "deallocate_pipeline_outputs": True,
+            "microbatch_group_size_per_vp_stage": 2,
+        },
+    ),
+    Row(
+        override="model.virtual_pipeline_model_parallel_size=2",
+        context=(PP2,),
+        transformer={
+            "virtual_pipeline_model_parallel_size": 2,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        },
+    ),
+    Row(
+        override="model.virtual_pipeline_model_parallel_size=2",
+        context=("parallelism=pp2",),
+        transformer={
+            "virtual_pipeline_model_parallel_size": 2,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        },
+        ddp={"align_param_gather": True},
+    ),
+    Row(override="model.context_parallel_size=2", transformer={"context_parallel_size": 2}),
+    Row(override="model.sequence_parallel=true", context=(TP2,), transformer={"sequence_parallel": True}),
+    Row(
+        override="model.use_distributed_optimizer=true",
+        ddp={"use_distributed_optimizer": True},
+        optimizer={"use_distributed_optimizer": True},
+    ),
+    Row(override="model.overlap_grad_reduce=true", ddp={"overlap_grad_reduce": True}),
+    Row(
+        override=OVERLAP,
+        context=("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true"),
+        ddp={"overlap_param_gather": True},
+        optimizer={"overlap_param_gather": True},
+    ),
+    Row(override="model.grad_reduce_in_fp32=false", ddp={"grad_reduce_in_fp32": False}),
+    Row(
+        override="model.transformer_engine=true",
+        context=("model.apply_rope_fusion=false",),
+        transformer={"transformer_impl": "transformer_engine"},
+    ),
+    Row(override="model.bias_activation_fusion=true", transformer={"bias_activation_fusion": True}),
+    Row(override="model.bias_dropout_add_fusion=true", transformer={"bias_dropout_fusion": True}),
+    Row(override="model.masked_softmax_fusion=true", transformer={"masked_softmax_fusion": True}),
+    # megatron-core's config refuses it where TE is not installed.
+    Row(override="model.apply_rope_fusion=true", transformer={"apply_rope_fusion": True}, needs_te=True),
+    Row(override="model.gradient_accumulation_fusion=true", transformer={"gradient_accumulation_fusion": True}),
+    Row(override="model.cross_entropy_loss_fusion=true", transformer={"cross_entropy_loss_fusion": True}),
+    Row(
+        override="model.activations_checkpoint_granularity=selective",
+        transformer={"recompute_granularity": "selective"},
+    ),
+    Row(override=FULL, context=(UNIFORM, ONE_LAYER), transformer={"recompute_granularity": "full"}),
+    Row(
+        override="model.activations_checkpoint_method=block",
+        context=(FULL, UNIFORM, ONE_LAYER),
+        transformer={"recompute_method": "block"},
+    ),
+    Row(
+        override="model.activations_checkpoint_num_layers=2",
+        context=(FULL, UNIFORM, ONE_LAYER),
+        transformer={"recompute_num_layers": 2},
+    ),
+    Row(override="model.data.eod_mask_loss=true", transformer={"calculate_per_token_loss": True}),
+    Row(override="model.optim.name=sgd", optimizer={"optimizer": "sgd", "decoupled_weight_decay": False}),
+    Row(override="model.optim.lr=1e-3", optimizer={"lr": 1e-3}),
+    Row(
+        override="model.optim.lr=1e-3",
+        context=("model.optim.sched.min_lr=null",),
+        optimizer={"lr": 1e-3, "min_lr": 1e-4},
+    ),
+    Row(override="model.optim.betas=[0.8,0.99]", optimizer={"adam_beta1": 0.8, "adam_beta2": 0.99}),
+    Row(override="model.optim.eps=1e-6", optimizer={"adam_eps": 1e-6}),
+    Row(override="model.optim.momentum=0.5", optimizer={"sgd_momentum": 0.5}),
+    Row(override="model.optim.weight_decay=0.01", optimizer={"weight_decay": 0.01}),
+    Row(override="model.optim.sched.min_lr=1e-6", optimizer={"min_lr": 1e-6}),
+    Row(override="trainer.gradient_clip_val=0.5", optimizer={"clip_grad": 0.5}),
+    Row(
+        override="trainer.precision=bf16",
+        transformer={
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+            "pipeline_dtype": torch.bfloat16,
+            "autocast_dtype": torch.bfloat16,
+        },
+        optimizer={"bf16": True, "params_dtype": torch.bfloat16},
+    ),
+    Row(override="trainer.deterministic=true", transformer={"deterministic_mode": True}),
+]
+
+# Keys that none of the three translations handles: the module or room (relative to gpt_pretrain) that reads them.
+ELSEWHERE = {
+    "config/derived.py": (
+        "model.vocab_size",
+        "model.make_vocab_size_divisible_by",
+        "model.global_batch_size",
+        "model.optim.sched.decay_steps",
+        "model.optim.sched.warmup_steps",
+        "trainer.max_time",
+    ),
+    # Refused until FP8 layers are wired.
+    "config/rules_model.py": ("model.fp8",),
+    # Compared with what the launcher started.
+    "config/rules_training.py": ("trainer.devices", "trainer.num_nodes"),
+    "megatron/model.py": (
+        "model.max_position_embeddings",
+        "model.position_embedding_type",
+        "model.rotary_percentage",
+        "model.rotary_base",
+        "model.share_embeddings_and_output_weights",
+    ),
+    "megatron/initialization.py": ("model.seed",),
+    "megatron/optimizer.py": (
+        "model.optim.sched.name",
+        "model.optim.sched.init_lr",
+        "model.optim.sched.wsd_decay_steps",
+        "model.optim.sched.wsd_decay_style",
+    ),
+    "data": (
+        "model.encoder_seq_length",
+        "model.data.data_impl",
+        "model.data.data_prefix",
+        "model.data.splits_string",
+        "model.data.text_files",
+        "model.data.text_key",
+        "model.data.cache_dir",
+        "model.data.num_dataset_builder_threads",
+        "model.data.num_workers",
+        "model.tokenizer.library",
+        "model.tokenizer.model",
+        "model.tokenizer.vocab_size",
+    ),
+    "training": (
+        "model.micro_batch_size",
+        "trainer.max_steps",
+        "trainer.log_every_n_steps",
+        "trainer.val_check_interval",
+        "trainer.limit_val_batches",
+        "trainer.validate_at_start",
+        "trainer.gc_interval",
+    ),
+}
+
+
+def describe(value: Any) -> Any:
+    """A partial compares by identity; its arguments say what it computes."""
+    return value.keywords if isinstance(value, partial) else value
+
+
+def translate(config: Config) -> dict[str, Any]:
+    """All fields of the three configs of megatron-core, under "part.field"."""
+    parts = {
+        "transformer": translate_transformer(config, CPU, plan_kernels(config, CPU)),
+        "ddp": translate_ddp(config),
+        "optimizer": translate_optimizer(config, CPU),
+    }
+    return {
+        f"{part}.{field.name}": describe(getattr(translated, field.name))
+        for part, translated in parts.items()
+        for field in fields(translated)
+    }
+
+
+@cache
+def translated(*overrides: str) -> dict[str, Any]:
+    return translate(load_config([*BASE, *overrides]))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.override)
+def test_key_changes_exactly_its_fields(row: Row) -> None:
+    if row.needs_te and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine, which is not installed")
+    before, after = translated(*row.context), translated(*row.context, row.override)
+    assert {name: value for name, value in after.items() if value != before[name]} == row.expected
+
+
+def test_every_key_of_model_and_trainer_lands_somewhere() -> None:
+    keys = {path for path in schema_keys() if path.startswith(("model.", "trainer."))}
+    in_table = {row.key for row in ROWS}
+    elsewhere = [key for place in ELSEWHERE.values() for key in place]
+    assert len(set(elsewhere)) == len(elsewhere)
+    assert in_table.isdisjoint(elsewhere)
+    assert in_table | set(elsewhere) == keys
+
+
+@pytest.mark.parametrize(("place", "keys"), ELSEWHERE.items(), ids=ELSEWHERE)
+def test_key_is_read_where_the_table_says(place: str, keys: tuple[str, ...]) -> None:
+    path = Path(gpt_pretrain.__file__).parent / place
+    read = {
+        node.attr
+        for file in ([path] if path.is_file() else path.glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert {key.rpartition(".")[2] for key in keys} <= read
+
+
+def test_translation_is_pure() -> None:
+    config = load_config(BASE)
+    before = copy.deepcopy(config)
+    assert translate(config) == translate(copy.deepcopy(config))
+    assert config == before
+
+
+def erf_gelu(x: float) -> float:
+    return 0.5 * x * (1.0 + math.erf(x / math.sqrt(2.0)))
+
+
+def tanh_gelu(x: float) -> float:
+    return 0.5 * x * (1.0 + math.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: float) -> float:
+    return x / (1.0 + math.exp(-x))
+
+
+@pytest.mark.parametrize(("activation", "formula"), [("gelu", erf_gelu), ("gelu_tanh", tanh_gelu), ("swiglu", silu)])
+def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
+    config = load_config([*BASE, f"model.activation={activation}"])
+    activation_func = translate_transformer(config, CPU, plan_kernels(config, CPU)).activation_func
+    points = [-4.0, -2.0, -1.0, -0.5, 0.0, 0.3, 1.0, 2.0, 4.0]
+    values = activation_func(torch.tensor(points, dtype=torch.float64))
+    # The two forms of GELU differ by up to 5e-4.
+    torch.testing.assert_close(values.tolist(), [formula(x) for x in points], atol=1e-12, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "cuda", "expected"),
+    [
+        ("auto", False, torch.float32),
+        ("auto", True, torch.bfloat16),
+        ("fp32", True, torch.float32),
+        ("bf16", False, torch.bfloat16),
+    ],
+)
+def test_precision_decides_the_parameters_type(precision: str, cuda: bool, expected: torch.dtype) -> None:
+    config = load_config([*BASE, f"trainer.precision={precision}"])
+    platform = Platform(**{field.name: getattr(CPU, field.name) for field in fields(CPU)} | {"cuda": cuda})
+    assert params_dtype(config, platform) is expected
