@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
@@ -22,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.optimizer import allocate_states
 
 _POINTER = "latest"
 # Optimizer states by their place in the model's tensors, not in a rank's buffer.
@@ -171,9 +173,13 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Pro
         raise UserError(
             f"{path} was saved by another parallel layout: {', '.join(different)}; resume with the saved one"
         )
-    state, missing, unexpected = dist_checkpointing.load(
-        _sharded_state(trainable, is_loading=True), str(path), strict=StrictHandling.RETURN_ALL
-    )
+    allocate_states(trainable.optimizer)
+    try:
+        state, missing, unexpected = dist_checkpointing.load(
+            _sharded_state(trainable, is_loading=True), str(path), strict=StrictHandling.RETURN_ALL
+        )
+    except CheckpointingException as error:
+        raise UserError(f"{path} holds another model: {error}") from error
     if missing or unexpected:
         raise UserError(
             f"{path} holds another model: missing from it: {sorted(missing) or 'nothing'}; "

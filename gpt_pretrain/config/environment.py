@@ -29,5 +29,7 @@ def set_environment(config: Config) -> None:
 def quiet_libraries() -> None:
     """Leaves the console to the run, whose header says itself which fused parts are active."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)(\.|$)")
+    # Warnings about a library's own calls name the module that the calls pass through on a machine without CUDA.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"gpt_pretrain\.megatron\.cpu")
     for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)

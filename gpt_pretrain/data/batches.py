@@ -175,4 +175,7 @@ def _build_loader(
         multiprocessing_context=worker_context() if num_workers else None,
         worker_init_fn=end_with_rank if num_workers else None,
         pin_memory=device.type == "cuda",
+        # A loader draws its processes' seed when it starts: from the default generator that would shift the dropout of
+        # a resumed run, which starts a loader where the uncut one did not.
+        generator=torch.Generator(),
     )

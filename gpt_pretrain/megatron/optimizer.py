@@ -1,6 +1,8 @@
 """Optimizer and schedule of this rank."""
 
+import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
@@ -16,6 +18,18 @@ def build_optimizer(config: Config, model: Model, platform: Platform) -> Megatro
     Biases and norm weights are in a group without weight decay, as in megatron-core.
     """
     return get_megatron_optimizer(translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False)
+
+
+def allocate_states(optimizer: MegatronOptimizer) -> None:
+    """Gives a fresh optimizer its moments, for a checkpoint to be loaded into.
+
+    torch's Adam allocates them at its first step, and megatron-core's distributed optimizer reads their step count
+    before it loads them; TE's and apex's Adam keep that count elsewhere. The step taken here has zero gradients, and
+    what it changes is loaded over.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            part._init_optimizer_states_with_dummy_values()
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

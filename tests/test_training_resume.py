@@ -1,0 +1,158 @@
+"""What a run leaves is enough to go on: interrupted and resumed runs equal the one that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpt_pretrain.report.metrics_file import load_metrics
+from tests.launching import REPOSITORY, run_ranks
+from tests.runs import run_small, small_run_arguments
+
+# The whole run's schedule, whatever part of it a process does; dropout, so that random states matter.
+SHORT = (
+    "trainer.limit_val_batches=2",
+    "trainer.val_check_interval=null",
+    "model.optim.sched.decay_steps=10",
+    "model.hidden_dropout=0.1",
+    "model.attention_dropout=0.1",
+)
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def curve(metrics):
+    return [(record.step, record.loss, record.grad_norm, record.lr) for record in metrics.train]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"),
+    [
+        pytest.param(1, [], id="one process"),
+        pytest.param(1, ["trainer.precision=bf16"], id="bf16"),
+        pytest.param(2, ["parallelism=dp"], id="DP2 distributed optimizer"),
+        pytest.param(
+            2,
+            ["parallelism=tp2_sp", "model.use_distributed_optimizer=false", "model.overlap_param_gather=false"],
+            id="TP2+SP",
+        ),
+        pytest.param(2, ["parallelism=pp2_vp2"], id="PP2 interleaved"),
+    ],
+)
+def test_resumed_run_equals_uncut_run(num_ranks, layout, tmp_path, cache_dir):
+    uncut = run_small(num_ranks, tmp_path / "uncut", cache_dir, [*SHORT, *layout, "trainer.max_steps=10"])
+    run_small(num_ranks, tmp_path / "cut", cache_dir, [*SHORT, *layout, "trainer.max_steps=4"])
+    resumed = run_small(num_ranks, tmp_path / "cut", cache_dir, [*SHORT, *layout, "trainer.max_steps=10"])
+    assert [start.step for start in resumed.starts] == [0, 4]
+    assert curve(resumed) == curve(uncut)
+    assert resumed.validation[-1].loss == uncut.validation[-1].loss
+
+
+def test_checkpoints_come_at_their_interval_and_any_can_be_resumed(tmp_path, cache_dir):
+    first = run_small(1, tmp_path / "run", cache_dir, [*SHORT, "trainer.max_steps=9", "checkpoint.save_interval=3"])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "latest",
+        "step_00000003",
+        "step_00000006",
+        "step_00000009",
+    ]
+    assert (checkpoints / "latest").read_text() == "step_00000009\n"
+    resume = f"checkpoint.resume={checkpoints}/step_00000003"
+    other = run_small(1, tmp_path / "other", cache_dir, [*SHORT, "trainer.max_steps=9", resume])
+    assert curve(other) == curve(first)[3:]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides", "message"),
+    [
+        (1, ["checkpoint.resume=never"], "checkpoint.resume=never, but run_dir="),
+        (2, ["parallelism=tp2"], "saved by another parallel layout: tensor_model_parallel_size=2 (saved with 1)"),
+        (1, ["model.num_layers=2"], "holds another model"),
+    ],
+    ids=["never", "another layout", "another model"],
+)
+def test_resume_that_cannot_be_meant_is_refused(num_ranks, overrides, message, finished_run, cache_dir):
+    config = (finished_run / "config.yaml").read_bytes()
+    done = run_ranks(num_ranks, small_run_arguments(finished_run, cache_dir, [*SHORT, *overrides]))
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert num_ranks > 1 or "Traceback" not in done.stderr  # torchrun prints one of its own
+    assert (finished_run / "config.yaml").read_bytes() == config, "a refused start changed the run's directory"
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, cache_dir):
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run_small(1, run_dir, cache_dir, [*SHORT, "trainer.max_steps=4"])
+    return run_dir
+
+
+def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, cache_dir):
+    checkpoint = finished_run / "checkpoints" / "step_00000004"
+    before = checkpoint.stat().st_mtime_ns
+    done = run_ranks(1, small_run_arguments(finished_run, cache_dir, [*SHORT, "trainer.max_steps=4"]))
+    assert done.returncode == 0, done.stderr
+    assert "the run has done its 4 steps; raise trainer.max_steps to go on" in done.stdout
+    assert checkpoint.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_signal_ends_all_ranks_with_a_checkpoint(num_ranks, number, reason, tmp_path, cache_dir):
+    run_dir = tmp_path / "run"
+    launcher = (
+        []
+        if num_ranks == 1
+        else ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    )
+    arguments = small_run_arguments(run_dir, cache_dir, ["trainer.max_steps=100000", "trainer.limit_val_batches=0"])
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while '"step": 3,' not in _text(run_dir / "metrics.jsonl"):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        # As a terminal does it: every process of the group gets the signal.
+        os.killpg(process.pid, number)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    metrics = load_metrics(run_dir)
+    assert metrics.summary.end_reason == reason, stderr
+    step = metrics.summary.step
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"step_{step:08d}\n"
+    assert f"go on with: run_dir={run_dir}" in stdout
+    if num_ranks == 1:
+        assert process.returncode == 128 + number
+        assert "Traceback" not in stderr
+
+
+def _text(path):
+    return path.read_text() if path.exists() else ""
+
+
+def test_max_time_stops_with_a_checkpoint(tmp_path, cache_dir):
+    metrics = run_small(1, tmp_path / "run", cache_dir, ["trainer.max_steps=100000", "trainer.max_time='00:00:00:02'"])
+    assert metrics.summary.end_reason == "max_time"
+    assert 0 < metrics.summary.step < 100000
+    assert (tmp_path / "run" / "checkpoints" / f"step_{metrics.summary.step:08d}").is_dir()
