@@ -73,8 +73,8 @@ def test_checkpoints_come_at_their_interval_and_any_can_be_resumed(tmp_path, cac
     ("num_ranks", "overrides", "message"),
     [
         (1, ["checkpoint.resume=never"], "checkpoint.resume=never, but run_dir="),
-        (2, ["parallelism=tp2"], "saved by another parallel layout: tensor_model_parallel_size=2 (saved with 1)"),
-        (1, ["model.num_layers=2"], "holds another model"),
+        (2, ["parallelism=tp2"], "saved by another parallel layout: model.tensor_model_parallel_size=2 (saved with 1)"),
+        (1, ["model.num_layers=2"], "holds another model: model.num_layers=2 (saved with 4)"),
     ],
     ids=["never", "another layout", "another model"],
 )

@@ -7,6 +7,7 @@ under a temporary name and renamed when it is complete, and `RUN_DIR/checkpoints
 import os
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,38 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.optimizer import allocate_states
+from gpt_pretrain.megatron.optimizer import load_optimizer_state, prepare_for_loading
 
 _POINTER = "latest"
 # Optimizer states by their place in the model's tensors, not in a rank's buffer.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+# What decides which tensors there are and what shape they have, and what they mean.
+_ARCHITECTURE_KEYS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "position_embedding_type",
+    "rotary_percentage",
+    "rotary_base",
+    "normalization",
+    "activation",
+    "bias",
+    "qkv_bias",
+    "share_embeddings_and_output_weights",
+)
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -56,8 +75,27 @@ class Trainable:
     scheduler: OptimizerParamScheduler
 
 
-def _layout(model: ModelConfig) -> dict[str, object]:
-    return {key: getattr(model, key) for key in _LAYOUT_KEYS} | {"world_size": torch.distributed.get_world_size()}
+def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
+    """Keys and values as the user writes them; plain text, so that a checkpoint needs none of our classes."""
+    values = {key: getattr(model, key) for key in keys}
+    return {f"model.{key}": str(getattr(value, "name", value)) for key, value in values.items()}
+
+
+def _architecture(model: ModelConfig) -> dict[str, str]:
+    keys = list(_ARCHITECTURE_KEYS)
+    if model.position_embedding_type is PositionEmbedding.learned_absolute:
+        keys.append("max_position_embeddings")
+    return _described(model, keys) | {"model.optim.name": model.optim.name.name}
+
+
+def _layout(model: ModelConfig) -> dict[str, str]:
+    return _described(model, _LAYOUT_KEYS) | {"processes": str(torch.distributed.get_world_size())}
+
+
+def _differences(current: dict[str, str], saved: dict[str, str]) -> str:
+    return ", ".join(
+        f"{key}={current[key]} (saved with {saved.get(key)})" for key in current if current[key] != saved.get(key)
+    )
 
 
 def _random_states() -> dict[str, Any]:
@@ -119,6 +157,7 @@ def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, m
     state = _sharded_state(trainable, is_loading=False)
     state["scheduler"] = trainable.scheduler.state_dict()
     state["progress"] = asdict(progress)
+    state["architecture"] = _architecture(model)
     state["layout"] = _layout(model)
     dist_checkpointing.save(state, str(unfinished), content_metadata=dict(_METADATA))
     torch.distributed.barrier()
@@ -167,19 +206,18 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Pro
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise UserError(f"{path} is not a checkpoint of this application (no metadata.json in it)")
     common = dist_checkpointing.load_common_state_dict(str(path))
-    saved, current = common["layout"], _layout(model)
-    different = [f"{key}={current[key]} (saved with {saved[key]})" for key in current if current[key] != saved[key]]
+    different = _differences(_architecture(model), common["architecture"])
     if different:
         raise UserError(
-            f"{path} was saved by another parallel layout: {', '.join(different)}; resume with the saved one"
+            f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
         )
-    allocate_states(trainable.optimizer)
-    try:
-        state, missing, unexpected = dist_checkpointing.load(
-            _sharded_state(trainable, is_loading=True), str(path), strict=StrictHandling.RETURN_ALL
-        )
-    except CheckpointingException as error:
-        raise UserError(f"{path} holds another model: {error}") from error
+    different = _differences(_layout(model), common["layout"])
+    if different:
+        raise UserError(f"{path} was saved by another parallel layout: {different}; resume with the saved one")
+    prepare_for_loading(trainable.optimizer)
+    state, missing, unexpected = dist_checkpointing.load(
+        _sharded_state(trainable, is_loading=True), str(path), strict=StrictHandling.RETURN_ALL
+    )
     if missing or unexpected:
         raise UserError(
             f"{path} holds another model: missing from it: {sorted(missing) or 'nothing'}; "
@@ -188,7 +226,7 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Pro
     chunks = trainable.model.gpt_chunks
     for key, chunk in zip(_model_keys(len(chunks)), chunks, strict=True):
         chunk.load_state_dict(state[key])
-    trainable.optimizer.load_state_dict(state["optimizer"])
+    load_optimizer_state(trainable.optimizer, state["optimizer"])
     trainable.scheduler.load_state_dict(common["scheduler"])
     _restore_random_states(state["random_states"])
     return Progress(**common["progress"])

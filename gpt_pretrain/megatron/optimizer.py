@@ -1,5 +1,9 @@
 """Optimizer and schedule of this rank."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -20,16 +24,37 @@ def build_optimizer(config: Config, model: Model, platform: Platform) -> Megatro
     return get_megatron_optimizer(translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False)
 
 
-def allocate_states(optimizer: MegatronOptimizer) -> None:
-    """Gives a fresh optimizer its moments, for a checkpoint to be loaded into.
+def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
+    """Makes a fresh optimizer able to load a checkpoint; call it before the sharded state to load into is built.
 
-    torch's Adam allocates them at its first step, and megatron-core's distributed optimizer reads their step count
-    before it loads them; TE's and apex's Adam keep that count elsewhere. The step taken here has zero gradients, and
-    what it changes is loaded over.
+    megatron-core 0.19's distributed optimizer was written for TE's and apex's Adam, which keep one step count per
+    parameter group. torch's keeps one beside each moment and allocates both at its first step: the moments have to be
+    there before they are loaded, and the step count, which comes with the groups, must not be looked for among them.
     """
+    for part in _distributed_over_torch_adam(optimizer):
+        # A step with zero gradients; what it changes is loaded over.
+        part._init_optimizer_states_with_dummy_values()
+        load = part._set_main_param_and_optimizer_states
+        part._set_main_param_and_optimizer_states = partial(_load_all_but_step, load)
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Restores what `MegatronOptimizer.sharded_state_dict` described and megatron-core has read."""
+    optimizer.load_state_dict(state)
+    for part in _distributed_over_torch_adam(optimizer):
+        # megatron-core hands one step tensor to all parameters, and each of them would count it up.
+        for moments in part.optimizer.state.values():
+            moments["step"] = moments["step"].clone()
+
+
+def _distributed_over_torch_adam(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            part._init_optimizer_states_with_dummy_values()
+            yield part
+
+
+def _load_all_but_step(load: Callable[..., None], parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+    load(parameter, {"step": None, **tensors})
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
