@@ -1,0 +1,352 @@
+"""Our model beside the one of `transformers`: same architecture, same weights, same tokens.
+
+A case takes a preset, makes it small, and leaves everything else as `conf/model` has it: norm, activation, rope,
+biases, tied embeddings, padding of the vocabulary. The `transformers` model is built from the values that are
+published for the architecture, written down here a second time. Nothing is downloaded: its weights are drawn at
+random, wide enough that each of these settings shows in the logits.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from megatron.core.models.gpt import GPTModel
+
+from gpt_pretrain.checkpoint.store import Trainable
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.model import build_gpt_chunks, build_model
+from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.training.step import StepResult, mean_loss, train_step
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A preset, made small, and the `transformers` configuration of the same architecture."""
+
+    preset: str
+    architecture: str
+    published: dict[str, Any]
+    """What the preset must have got right, in the words of the published config.json."""
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    groups: int = 4
+    head_width: int = 16
+    inner_width: int = 96
+    """Of Llama's MLP; GPT-2's is 4 × width."""
+    length: int = 32
+    batch: int = 2
+    vocab_size: int = 256
+    overrides: list[str] = field(default_factory=list)
+
+    def override_list(self) -> list[str]:
+        llama = [f"model.num_query_groups={self.groups}", f"model.ffn_hidden_size={self.inner_width}"]
+        return [
+            f"model={self.preset}",
+            "data=mock",
+            f"model.num_layers={self.layers}",
+            f"model.hidden_size={self.width}",
+            f"model.num_attention_heads={self.heads}",
+            f"model.vocab_size={self.vocab_size}",
+            f"model.encoder_seq_length={self.length}",
+            f"model.max_position_embeddings={self.length}",
+            f"model.micro_batch_size={self.batch}",
+            # Layers without Transformer Engine in fp32, also where there is a GPU.
+            "model.transformer_engine=false",
+            "trainer.precision=fp32",
+            *([] if self.is_gpt2 else llama),
+            *self.overrides,
+        ]
+
+    @property
+    def is_gpt2(self) -> bool:
+        return self.architecture == "GPT2"
+
+
+def gpt2(preset: str, **kwargs: Any) -> Case:
+    published = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    return Case(preset=preset, architecture="GPT2", published=published, **kwargs)
+
+
+def llama(preset: str, architecture: str, *, theta: float, epsilon: float, **kwargs: Any) -> Case:
+    """A model of Llama's family; `groups` below the number of heads is grouped-query attention."""
+    published = {
+        "hidden_act": "silu",
+        "rms_norm_eps": epsilon,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "tie_word_embeddings": False,
+    }
+    return Case(preset=preset, architecture=architecture, published=published, **kwargs)
+
+
+def build_reference(case: Case) -> torch.nn.Module:
+    """The `transformers` model, all of its parameters random: norms and biases too, or a wrong one would not show."""
+    common = {"vocab_size": case.vocab_size, "bos_token_id": None, "eos_token_id": None, **case.published}
+    if case.is_gpt2:
+        reference = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=case.layers, n_embd=case.width, n_head=case.heads, n_positions=case.length, **common
+            )
+        )
+    else:
+        config = getattr(transformers, f"{case.architecture}Config")(
+            num_hidden_layers=case.layers,
+            hidden_size=case.width,
+            intermediate_size=case.inner_width,
+            num_attention_heads=case.heads,
+            num_key_value_heads=case.groups,
+            head_dim=case.head_width,
+            max_position_embeddings=case.length,
+            **common,
+            **({"sliding_window": None} if case.architecture == "Mistral" else {}),
+        )
+        reference = getattr(transformers, f"{case.architecture}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if parameter.dim() == 1:
+                center = 1.0 if name.endswith("weight") else 0.0
+                parameter.normal_(center, 0.2, generator=generator)
+            elif "embed_tokens" in name or "wpe" in name:
+                # So small that the norms' epsilon matters.
+                parameter.normal_(0.0, 0.02, generator=generator)
+            elif "wte" in name:
+                # The LM head too: so large that the logits differ.
+                parameter.normal_(0.0, 0.1, generator=generator)
+            else:
+                parameter.normal_(0.0, 1.5 / math.sqrt(case.width), generator=generator)
+    return reference.eval()
+
+
+def round_to_bf16(reference: torch.nn.Module) -> None:
+    """Leaves the model in fp32 with weights that bf16 can hold."""
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+def interleave_by_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
+    """Rows of three projections as megatron-core has them: q q k v | q q k v | …, one block per query group."""
+    blocks = []
+    for group in range(case.groups):
+        queries = case.heads // case.groups * case.head_width
+        blocks.append(q[group * queries : (group + 1) * queries])
+        blocks.append(k[group * case.head_width : (group + 1) * case.head_width])
+        blocks.append(v[group * case.head_width : (group + 1) * case.head_width])
+    return torch.cat(blocks)
+
+
+def map_gpt2(source: Weights, case: Case) -> Weights:
+    """GPT-2's names and layouts to megatron-core's; its Conv1D keeps matrices as [in, out]."""
+    ours = {
+        "embedding.word_embeddings.weight": source["transformer.wte.weight"],
+        "embedding.position_embeddings.weight": source["transformer.wpe.weight"],
+        "decoder.final_layernorm.weight": source["transformer.ln_f.weight"],
+        "decoder.final_layernorm.bias": source["transformer.ln_f.bias"],
+    }
+    for layer in range(case.layers):
+        theirs, mine = f"transformer.h.{layer}.", f"decoder.layers.{layer}."
+        qkv_weight = source[theirs + "attn.c_attn.weight"].T.split(case.width)
+        qkv_bias = source[theirs + "attn.c_attn.bias"].split(case.width)
+        ours[mine + "self_attention.linear_qkv.weight"] = interleave_by_group(*qkv_weight, case)
+        ours[mine + "self_attention.linear_qkv.bias"] = interleave_by_group(*qkv_bias, case)
+        for there, here in (
+            ("attn.c_proj", "self_attention.linear_proj"),
+            ("mlp.c_fc", "mlp.linear_fc1"),
+            ("mlp.c_proj", "mlp.linear_fc2"),
+        ):
+            ours[f"{mine}{here}.weight"] = source[f"{theirs}{there}.weight"].T
+            ours[f"{mine}{here}.bias"] = source[f"{theirs}{there}.bias"]
+        for there, here in (("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):
+            for part in ("weight", "bias"):
+                ours[f"{mine}{here}.{part}"] = source[f"{theirs}{there}.{part}"]
+    return ours
+
+
+def map_llama(source: Weights, case: Case) -> Weights:
+    """Names and layouts of Llama, Mistral and Qwen2 to megatron-core's."""
+    ours = {
+        "embedding.word_embeddings.weight": source["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": source["model.norm.weight"],
+        "output_layer.weight": source["lm_head.weight"],
+    }
+    for layer in range(case.layers):
+        theirs, mine = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        for part in ("weight", "bias"):
+            if f"{theirs}self_attn.q_proj.{part}" in source:
+                q, k, v = (source[f"{theirs}self_attn.{name}_proj.{part}"] for name in "qkv")
+                ours[f"{mine}self_attention.linear_qkv.{part}"] = interleave_by_group(q, k, v, case)
+        ours[mine + "self_attention.linear_proj.weight"] = source[theirs + "self_attn.o_proj.weight"]
+        ours[mine + "input_layernorm.weight"] = source[theirs + "input_layernorm.weight"]
+        ours[mine + "pre_mlp_layernorm.weight"] = source[theirs + "post_attention_layernorm.weight"]
+        gate, up = source[theirs + "mlp.gate_proj.weight"], source[theirs + "mlp.up_proj.weight"]
+        ours[mine + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
+        ours[mine + "mlp.linear_fc2.weight"] = source[theirs + "mlp.down_proj.weight"]
+    return ours
+
+
+def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
+    """Weights of the `transformers` model as ours; rows that pad the vocabulary are zero."""
+    source = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    ours = map_gpt2(source, case) if case.is_gpt2 else map_llama(source, case)
+    padding = -case.vocab_size % 128
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in ours:
+            ours[name] = torch.nn.functional.pad(ours[name], (0, 0, 0, padding))
+    return {name: weight.contiguous() for name, weight in ours.items()}
+
+
+def make_tokens(case: Case) -> torch.Tensor:
+    """[b, s], every id of the vocabulary as likely."""
+    return torch.randint(case.vocab_size, (case.batch, case.length), generator=torch.Generator().manual_seed(6))
+
+
+def reference_logits(reference: torch.nn.Module, case: Case) -> torch.Tensor:
+    """[b, s, vocab], fp32, on the CPU."""
+    with torch.no_grad():
+        logits: torch.Tensor = reference(input_ids=make_tokens(case)).logits
+    return logits
+
+
+def te_names(weights: Weights) -> Weights:
+    """The same weights by the names of Transformer Engine's layers, which hold each norm in the linear after it."""
+    fused = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    renamed = {}
+    for name, weight in weights.items():
+        norm = next((norm for norm in fused if norm in name), None)
+        renamed[name if norm is None else name.replace(norm, fused[norm])] = weight
+    return renamed
+
+
+def load_weights(model: GPTModel, weights: Weights) -> None:
+    """Copies `weights`, which must name all parameters of the model, into it."""
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == weights.keys()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            assert parameter.shape == weights[name].shape, name
+            parameter.copy_(weights[name])
+
+
+@contextmanager
+def built_model(case: Case, weights: Weights, *more_overrides: str) -> Iterator[GPTModel]:
+    """Our model in one process, holding `weights`."""
+    install_cpu_device()
+    config = load_config([*case.override_list(), *more_overrides])
+    platform = detect_platform()
+    with process_groups(config.model, read_launch({}), platform):
+        (model,) = build_gpt_chunks(config, platform, plan_kernels(config, platform))
+        load_weights(model, weights)
+        yield model.eval()
+
+
+@torch.no_grad()
+def run_model(model: GPTModel, case: Case, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits [b, s, padded vocab], or losses [b, s] with labels."""
+    device = next(model.parameters()).device
+    positions = torch.arange(case.length).expand(case.batch, case.length).to(device)
+    labels = None if labels is None else labels.to(device)
+    output: torch.Tensor = model(make_tokens(case).to(device), positions, None, labels=labels)
+    return output.cpu()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Our model, its optimizer and schedule in one process, and the microbatches of one global batch, on the device."""
+
+    config: Config
+    trainable: Trainable
+    batches: list[Batch]
+
+    def step(self) -> StepResult:
+        """One optimizer step on the global batch, the same every time."""
+        return train_step(self.trainable, [iter(self.batches)], self.config.model, len(self.batches))
+
+
+@contextmanager
+def built_training(case: Case, weights: Weights, *more_overrides: str) -> Iterator[Training]:
+    """What `training.run` builds, the model holding `weights`; two microbatches make a step."""
+    install_cpu_device()
+    constant = ["model.optim.sched.name=constant", "model.optim.sched.warmup_steps=0"]
+    overrides = [*case.override_list(), f"model.global_batch_size={2 * case.batch}", *constant, *more_overrides]
+    config = load_config(overrides)
+    platform = detect_platform()
+    with process_groups(config.model, read_launch({}), platform):
+        model = build_model(config, platform, plan_kernels(config, platform))
+        # Before the optimizer, which copies its fp32 masters from them.
+        load_weights(model.gpt_chunks[0], weights)
+        optimizer = build_optimizer(config, model, platform)
+        trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
+        model.train()
+        positions = torch.arange(case.length, device=platform.device).expand(case.batch, case.length)
+        batches = [
+            Batch(
+                tokens=samples[:, :-1].contiguous(),
+                labels=samples[:, 1:].contiguous(),
+                loss_mask=torch.ones_like(positions, dtype=torch.float32),
+                position_ids=positions,
+            )
+            for samples in make_samples(case).to(platform.device).split(case.batch)
+        ]
+        yield Training(config=config, trainable=trainable, batches=batches)
+
+
+def make_samples(case: Case) -> torch.Tensor:
+    """[2b, s + 1] tokens; each sequence is four tokens over and over, so that there is something to learn."""
+    period = torch.randint(case.vocab_size, (2 * case.batch, 4), generator=torch.Generator().manual_seed(7))
+    return period.repeat(1, case.length // 4 + 1)[:, : case.length + 1]
+
+
+def train_ours(training: Training, num_steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of `num_steps` steps, each before its update."""
+    losses, norms = [], []
+    for _ in range(num_steps):
+        result = training.step()
+        assert result.grad_norm is not None
+        losses.append(mean_loss(result.loss_sum_and_tokens))
+        norms.append(float(result.grad_norm))
+    return losses, norms
+
+
+def train_reference(
+    reference: torch.nn.Module, case: Case, config: Config, num_steps: int
+) -> tuple[list[float], list[float]]:
+    """The same losses and gradient norms from `transformers` and `torch.optim`, in fp32 on the CPU."""
+    optim = config.model.optim
+    parameters = list(reference.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optim.weight_decay},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+    )
+    samples = make_samples(case)
+    losses, norms = [], []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        logits = reference(input_ids=samples[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.trainer.gradient_clip_val)
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms
