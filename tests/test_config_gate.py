@@ -112,9 +112,9 @@ def test_a_users_folder_adds_options_and_primary_files(my_conf):
 
 
 def test_an_experiment_overrides_several_groups(my_conf):
-    text = "# @package _global_\ndefaults:\n  - override /optimizer: sgd\ntrainer:\n  max_steps: 5\n"
+    text = "# @package _global_\ndefaults:\n  - override /parallelism: dp\ntrainer:\n  max_steps: 5\n"
     (job,) = jobs("--config-dir", str(my_conf(experiment__mine=text)), "experiment=mine")
-    assert (job.config.model.optim.name.name, job.config.trainer.max_steps) == ("sgd", 5)
+    assert (job.config.model.use_distributed_optimizer, job.config.trainer.max_steps) == (True, 5)
 
 
 def test_a_file_hidden_by_one_of_ours_is_refused(my_conf):

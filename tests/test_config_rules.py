@@ -167,10 +167,10 @@ RULES = {
         ["parallelism=dp"],
     ),
     "distributed SGD": (
-        ["parallelism=dp", "optimizer=sgd"],
+        ["parallelism=dp", "model.optim.name=sgd"],
         1,
         "model.optim.name=sgd has no distributed form in megatron-core",
-        ["parallelism=single", "optimizer=sgd"],
+        ["parallelism=single", "model.optim.name=sgd"],
     ),
     "full recomputation without method": (
         [FULL, "model.activations_checkpoint_num_layers=1"],
@@ -425,7 +425,7 @@ RULES = {
     "empty prompt": (
         ["sample.prompt=''"],
         1,
-        "sample.prompt is empty, and sample.max_new_tokens=120",
+        "sample.prompt is empty, and sample.max_new_tokens=160",
         ["sample.prompt=''", "sample.max_new_tokens=0"],
     ),
 }

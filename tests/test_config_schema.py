@@ -135,7 +135,7 @@ def test_a_configuration_written_as_yaml_reads_back_the_same(tmp_path):
     config = load_config(
         [
             "data=mock",
-            "optimizer=sgd",
+            "model.optim.name=sgd",
             "model.data.data_prefix=[0.7,web,0.3,'2024']",
             "model.activations_checkpoint_granularity=full",
             "trainer.max_time='01:02:03:04'",
