@@ -1,5 +1,6 @@
-"""Fixtures that several test files use."""
+"""Fixtures that several test files use, and what the marker `gpu` asks of the machine."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 
@@ -9,6 +10,28 @@ from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu`, or `gpu(count=2)`, skip where so many GPUs or Transformer Engine are missing."""
+    num_gpus = {
+        item: max(mark.kwargs.get("count", 1) for mark in marks) for item in items if (marks := _gpu_marks(item))
+    }
+    if not num_gpus:
+        return
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    for item, needed in num_gpus.items():
+        if there < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), and there are {there}"))
+        elif not has_te:
+            item.add_marker(pytest.mark.skip(reason="needs Transformer Engine, which is not installed"))
+
+
+def _gpu_marks(item):
+    return list(item.iter_markers("gpu"))
 
 
 @pytest.fixture

@@ -27,6 +27,13 @@ def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
     return {**inherited, **ours, **(env or {})}
 
 
+def gpu_environment(num_gpus: int) -> dict[str, str]:
+    """What lets ranks see the first `num_gpus` of the GPUs that this process sees; give it to `run_ranks` as `env`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(num_gpus)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[:num_gpus])}
+
+
 def run_ranks(
     num_ranks: int,
     arguments: Sequence[str],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpt_pretrain.report.metrics_file import Metrics, load_metrics
-from tests.launching import REPOSITORY, run_ranks
+from tests.launching import REPOSITORY, gpu_environment, run_ranks
 
 # A model of four layers that learns something in twenty steps.
 SMALL_RUN = (
@@ -27,10 +27,22 @@ SMALL_RUN = (
     "sample.max_new_tokens=0",
 )
 
+# The same with dimensions that Transformer Engine's kernels are made for: heads of 64, everything a multiple of 16.
+SMALL_GPU_RUN = (
+    "model.hidden_size=256",
+    "model.ffn_hidden_size=512",
+    "model.encoder_seq_length=128",
+    "trainer.limit_val_batches=0",
+    "checkpoint.save_at_end=false",
+)
 
-def run_small(num_ranks: int, run_dir: Path, cache_dir: Path, overrides: Sequence[str] = ()) -> Metrics:
-    """Trains a small run to its end and returns what it logged."""
-    done = run_ranks(num_ranks, small_run_arguments(run_dir, cache_dir, overrides))
+
+def run_small(
+    num_ranks: int, run_dir: Path, cache_dir: Path, overrides: Sequence[str] = (), *, on_gpus: bool = False
+) -> Metrics:
+    """Trains a small run to its end, on CPUs or with a GPU for each rank, and returns what it logged."""
+    env = gpu_environment(num_ranks) if on_gpus else None
+    done = run_ranks(num_ranks, small_run_arguments(run_dir, cache_dir, overrides), env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return load_metrics(run_dir)
 

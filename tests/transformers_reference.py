@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.checkpoint.store import Trainable
 from gpt_pretrain.config.launch import read_launch
@@ -49,6 +50,8 @@ class Case:
     length: int = 32
     batch: int = 2
     vocab_size: int = 256
+    weight_scale: float = 1.5
+    """Standard deviation of the layers' matrices in units of 1/√width: how strongly a setting shows in the logits."""
     overrides: list[str] = field(default_factory=list)
 
     def override_list(self) -> list[str]:
@@ -126,7 +129,7 @@ def build_reference(case: Case) -> torch.nn.Module:
                 # The LM head too: so large that the logits differ.
                 parameter.normal_(0.0, 0.1, generator=generator)
             else:
-                parameter.normal_(0.0, 1.5 / math.sqrt(case.width), generator=generator)
+                parameter.normal_(0.0, case.weight_scale / math.sqrt(case.width), generator=generator)
     return reference.eval()
 
 
@@ -244,19 +247,19 @@ def load_weights(model: GPTModel, weights: Weights) -> None:
 
 
 @contextmanager
-def built_model(case: Case, weights: Weights, *more_overrides: str) -> Iterator[GPTModel]:
-    """Our model in one process, holding `weights`."""
+def built_model(case: Case, weights: Weights, *more_overrides: str) -> Iterator[torch.nn.Module]:
+    """Our model in one process, holding `weights`; in bf16 wrapped as for training."""
     install_cpu_device()
     config = load_config([*case.override_list(), *more_overrides])
     platform = detect_platform()
     with process_groups(config.model, read_launch({}), platform):
         (model,) = build_gpt_chunks(config, platform, plan_kernels(config, platform))
         load_weights(model, weights)
-        yield model.eval()
+        yield (Float16Module(model.config, model) if model.config.bf16 else model).eval()
 
 
 @torch.no_grad()
-def run_model(model: GPTModel, case: Case, labels: torch.Tensor | None = None) -> torch.Tensor:
+def run_model(model: torch.nn.Module, case: Case, labels: torch.Tensor | None = None) -> torch.Tensor:
     """Logits [b, s, padded vocab], or losses [b, s] with labels."""
     device = next(model.parameters()).device
     positions = torch.arange(case.length).expand(case.batch, case.length).to(device)

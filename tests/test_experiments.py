@@ -1,0 +1,67 @@
+"""conf/experiment: each preset passes the rules at the number of processes that it is for."""
+
+import pytest
+
+from gpt_pretrain.config.source import Source, build_loader, list_options, open_repository
+from tests.launching import run_ranks
+
+# Preset → processes it is for, and whether it refuses another number.
+EXPERIMENTS = {
+    "smoke": (1, False),
+    "gpt2_124m_1gpu": (1, True),
+    "gpt3_1_3b_1gpu": (1, True),
+    "llama3_8b_4gpu": (4, True),
+    "llama3_8b_8layers_1gpu": (1, True),
+}
+# As the comments of the presets say it.
+OWN_CORPUS = ("data=mmap", "model.data.data_prefix=[web_text_document]")
+
+
+def test_every_experiment_is_in_the_table():
+    source = Source()
+    repository = open_repository(build_loader(source), source, [])
+    assert set(list_options(repository, "experiment")) == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize(("experiment", "world_size"), [(name, size) for name, (size, _) in EXPERIMENTS.items()])
+def test_experiment_passes_the_rules_at_its_world_size(experiment, world_size, broken_rules):
+    assert broken_rules(f"experiment={experiment}", world_size=world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("experiment", "world_size"), [(name, size) for name, (size, is_stated) in EXPERIMENTS.items() if is_stated]
+)
+def test_experiment_refuses_another_world_size(experiment, world_size, broken_rules):
+    problems = broken_rules(f"experiment={experiment}", world_size=2)
+    assert f"torchrun --nproc-per-node {world_size} " in "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides"),
+    [
+        ("gpt2_124m_1gpu", ["trainer.max_steps=19000", "checkpoint.save_interval=1000"]),
+        ("gpt3_1_3b_1gpu", ["model.global_batch_size=512", "model.optim.lr=2e-4", "trainer.max_steps=25000"]),
+        ("llama3_8b_4gpu", ["model.global_batch_size=512", "model.optim.lr=3e-4", "trainer.max_steps=100000"]),
+    ],
+)
+def test_command_for_a_corpus_of_ones_own_passes_the_rules(experiment, overrides, broken_rules):
+    world_size, _ = EXPERIMENTS[experiment]
+    assert broken_rules(f"experiment={experiment}", *OWN_CORPUS, *overrides, world_size=world_size) == []
+
+
+@pytest.mark.parametrize("experiment", ["gpt2_124m_1gpu", "gpt3_1_3b_1gpu", "llama3_8b_4gpu"])
+def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_config):
+    model = compose_config(f"experiment={experiment}").model
+    assert model.global_batch_size * model.encoder_seq_length == 131_072
+
+
+@pytest.mark.parametrize("layout", ["single", "dp", "tp2_sp", "pp2_vp2", "tp2_pp2"])
+def test_smoke_goes_with_every_small_layout(layout, broken_rules):
+    assert broken_rules("experiment=smoke", f"parallelism={layout}", world_size=8) == []
+
+
+def test_smoke_runs_and_keeps_no_checkpoint(tmp_path):
+    done = run_ranks(1, ["-m", "gpt_pretrain", "experiment=smoke", f"run_dir={tmp_path}/run"])
+    assert done.returncode == 0, done.stderr
+    assert "step 10/10" in done.stdout
+    assert not (tmp_path / "run" / "checkpoints").exists()

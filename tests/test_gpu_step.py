@@ -1,0 +1,83 @@
+"""A step leaves the host free: between two records nothing in the loop waits for the GPU."""
+
+import pytest
+import torch
+
+from gpt_pretrain.checkpoint.store import Progress, Trainable
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.training.trainer import Trainer
+
+pytestmark = pytest.mark.gpu
+
+SMALL = (
+    "data=mock",
+    "model.num_layers=2",
+    "model.hidden_size=256",
+    "model.num_attention_heads=4",
+    "model.ffn_hidden_size=512",
+    "model.vocab_size=512",
+    "model.encoder_seq_length=128",
+    "model.max_position_embeddings=128",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=4",
+    "trainer.max_steps=8",
+    "trainer.log_every_n_steps=4",
+    "trainer.limit_val_batches=0",
+    "checkpoint.save_at_end=false",
+)
+FULL_RECOMPUTE = (
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["model=tiny"], id="llama"),
+        pytest.param(["model=gpt2_124m"], id="gpt2"),
+        pytest.param(["model=tiny", "parallelism=dp"], id="distributed optimizer"),
+        pytest.param(["model=tiny", *FULL_RECOMPUTE], id="full recompute"),
+        pytest.param(["model=tiny", "model.data.num_workers=2"], id="workers"),
+    ],
+)
+def test_between_two_records_nothing_waits_for_the_gpu(overrides, tmp_path, compose_config):
+    """From the first record on (step 4) waiting is an error: the first to wait must be the second record (step 8)."""
+    config = compose_config(*overrides, *SMALL)
+    launch, platform = read_launch({}), detect_platform()
+    records = []
+
+    def log(record):
+        records.append(record)
+        torch.cuda.set_sync_debug_mode("error")
+
+    with process_groups(config.model, launch, platform):
+        model = build_model(config, platform, plan_kernels(config, platform))
+        optimizer = build_optimizer(config, model, platform)
+        corpus = prepare_corpus(config, show_progress=False)
+        train_data, _ = build_datasets(config, corpus, num_train_samples=8 * 4, num_valid_samples=0)
+        trainer = Trainer(
+            config,
+            launch=launch,
+            platform=platform,
+            trainable=Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer)),
+            train_data=train_data,
+            valid_data=None,
+            progress=Progress(step=0, consumed_samples=0),
+            checkpoints=tmp_path,
+            log=log,
+        )
+        try:
+            with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation") as waited:
+                trainer.train()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert [record.step for record in records] == [4]
+    assert (trainer.progress.step, waited.traceback[-1].name) == (8, "mean_loss"), waited.getrepr(style="short")
