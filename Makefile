@@ -20,7 +20,7 @@ train: $(INSTALLED) ## train; without ARGS a small GPT on Python's own sources, 
 	@$(PYTHON_IN_VENV) -m gpt_pretrain $(ARGS)
 
 test: $(INSTALLED) ## all tests that need no GPU
-	@$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
+	@$(PYTHON_IN_VENV) -m pytest -m "not gpu" -n 2 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED) ## ruff (rules and format) and mypy (strict)
 	$(PYTHON_IN_VENV) -m ruff check .
