@@ -34,4 +34,4 @@ def test_layout_trains_as_one_gpu(layout, tmp_path, cache_dir, one_gpu):
     metrics = run_small(2, tmp_path / "run", cache_dir, [*SHORT, f"parallelism={layout}"], on_gpus=True)
     expected = [record.loss for record in one_gpu.train]
     assert expected[-1] < expected[0] - 0.5
-    assert [record.loss for record in metrics.train] == pytest.approx(expected, rel=1e-2)
+    assert [record.loss for record in metrics.train] == pytest.approx(expected, rel=5e-3)

@@ -73,7 +73,7 @@ def test_local_layers_train_as_te_layers(precision, te_run, tmp_path, cache_dir)
     overrides = [*SMALL_GPU_RUN, *local, "model.optim.sched.decay_steps=20"]
     metrics = run_small(1, tmp_path / "run", cache_dir, overrides, on_gpus=True)
     expected = losses(te_run[1])[:10]
-    assert losses(metrics) == pytest.approx(expected, rel=2e-2)
+    assert losses(metrics) == pytest.approx(expected, rel=5e-3)
     assert losses(metrics) != pytest.approx(expected, rel=1e-7), "the same losses: the same layers"
 
 
