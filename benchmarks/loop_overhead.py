@@ -55,9 +55,7 @@ def run_application(nproc: int, steps: int, interval: int, overrides: list[str])
 
 
 def run_bare_loop(nproc: int, steps: int, interval: int, overrides: list[str]) -> dict[str, object]:
-    output = launch(
-        nproc, ["benchmarks/bare_loop.py", "--steps", str(steps), "--interval", str(interval), *overrides]
-    )
+    output = launch(nproc, ["benchmarks/bare_loop.py", "--steps", str(steps), "--interval", str(interval), *overrides])
     return json.loads(output.splitlines()[-1])
 
 

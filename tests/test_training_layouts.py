@@ -64,6 +64,25 @@ def test_tied_embeddings_and_masked_losses_train_as_one_process(overrides, tmp_p
         assert [record.loss for record in metrics.train] == pytest.approx(expected, rel=1e-4), layout
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["model.activations_checkpoint_granularity=selective"], id="selective"),
+        pytest.param(
+            [
+                "model.activations_checkpoint_granularity=full",
+                "model.activations_checkpoint_method=uniform",
+                "model.activations_checkpoint_num_layers=1",
+            ],
+            id="full",
+        ),
+    ],
+)
+def test_recomputed_activations_change_no_loss(overrides, tmp_path, cache_dir, one_process):
+    metrics = run_small(1, tmp_path / "run", cache_dir, [*SAMPLE, *overrides])
+    assert [record.loss for record in metrics.train] == [record.loss for record in one_process.train]
+
+
 def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
     overrides = [*SAMPLE, "trainer.precision=bf16"]
     metrics = run_small(1, tmp_path / "run", cache_dir, overrides)

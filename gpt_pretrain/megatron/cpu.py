@@ -106,4 +106,14 @@ def install_cpu_device() -> None:
     # It warns that the CPU generator changed inside a forked state: here that is the point.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
 
+    # torch switches a mode off while its handler runs, and a backward pass runs inside of one: what is computed anew in
+    # it needs a mode of its own.
+    recompute = megatron_random.CheckpointFunction.backward
+
+    def recompute_on_cpu(*arguments: Any) -> Any:
+        with _CudaMeansCpu():
+            return recompute(*arguments)
+
+    megatron_random.CheckpointFunction.backward = staticmethod(recompute_on_cpu)
+
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.kernels import install_gradient_norm
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.translate import translate_optimizer
@@ -21,6 +22,7 @@ def build_optimizer(config: Config, model: Model, platform: Platform) -> Megatro
 
     Biases and norm weights are in a group without weight decay, as in megatron-core.
     """
+    install_gradient_norm()
     return get_megatron_optimizer(translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False)
 
 

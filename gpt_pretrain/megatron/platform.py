@@ -196,7 +196,7 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
         ]
     if te and config.trainer.precision is Precision.fp32:
         problems.append(
-            "trainer.precision=fp32 with Transformer Engine layers has no fused attention; use bf16, or "
+            "trainer.precision=fp32 with Transformer Engine layers: TE multiplies fp32 matrices in TF32; use bf16, or "
             "model.transformer_engine=false"
         )
     if platform.cuda and launch.local_rank >= platform.num_gpus:

@@ -71,6 +71,8 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         # rank, and activations arrive as gradients. Ordered, overlapped sends tell them apart.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        # The host need not wait for each exchange: that guards against a fault of older PyTorch.
+        batch_p2p_sync=False,
         deallocate_pipeline_outputs=model.pipeline_model_parallel_size > 1,
         # Precision.
         bf16=dtype is torch.bfloat16,

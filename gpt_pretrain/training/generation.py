@@ -30,7 +30,7 @@ def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, 
     inputs = {"tokens": tokens, "positions": torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)}
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
     if context_parallel:
-        inputs = get_batch_on_this_cp_rank(inputs)
+        inputs = get_batch_on_this_cp_rank(inputs, is_hybrid_cp=False)
 
     def forward_step(_: Iterator[Any] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         return chunk(inputs["tokens"], inputs["positions"], None), lambda output, non_loss_data: output

@@ -59,7 +59,7 @@ class Meter:
             lr: Learning rate of that step.
         """
         loss = mean_loss(self._loss)
-        grad_norm = None if result.grad_norm is None else float(result.grad_norm)
+        grad_norm = float(result.grad_norm)
         step_time_s = (time.monotonic() - self._started) / self._num_steps
         model = self._config.model
         tokens_per_s = model.global_batch_size * model.encoder_seq_length / step_time_s

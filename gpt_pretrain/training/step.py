@@ -22,8 +22,8 @@ class StepResult:
 
     loss_sum_and_tokens: torch.Tensor
     """[2], fp32: sum of the token losses and number of tokens on this rank; zeros off the last pipeline stage."""
-    grad_norm: torch.Tensor | float | None
-    """L2 norm over all parameters before clipping; None where clipping is off."""
+    grad_norm: torch.Tensor
+    """L2 norm over all parameters before clipping."""
 
 
 def data_iterators(model: Model, build: Callable[[], Iterator[Batch]]) -> list[Iterator[Batch] | None]:
@@ -58,7 +58,7 @@ def _forward_step(iterator: Iterator[Batch] | None, chunk: Any) -> tuple[torch.T
         "position_ids": batch.position_ids,
     }
     if parallel_state.get_context_parallel_world_size() > 1:
-        tensors = get_batch_on_this_cp_rank(tensors)
+        tensors = get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False)
     # No mask tensor: causal attention is part of the layer spec.
     output = chunk(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"])
     return output, lambda losses: _loss(tensors["loss_mask"], losses)
@@ -103,8 +103,7 @@ def train_step(
     report = _run_schedule(trainable.model, iterators, config, num_microbatches, forward_only=False)
     trainable.scheduler.step(1)
     _, grad_norm, _ = trainable.optimizer.step()
-    clipped = trainable.optimizer.config.clip_grad > 0.0
-    return StepResult(loss_sum_and_tokens=report, grad_norm=grad_norm if clipped else None)
+    return StepResult(loss_sum_and_tokens=report, grad_norm=grad_norm)
 
 
 @torch.no_grad()
