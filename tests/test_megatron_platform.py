@@ -88,6 +88,12 @@ def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[s
     check_platform(config, platform, launched())
 
 
+def test_fp32_keeps_its_gradients_from_the_fused_loss() -> None:
+    """megatron-core's fused cross entropy hands back BF16 gradients whatever the precision."""
+    config = load_config(["data=mock", "trainer.precision=fp32", f"model.{TE}=false"])
+    assert LOSS not in active(plan_kernels(config, GPU))
+
+
 @pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS])
 def test_explicit_false_stands(key: str) -> None:
     config = load_config(["data=mock", "model=llama3_8b", f"model.{key}=false"])
@@ -174,8 +180,16 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
             GPU,
             ["trainer.precision=fp32"],
             [
-                "trainer.precision=fp32 with Transformer Engine layers has no fused attention; use bf16, or "
+                "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
                 "model.transformer_engine=false"
+            ],
+        ),
+        (
+            GPU_WITHOUT_TE,
+            ["trainer.precision=fp32", f"model.{LOSS}=true"],
+            [
+                "model.cross_entropy_loss_fusion=true rounds the gradient of the logits to BF16, and "
+                "trainer.precision=fp32; use null or false"
             ],
         ),
     ],

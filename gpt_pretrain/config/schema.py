@@ -266,7 +266,7 @@ class ModelConfig:
     gradient_accumulation_fusion: bool | None
     """Add weight gradients into the main gradient inside the GEMM; null: where apex's kernel is present."""
     cross_entropy_loss_fusion: bool | None
-    """megatron-core's fused vocabulary-parallel cross entropy; null: on a GPU, unless trainer.deterministic."""
+    """megatron-core's fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     activations_checkpoint_granularity: RecomputeGranularity | None
     """Activation recomputation: null (none), selective, full."""
     activations_checkpoint_method: RecomputeMethod | None

@@ -122,9 +122,10 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
         gradient_accumulation_fusion=choose(model.gradient_accumulation_fusion, platform.apex_weight_gradient),
-        # Its result varies from run to run.
+        # Its result varies from run to run, and megatron-core 0.19 rounds its gradient to BF16 whatever the precision.
         cross_entropy_loss_fusion=choose(
-            model.cross_entropy_loss_fusion, platform.cuda and not config.trainer.deterministic
+            model.cross_entropy_loss_fusion,
+            platform.cuda and not config.trainer.deterministic and config.trainer.precision is not Precision.fp32,
         ),
     )
 
@@ -194,9 +195,14 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
             for key in ("bias_activation_fusion", "bias_dropout_add_fusion", "cross_entropy_loss_fusion")
             if getattr(model, key)
         ]
+    if model.cross_entropy_loss_fusion and platform.cuda and config.trainer.precision is Precision.fp32:
+        problems.append(
+            "model.cross_entropy_loss_fusion=true rounds the gradient of the logits to BF16, and "
+            "trainer.precision=fp32; use null or false"
+        )
     if te and config.trainer.precision is Precision.fp32:
         problems.append(
-            "trainer.precision=fp32 with Transformer Engine layers: TE multiplies fp32 matrices in TF32; use bf16, or "
+            "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
             "model.transformer_engine=false"
         )
     if platform.cuda and launch.local_rank >= platform.num_gpus:
