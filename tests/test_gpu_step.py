@@ -11,6 +11,7 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +77,7 @@ def test_between_two_records_nothing_waits_for_the_gpu(overrides, tmp_path, comp
         )
         try:
             with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation") as waited:
-                trainer.train()
+                trainer.train(StopRequest(None))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [record.step for record in records] == [4]

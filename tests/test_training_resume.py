@@ -1,6 +1,7 @@
 """What a run leaves is enough to go on: interrupted and resumed runs equal the one that was not."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,23 @@ def test_resumed_run_equals_uncut_run(num_ranks, layout, tmp_path, cache_dir):
     assert [start.step for start in resumed.starts] == [0, 4]
     assert curve(resumed) == curve(uncut)
     assert resumed.validation[-1].loss == uncut.validation[-1].loss
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "parallelism=single"), (2, "parallelism=dp")])
+def test_resumed_run_follows_the_new_configuration(num_ranks, layout, tmp_path, cache_dir):
+    """Rates, betas and batch are the configuration's to say; the checkpoint holds moments and how far the run is."""
+    short = [*SHORT, layout, "trainer.limit_val_batches=0"]
+    run_small(num_ranks, tmp_path / "run", cache_dir, [*short, "trainer.max_steps=4"])
+    changed = ["model.optim.lr=1e-3", "model.optim.betas=[0.5,0.5]", "model.global_batch_size=4"]
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    lower = run_small(num_ranks, tmp_path / "run", cache_dir, [*short, "trainer.max_steps=8", *changed])
+    other = [changed[0], "model.optim.betas=[0.9,0.95]", changed[2]]
+    other_betas = run_small(num_ranks, tmp_path / "other", cache_dir, [*short, "trainer.max_steps=8", *other])
+    assert [record.consumed_samples for record in lower.train] == [8, 16, 24, 32, 36, 40, 44, 48]
+    assert lower.train[4].lr == pytest.approx(6.2814e-4, rel=1e-3), "cosine from 1e-3 to 1e-4 at step 5 of 10, warmup 1"
+    # The first step after the checkpoint starts from its weights; the second shows the update that the betas made.
+    assert lower.train[4].loss == other_betas.train[4].loss
+    assert lower.train[5].loss != other_betas.train[5].loss
 
 
 def test_checkpoints_come_at_their_interval_and_any_can_be_resumed(tmp_path, cache_dir):

@@ -19,29 +19,30 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
 
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import load_optimizer_state, prepare_for_loading
 
 _POINTER = "latest"
-# Optimizer states by their place in the model's tensors, not in a rank's buffer.
+# Optimizer states by their place in the model's tensors, which takes 12 bytes of host memory per parameter on every
+# rank while a distributed optimizer is saved. The other format, by a rank's buffers (dp_reshardable), loses torch's
+# Adam's step count in megatron-core 0.19.2.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # What decides which tensors there are and what shape they have, and what they mean.
 _ARCHITECTURE_KEYS = (
     "num_layers",
     "hidden_size",
-    "ffn_hidden_size",
     "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
     "vocab_size",
-    "make_vocab_size_divisible_by",
     "position_embedding_type",
     "rotary_percentage",
     "rotary_base",
     "normalization",
+    "layernorm_epsilon",
     "activation",
     "bias",
     "qkv_bias",
@@ -81,11 +82,20 @@ def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
     return {f"model.{key}": str(getattr(value, "name", value)) for key, value in values.items()}
 
 
-def _architecture(model: ModelConfig) -> dict[str, str]:
+def _architecture(model: ModelConfig, transformer_config: TransformerConfig) -> dict[str, str]:
     keys = list(_ARCHITECTURE_KEYS)
     if model.position_embedding_type is PositionEmbedding.learned_absolute:
         keys.append("max_position_embeddings")
-    return _described(model, keys) | {"model.optim.name": model.optim.name.name}
+    return _described(model, keys) | {
+        "model.ffn_hidden_size": str(ffn_hidden_size(model)),
+        "model.num_query_groups": str(num_query_groups(model)),
+        "model.kv_channels": str(kv_channels(model)),
+        "padded vocabulary": str(padded_vocab_size(model)),
+        "model.optim.name": model.optim.name.name,
+        # Layers of the other kind have other tensors beside their weights, and masters exist in BF16 only.
+        "layers": transformer_config.transformer_impl,
+        "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
+    }
 
 
 def _layout(model: ModelConfig) -> dict[str, str]:
@@ -96,6 +106,11 @@ def _differences(current: dict[str, str], saved: dict[str, str]) -> str:
     return ", ".join(
         f"{key}={current[key]} (saved with {saved.get(key)})" for key in current if current[key] != saved.get(key)
     )
+
+
+def _listed(what: str, keys: set[str]) -> str:
+    shown = ", ".join(sorted(keys)[:5])
+    return f"{what} {len(keys)} tensors more ({shown}{', …' if len(keys) > 5 else ''}); " if keys else ""
 
 
 def _random_states() -> dict[str, Any]:
@@ -157,7 +172,7 @@ def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, m
     state = _sharded_state(trainable, is_loading=False)
     state["scheduler"] = trainable.scheduler.state_dict()
     state["progress"] = asdict(progress)
-    state["architecture"] = _architecture(model)
+    state["architecture"] = _architecture(model, trainable.model.transformer_config)
     state["layout"] = _layout(model)
     dist_checkpointing.save(state, str(unfinished), content_metadata=dict(_METADATA))
     torch.distributed.barrier()
@@ -206,7 +221,9 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Pro
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise UserError(f"{path} is not a checkpoint of this application (no metadata.json in it)")
     common = dist_checkpointing.load_common_state_dict(str(path))
-    different = _differences(_architecture(model), common["architecture"])
+    if "architecture" not in common:
+        raise UserError(f"{path} is a megatron-core checkpoint, but not one of this application")
+    different = _differences(_architecture(model, trainable.model.transformer_config), common["architecture"])
     if different:
         raise UserError(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
@@ -215,14 +232,16 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Pro
     if different:
         raise UserError(f"{path} was saved by another parallel layout: {different}; resume with the saved one")
     prepare_for_loading(trainable.optimizer)
-    state, missing, unexpected = dist_checkpointing.load(
+    # megatron-core's "missing" are keys of the checkpoint that were not asked for, "unexpected" those it does not have.
+    state, not_asked_for, not_there = dist_checkpointing.load(
         _sharded_state(trainable, is_loading=True), str(path), strict=StrictHandling.RETURN_ALL
     )
-    if missing or unexpected:
-        raise UserError(
-            f"{path} holds another model: missing from it: {sorted(missing) or 'nothing'}; "
-            f"not in this model: {sorted(unexpected) or 'nothing'}"
-        )
+    # Each rank knows only of the keys that it asked for itself.
+    found: list[tuple[set[str], set[str]]] = [(set(), set())] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, (set(not_asked_for), set(not_there)))
+    surplus, lacking = (set[str]().union(*sets) for sets in zip(*found, strict=True))
+    if surplus or lacking:
+        raise UserError(f"{path} holds another model: {_listed('it has', surplus)}{_listed('this model has', lacking)}")
     chunks = trainable.model.gpt_chunks
     for key, chunk in zip(_model_keys(len(chunks)), chunks, strict=True):
         chunk.load_state_dict(state[key])

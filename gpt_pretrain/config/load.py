@@ -51,20 +51,21 @@ def read_job(composed: DictConfig) -> Config:
     return config
 
 
-def _plain(value: Any) -> Any:
+def config_to_dict(value: Any) -> Any:
+    """The configuration, or a part of it, as plain values: dictionaries, lists, enums by name."""
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: config_to_dict(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [config_to_dict(item) for item in value]
     # A literal ${…} in a prompt must not become an interpolation when the file is read again.
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def config_to_yaml(config: Config) -> str:
     """The configuration as YAML: every value resolved, enums by name; `load_saved_config` reads it back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
 
 
 def load_saved_config(path: Path) -> Config:

@@ -89,7 +89,7 @@ def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> Module
             pre_mlp_layernorm=norm,
             mlp=get_mlp_module_spec_for_backend(backend=backend),
             mlp_bda=get_bias_dropout_add,
-            # The checkpoint names of TE's fused norm+linear modules, so that both kinds of layer read one checkpoint.
+            # megatron-core's own local spec stores its norms under the names of TE's fused modules, too.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

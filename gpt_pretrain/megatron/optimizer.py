@@ -40,13 +40,32 @@ def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
         part._set_main_param_and_optimizer_states = partial(_load_all_but_step, load)
 
 
+@torch.no_grad()
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Restores what `MegatronOptimizer.sharded_state_dict` described and megatron-core has read."""
+    """Restores what `MegatronOptimizer.sharded_state_dict` described and megatron-core has read.
+
+    Moments and step counts come from the checkpoint, rates, betas and decay from the configuration: megatron-core would
+    restore the saved ones, and find no group to restore where the learning rate is another.
+    """
+    _keep_configured_values(
+        optimizer.param_groups, (state if "param_groups" in state else state["optimizer"])["param_groups"]
+    )
     optimizer.load_state_dict(state)
     for part in _distributed_over_torch_adam(optimizer):
         # megatron-core hands one step tensor to all parameters, and each of them would count it up.
         for moments in part.optimizer.state.values():
             moments["step"] = moments["step"].clone()
+
+
+# What tells the groups of one optimizer apart: with and without weight decay, and MoE's experts.
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+def _keep_configured_values(current: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    configured = {tuple(group.get(key) for key in _GROUP_IDENTITY): group for group in current}
+    for group in saved:
+        values = configured[tuple(group.get(key) for key in _GROUP_IDENTITY)]
+        group.update({key: value for key, value in values.items() if key not in ("params", "step")})
 
 
 def _distributed_over_torch_adam(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:

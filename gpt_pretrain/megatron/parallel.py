@@ -1,14 +1,16 @@
 """Process groups: from the launcher's ranks to megatron-core's tensor, pipeline, context and data parallel groups."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import HashStore
 
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.platform import Platform
@@ -22,7 +24,8 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
     A single process takes no port: its store lives in memory.
     """
     if platform.cuda:
-        torch.cuda.set_device(launch.local_rank)
+        # srun can give each task a GPU of its own, which is then the only one that the task sees.
+        torch.cuda.set_device(launch.local_rank if launch.local_rank < platform.num_gpus else 0)
     backend = "nccl" if platform.cuda else "gloo"
     timeout = timedelta(minutes=30)
     if launch.world_size == 1:
@@ -52,9 +55,38 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
             model.seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
         )
         yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    except BaseException:
+        # Other ranks may wait in a collective that this one will never join: closing NCCL's groups would wait for them,
+        # and the error would never be printed. The end of the process closes them.
+        if launch.world_size == 1:
+            _close()
+        raise
+    _close()
+
+
+def _close() -> None:
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
+    """Runs something on rank 0 and gives every rank its result, or the UserError that it raised; all ranks call it.
+
+    What one rank finds alone would leave the others waiting for it.
+    """
+    answer: list[tuple[Result | None, str | None]] = [(None, None)]
+    if torch.distributed.get_rank() == 0:
+        try:
+            answer = [(function(), None)]
+        except UserError as error:
+            answer = [(None, str(error))]
+        except OSError as error:
+            answer = [(None, f"{error.filename or 'the file system'}: {error.strerror or error}")]
+    torch.distributed.broadcast_object_list(answer, src=0, device=torch.device(torch.cuda.current_device()))
+    result, problem = answer[0]
+    if problem is not None:
+        raise UserError(problem)
+    return cast("Result", result)
 
 
 def data_parallel_rank() -> int:

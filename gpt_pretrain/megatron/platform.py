@@ -205,7 +205,8 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
             "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
             "model.transformer_engine=false"
         )
-    if platform.cuda and launch.local_rank >= platform.num_gpus:
+    own_gpu = launch.launcher == "srun" and platform.num_gpus == 1
+    if platform.cuda and launch.local_rank >= platform.num_gpus and not own_gpu:
         problems.append(
             f"the launcher started {launch.local_world_size} processes on this node, which has "
             f"{platform.num_gpus} GPU(s); start one per GPU"

@@ -17,6 +17,9 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.model import Model
 
+# What the last stage tells the others instead of a token.
+_NOTHING = -1
+
 
 def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
     """Tokens of the padded buffer: a multiple of what sequence and context parallelism and FP8 products divide by."""
@@ -81,7 +84,7 @@ def generate_tokens(
         seed: Of the draws.
 
     Returns:
-        The new token ids.
+        The new token ids; they end early where the logits of a diverged model are not finite.
     """
     limit = config.encoder_seq_length
     total = min(len(prompt) + max_new_tokens, limit)
@@ -99,15 +102,20 @@ def generate_tokens(
         choice = torch.zeros(1, dtype=torch.int64, device=device)
         if logits is not None:
             logits = logits[:vocab_size]
-            if temperature == 0.0:
+            if not bool(logits.isfinite().all()):
+                choice.fill_(_NOTHING)
+            elif temperature == 0.0:
                 choice = logits.argmax(keepdim=True)
             else:
                 probabilities = torch.softmax(logits / temperature, dim=-1).cpu()
                 choice.copy_(torch.multinomial(probabilities, 1, generator=generator))
         torch.distributed.broadcast(choice, src=last_stage, group=pipeline_group)
-        tokens[0, end] = choice[0]
+        token = int(choice.item())
+        if token == _NOTHING:
+            break
+        tokens[0, end] = token
         end += 1
-        if end_token is not None and int(choice.item()) == end_token:
+        if token == end_token:
             break
     model.train()
     return [int(token) for token in tokens[0, len(prompt) : end].tolist()]

@@ -1,5 +1,8 @@
 """A run from start to end: refuse what cannot work, prepare data, build, restore, train, sum up."""
 
+import contextlib
+import gc
+import itertools
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -9,16 +12,17 @@ from pathlib import Path
 import torch
 
 from gpt_pretrain.checkpoint.store import Progress, Trainable, find_newest_checkpoint, load_checkpoint
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.derived import max_time_s
+from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.load import config_to_yaml
+from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus, prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
-from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
 from gpt_pretrain.megatron.platform import (
     Platform,
     check_platform,
@@ -33,6 +37,7 @@ from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.training.generation import generate_tokens
 from gpt_pretrain.training.header import describe_data, describe_run
+from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 
 # 128 + the signal's number, as shells and schedulers expect it.
@@ -54,70 +59,101 @@ def train(config: Config, launch: Launch) -> int:
     """
     install_cpu_device()
     torch.use_deterministic_algorithms(config.trainer.deterministic)
+    if torch.cuda.is_initialized():
+        # An earlier job of a sweep: its objects refer to each other, and its peak is not this job's.
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     platform = detect_platform()
     check_platform(config, platform, launch)
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
+    _check_prompt(config, corpus)
     with process_groups(config.model, launch, platform):
-        run_dir = _shared_run_dir(config)
-        reason = _Run(config, launch, platform, corpus, run_dir).run()
+        run_dir, resumed_from = on_rank_zero(lambda: _open_run_dir(config))
+        reason = _Run(config, launch, platform, corpus, run_dir=run_dir, resumed_from=resumed_from).run()
     return _EXIT_CODES[reason]
 
 
-def _shared_run_dir(config: Config) -> Path:
-    """The run directory, made by rank 0 and known to all: given, or named by the time of the start.
+def _check_prompt(config: Config, corpus: Corpus) -> None:
+    """The text sample comes last: what it cannot start from is refused first."""
+    if corpus.tokenizer is None or config.sample.max_new_tokens == 0:
+        return
+    num_tokens, limit = len(corpus.tokenizer.encode(config.sample.prompt)), config.model.encoder_seq_length
+    if not 0 < num_tokens < limit:
+        raise ConfigError(
+            [
+                f"sample.prompt={config.sample.prompt!r} is {num_tokens} tokens, and the model continues 1 to "
+                f"{limit - 1} (model.encoder_seq_length={limit}); give another, or sample.max_new_tokens=0"
+            ]
+        )
+
+
+def _open_run_dir(config: Config) -> tuple[Path, Path | None]:
+    """Makes the run directory, given or named by the time of the start, and finds what to resume from.
 
     Raises:
-        UserError: It cannot be created, or it holds a run that `checkpoint.resume=never` would overwrite.
+        UserError: `checkpoint.resume=never` would overwrite a run, or `latest` names a checkpoint that is not there.
     """
-    name = [config.run_dir or f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{config.name}"]
-    torch.distributed.broadcast_object_list(name, src=0, device=torch.device(torch.cuda.current_device()))
-    run_dir = Path(name[0]).absolute()
-    if torch.distributed.get_rank() == 0:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run_dir={run_dir} cannot be created: {error.strerror}; give another") from error
-        if config.checkpoint.resume == "never" and find_newest_checkpoint(run_dir / "checkpoints") is not None:
-            raise UserError(
-                f"checkpoint.resume=never, but run_dir={run_dir} holds the checkpoints of a run; "
-                "give another run_dir, or checkpoint.resume=auto to go on with it"
-            )
-    torch.distributed.barrier()
-    return run_dir
+    if config.run_dir is None:
+        run_dir = _new_directory(Path(f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{config.name}").absolute())
+    else:
+        run_dir = Path(config.run_dir).absolute()
+        run_dir.mkdir(parents=True, exist_ok=True)
+    resume = config.checkpoint.resume
+    newest = None if resume not in ("auto", "never") else find_newest_checkpoint(run_dir / "checkpoints")
+    if resume == "never" and newest is not None:
+        raise UserError(
+            f"checkpoint.resume=never, but run_dir={run_dir} holds the checkpoints of a run; "
+            "give another run_dir, or checkpoint.resume=auto to go on with it"
+        )
+    return run_dir, newest if resume in ("auto", "never") else Path(resume).absolute()
+
+
+def _new_directory(path: Path) -> Path:
+    """The path, or the first of path_2, path_3, …: two runs that start in one second are two runs."""
+    for number in itertools.count(1):
+        candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")
+        with contextlib.suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            return candidate
+    raise AssertionError("itertools.count ends never")
 
 
 class _Run:
     """The objects of one run on this rank, and what rank 0 shows of them."""
 
-    def __init__(self, config: Config, launch: Launch, platform: Platform, corpus: Corpus, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        launch: Launch,
+        platform: Platform,
+        corpus: Corpus,
+        *,
+        run_dir: Path,
+        resumed_from: Path | None,
+    ) -> None:
         self._config = config
         self._launch = launch
         self._platform = platform
         self._corpus = corpus
         self._run_dir = run_dir
+        self._resumed_from = resumed_from
         self._checkpoints = run_dir / "checkpoints"
         self._kernels = plan_kernels(config, platform)
         model = build_model(config, platform, self._kernels)
         optimizer = build_optimizer(config, model, platform)
         self._trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
-        self._resumed_from = self._checkpoint_to_resume()
-        self._start = (
-            Progress(step=0, consumed_samples=0)
-            if self._resumed_from is None
-            else load_checkpoint(self._resumed_from, self._trainable, config.model)
-        )
+        self._start = Progress(step=0, consumed_samples=0)
+        if resumed_from is not None:
+            self._start = load_checkpoint(resumed_from, self._trainable, config.model)
+        steps_left = max(0, config.trainer.max_steps - self._start.step)
         self._train_data, self._valid_data = build_datasets(
             config,
             corpus,
-            num_train_samples=config.trainer.max_steps * config.model.global_batch_size,
+            # A resumed run may go on with another global batch size.
+            num_train_samples=self._start.consumed_samples + max(1, steps_left) * config.model.global_batch_size,
             num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
         )
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        resume = self._config.checkpoint.resume
-        if resume == "never":
-            return None
-        return find_newest_checkpoint(self._checkpoints) if resume == "auto" else Path(resume)
 
     @property
     def _is_done(self) -> bool:
@@ -125,31 +161,26 @@ class _Run:
 
     def run(self) -> EndReason:
         """Trains and sums up; every rank calls it."""
-        if self._is_done and not self._launch.is_rank_zero:
-            return "max_steps"
         with ExitStack() as stack:
-            console, sinks = None, None
-            if self._launch.is_rank_zero:
-                console = stack.enter_context(
-                    RunConsole(max_steps=self._config.trainer.max_steps, start_step=self._start.step)
-                )
-                self._print_header(console)
-                if self._is_done:
+            console = stack.enter_context(self._open_console()) if self._launch.is_rank_zero else None
+            if self._is_done:
+                if console is not None:
                     console.note(f"the run has done its {self._start.step} steps; raise trainer.max_steps to go on")
-                    return "max_steps"
+                return "max_steps"
+            sinks: list[MetricsSinks] = []
+
+            def open_sinks() -> None:
                 (self._run_dir / "config.yaml").write_text(config_to_yaml(self._config), encoding="utf-8")
-                console.start_live()
-                sinks = stack.enter_context(
-                    MetricsSinks(self._run_dir, self._config.logging, self._config.name, start_step=self._start.step)
-                )
+                sinks.append(stack.enter_context(self._build_sinks()))
+
+            on_rank_zero(open_sinks)
 
             def log(record: TrainRecord | ValidationRecord) -> None:
-                if console is None or sinks is None:
-                    return
-                sinks.write(record)
-                if isinstance(record, TrainRecord):
+                for sink in sinks:
+                    sink.write(record)
+                if isinstance(record, TrainRecord) and console is not None:
                     console.train(record)
-                else:
+                elif isinstance(record, ValidationRecord) and console is not None:
                     console.validation(record)
 
             trainer = Trainer(
@@ -163,16 +194,20 @@ class _Run:
                 checkpoints=self._checkpoints,
                 log=log,
             )
+            # The signals stay ours until the summary is written.
+            stop = stack.enter_context(StopRequest(max_time_s(self._config.trainer)))
+            if console is not None:
+                console.start_live()
             began = time.monotonic()
-            reason = trainer.train()
+            reason = trainer.train(stop)
             wall_time_s = time.monotonic() - began
             if console is not None:
                 console.stop_live()
             sample = self._sample() if reason == "max_steps" else None
-            if console is not None and sinks is not None:
+            if console is not None:
                 self._sum_up(
                     console,
-                    sinks,
+                    sinks[0],
                     progress=trainer.progress,
                     reason=reason,
                     wall_time_s=wall_time_s,
@@ -180,8 +215,18 @@ class _Run:
                 )
         return reason
 
-    def _print_header(self, console: RunConsole) -> None:
+    def _build_sinks(self) -> MetricsSinks:
+        return MetricsSinks(
+            self._run_dir,
+            self._config.logging,
+            self._config.name,
+            start_step=self._start.step,
+            config=config_to_dict(self._config),
+        )
+
+    def _open_console(self) -> RunConsole:
         config = self._config
+        console = RunConsole(max_steps=config.trainer.max_steps, start_step=self._start.step)
         places = {"directory": str(self._run_dir), "steps": f"{self._start.step} → {config.trainer.max_steps}"}
         if self._resumed_from is not None:
             places["resumed from"] = str(self._resumed_from)
@@ -199,6 +244,9 @@ class _Run:
         )
         for note in platform_notes(config, self._platform):
             console.warning(note)
+        if self._corpus.tokenizer is None and config.sample.max_new_tokens > 0:
+            console.note("no text sample at the end: model.tokenizer.library=none has no text")
+        return console
 
     def _sample(self) -> str | None:
         """What the model writes after `sample.prompt`; every rank takes part."""
@@ -246,6 +294,6 @@ class _Run:
         places = {"run directory": str(self._run_dir)}
         if newest is not None:
             places["checkpoint"] = str(newest)
-        if reason != "max_steps":
+        if reason != "max_steps" and newest is not None:
             places["go on with"] = f"run_dir={self._run_dir}"
         console.print_summary(summary, metrics, places)

@@ -5,6 +5,7 @@ others what it knows through an asynchronous all-reduce of one number between th
 answer one step later: all ranks see the same answer at the same step, and no rank waits for its GPU.
 """
 
+import os
 import signal
 import time
 from types import FrameType, TracebackType
@@ -29,6 +30,7 @@ class StopRequest:
     def __init__(self, max_time_s: float | None) -> None:
         self._deadline = None if max_time_s is None else time.monotonic() + max_time_s
         self._signalled: EndReason | None = None
+        self._announces = torch.distributed.get_rank() == 0
         self._several_ranks = torch.distributed.get_world_size() > 1
         self._group = torch.distributed.new_group(backend="gloo") if self._several_ranks else None
         self._code = torch.zeros(1, dtype=torch.int32)
@@ -46,6 +48,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A launcher repeats the terminal's Ctrl-C to its workers: a second signal must not break off the save.
+        if self._signalled is None and self._announces:
+            os.write(2, b"\nstopping after this step\n")
         self._signalled = self._signalled or _SIGNALS[number]
 
     def _own_reason(self) -> EndReason | None:

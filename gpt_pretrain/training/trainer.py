@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from gpt_pretrain.checkpoint.store import Progress, Trainable, save_checkpoint
-from gpt_pretrain.config.derived import data_parallel_size, max_time_s, num_microbatches
+from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator, build_validation_iterator
@@ -55,7 +55,6 @@ class Trainer:
         self.config = config
         self.trainable = trainable
         self.progress = progress
-        self.last_checkpoint: Path | None = None
         self._checkpoints = checkpoints
         self._log = log
         self._meter = Meter(config, launch, platform)
@@ -76,13 +75,16 @@ class Trainer:
             else data_iterators(trainable.model, lambda: build_validation_iterator(valid_data, **source))
         )
 
-    def train(self) -> EndReason:
+    def train(self, stop: StopRequest) -> EndReason:
         """Trains to the last step, or to the first reason to stop; every rank calls it.
+
+        Args:
+            stop: Asked after every step.
 
         Returns:
             Why it ended, the same on all ranks.
         """
-        with StopRequest(max_time_s(self.config.trainer)) as stop, self._scheduled_garbage_collection():
+        with self._scheduled_garbage_collection():
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             reason = self._steps(stop)
@@ -129,7 +131,7 @@ class Trainer:
                 ValidationRecord(
                     step=self.progress.step,
                     loss=loss,
-                    perplexity=math.exp(loss) if loss < 700 else math.inf,
+                    perplexity=math.inf if loss > 700 else math.exp(loss),
                     num_samples=num_batches * self.config.model.global_batch_size,
                     time_s=time.monotonic() - began,
                 )
@@ -138,7 +140,7 @@ class Trainer:
     def save(self) -> None:
         """Writes a checkpoint of the present step."""
         with self._meter.paused(), self.trainable.model.gathered_parameters():
-            self.last_checkpoint = save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
+            save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
 
     def _log_step(self, result: StepResult) -> None:
         lr = get_canonical_lr_for_logging(self.trainable.optimizer.param_groups)
