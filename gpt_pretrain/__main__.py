@@ -41,6 +41,9 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
             config = read_job(composed)
             set_environment(config)
             quiet_libraries()
+            from gpt_pretrain.megatron.cpu import install_cpu_device
+
+            install_cpu_device()
             from gpt_pretrain.training.run import train
 
             code = train(config, launch)

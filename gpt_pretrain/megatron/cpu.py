@@ -9,6 +9,7 @@ which device it is on.
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,12 +79,16 @@ _installed = False
 def install_cpu_device() -> None:
     """Makes megatron-core's CUDA calls answer for the CPU, if this machine has no CUDA device.
 
-    Call it before any megatron-core object is built. A second call does nothing.
+    Call it before megatron-core is imported. A second call does nothing.
     """
     global _installed  # noqa: PLW0603 - torch.cuda is global, so is its replacement
     if _installed or torch.cuda.is_available():
         return
     _installed = True
+
+    # megatron-core takes Transformer Engine's and apex's optimizers wherever they import, and those are CUDA kernels.
+    for library in ("transformer_engine", "apex"):
+        sys.modules.setdefault(library, None)  # type: ignore[arg-type]  # None makes an import fail
 
     from megatron.core.tensor_parallel import random as megatron_random
 

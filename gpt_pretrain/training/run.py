@@ -19,7 +19,6 @@ from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus, prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
-from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
@@ -45,7 +44,7 @@ _EXIT_CODES: Mapping[EndReason, int] = {"max_steps": 0, "max_time": 0, "interrup
 
 
 def train(config: Config, launch: Launch) -> int:
-    """Runs a checked configuration on this rank.
+    """Runs a checked configuration on this rank, where `megatron.cpu.install_cpu_device` has been called.
 
     Args:
         config: From `config.load`, all rules passed.
@@ -57,7 +56,6 @@ def train(config: Config, launch: Launch) -> int:
     Raises:
         UserError: The machine, the data, the run directory or a checkpoint do not allow the run.
     """
-    install_cpu_device()
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     if torch.cuda.is_initialized():
         # An earlier job of a sweep: its objects refer to each other, and its peak is not this job's.
