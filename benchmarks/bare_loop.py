@@ -1,8 +1,9 @@
 """The yardstick: megatron-core's own pieces in the shortest loop that trains, under the same knobs as the application.
 
-The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration, so
-that both run the same kernels; the loop is as bare as it gets: one batch of random tokens that stays on the device,
-no data loading, no logging, no validation, no schedule, no signal handling.
+The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration; the
+loop is as bare as it gets: one batch of random tokens that stays on the device, no data loading, no logging, no
+validation, no schedule, no signal handling. The optimizer is megatron-core's as it comes, without the kernels of
+`gpt_pretrain/megatron/kernels.py`: what those bring shows in the comparison. One model chunk, no context parallelism.
 
     python benchmarks/bare_loop.py --steps 60 --interval 10 model=gpt2_124m data=mock
 
@@ -21,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gpt_pretrain.config.derived import num_microbatches
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.rules import check_config
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.parallel import process_groups
@@ -36,6 +38,9 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.overrides)
     launch = read_launch()
+    check_config(config, launch)
+    if config.model.virtual_pipeline_model_parallel_size or config.model.context_parallel_size > 1:
+        parser.error("the bare loop knows neither virtual pipeline stages nor context parallelism")
     install_cpu_device()
     platform = detect_platform()
     with process_groups(config.model, launch, platform):

@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
+    if arguments.steps < 2 * arguments.interval:
+        parser.error("--steps must hold at least two intervals: the first warms up and is left out")
     knobs = (arguments.nproc, arguments.steps, arguments.interval, arguments.overrides)
     times: dict[str, list[float]] = {"application": [], "bare loop": []}
     memory: dict[str, float | None] = {}
