@@ -292,8 +292,8 @@ class TrainerConfig:
     max_steps: int
     """Optimizer steps of the whole run, resumed parts included."""
     max_time: str | None
-    """Stop training once it has taken this long, "DD:HH:MM:SS" from the first step on; a checkpoint follows, but no last
-    validation and no sample. null: no limit."""
+    """Stop training once it has taken this long, "DD:HH:MM:SS" from the first step on; a checkpoint follows, but no
+    last validation and no sample. null: no limit."""
     log_every_n_steps: int
     """Steps between two logged records; the only point at which the host waits for the GPU."""
     val_check_interval: int | None
