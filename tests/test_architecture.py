@@ -16,7 +16,7 @@ KNOWS = {
     "checkpoint": {"config", "megatron"},
     "report": {"config"},
     "training": {"config", "megatron", "fp8", "data", "checkpoint", "report"},
-    "__main__": {"config", "training"},
+    "__main__": {"config", "megatron", "training"},
     "__init__": set(),
 }
 # Rooms that must answer, or work, where torch is not loaded.
