@@ -1,11 +1,12 @@
 """Small whole runs of the application for tests: the overrides that make them small, and what they left behind."""
 
+import email
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from gpt_pretrain.report.metrics_file import Metrics, load_metrics
-from tests.launching import REPOSITORY, gpu_environment, run_ranks
+from tests.launching import gpu_environment, run_ranks
 
 # A model of four layers that learns something in twenty steps.
 SMALL_RUN = (
@@ -48,10 +49,10 @@ def run_small(
 
 
 def small_run_arguments(run_dir: Path, cache_dir: Path, overrides: Sequence[str] = ()) -> list[str]:
-    """Arguments of Python or torchrun for a small run on this package's own sources."""
+    """Arguments of Python or torchrun for a small run on real text that no change of this repository changes."""
     corpus = cache_dir / "sources.jsonl"
     if not corpus.exists():
-        texts = [path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "gpt_pretrain").rglob("*.py"))]
+        texts = [path.read_text(encoding="utf-8") for path in sorted(Path(email.__file__).parent.rglob("*.py"))]
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text), encoding="utf-8")
     data = [f"model.data.text_files=[{corpus}]", f"model.data.cache_dir={cache_dir}"]
     return ["-m", "gpt_pretrain", *SMALL_RUN, *data, f"run_dir={run_dir}", *overrides]

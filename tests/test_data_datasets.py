@@ -148,21 +148,25 @@ def test_an_index_that_a_killed_process_left_is_built_again(tmp_path):
 def test_two_ranks_build_the_datasets_of_one_cache_at_once(tmp_path):
     prefix = write_token_file(tmp_path / "web", DOCUMENTS)
     other = write_token_file(tmp_path / "code", counting_documents(20, 40, start=1000))
-    program = ["tests/programs/build_datasets.py", str(tmp_path / "cache"), "data=mmap"]
-    digests = []
-    for blend in (prefix, f"0.5,{prefix},0.5,{other}"):
-        overrides = [*program, f"model.data.data_prefix=[{blend}]"]
-        result = run_ranks(2, overrides)
-        assert result.returncode == 0, result.stderr
-        lines = sorted(line.split() for line in result.stdout.splitlines() if line.startswith("rank "))
-        assert [line[1] for line in lines] == ["0", "1"]
-        assert lines[0][2:] == lines[1][2:]
-        digests.append(lines[0][-1])
-    assert digests[0] != digests[1]
+    blends = {"one": prefix, "two": f"0.5,{prefix},0.5,{other}"}
+    built = {}
+    for name, blend in blends.items():
+        built[name] = built_by_ranks(2, tmp_path, name, blend)
+        assert len(built[name]) == 2
+        assert built[name][0] == built[name][1]
+    assert built["one"] != built["two"]
     shutil.rmtree(tmp_path / "cache")
-    alone = run_ranks(1, [*program, f"model.data.data_prefix=[{prefix}]"], env=single_rank())
-    assert alone.returncode == 0, alone.stderr
-    assert alone.stdout.split()[-1] == digests[0]
+    assert built_by_ranks(1, tmp_path, "alone", prefix, env=single_rank()) == built["one"][:1]
+
+
+def built_by_ranks(num_ranks, tmp_path, name, blend, env=None):
+    """What each rank built: lengths and digest of its samples, in the order of the ranks."""
+    out = tmp_path / name
+    out.mkdir()
+    program = ["tests/programs/build_datasets.py", str(tmp_path / "cache"), str(out), "data=mmap"]
+    result = run_ranks(num_ranks, [*program, f"model.data.data_prefix=[{blend}]"], env=env)
+    assert result.returncode == 0, result.stderr
+    return [path.read_text(encoding="utf-8") for path in sorted(out.iterdir())]
 
 
 def single_rank():

@@ -1,10 +1,12 @@
-"""Ranks build the data sets of one corpus at once: CACHE OVERRIDE…
+"""Ranks build the data sets of one corpus at once: CACHE OUT OVERRIDE…
 
-Each rank prints a line `RANK LENGTHS DIGEST` of its training and validation samples.
+Each rank writes `LENGTHS DIGEST` of its training and validation samples to OUT/rank_N: on one shared pipe, the lines of
+two ranks may run into each other.
 """
 
 import hashlib
 import sys
+from pathlib import Path
 
 import torch
 
@@ -13,7 +15,7 @@ from gpt_pretrain.data.datasets import build_datasets
 from tests.token_files import data_config
 
 
-def main(cache, *overrides):
+def main(cache, out, *overrides):
     config = data_config(cache, *overrides)
     corpus = prepare_corpus(config, show_progress=False)
     torch.distributed.init_process_group("gloo")
@@ -22,7 +24,8 @@ def main(cache, *overrides):
     for dataset in (train, valid):
         for index in range(len(dataset)):
             digest.update(dataset[index]["tokens"].numpy().tobytes())
-    print(f"rank {torch.distributed.get_rank()} {len(train)} {len(valid)} {digest.hexdigest()}", flush=True)
+    line = f"{len(train)} {len(valid)} {digest.hexdigest()}"
+    (Path(out) / f"rank_{torch.distributed.get_rank()}").write_text(line, encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 
