@@ -28,6 +28,11 @@ def padded_vocab_size(model: ModelConfig) -> int:
     return -(-model.vocab_size // divisor) * divisor
 
 
+def uses_distributed_optimizer(model: ModelConfig) -> bool:
+    """Whether optimizer states are sharded: as set, and where it is open, with FP8 parameters, which need it."""
+    return model.fp8_params if model.use_distributed_optimizer is None else model.use_distributed_optimizer
+
+
 def ffn_hidden_size(model: ModelConfig) -> int:
     """Inner width of the MLP."""
     return 4 * model.hidden_size if model.ffn_hidden_size is None else model.ffn_hidden_size

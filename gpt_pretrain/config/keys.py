@@ -238,7 +238,5 @@ def did_you_mean(name: str | None) -> str:
 
 def unknown_key(path: str, more: Iterable[str] = ()) -> str:
     """What is told about a key that the schema does not have; see `nearest_key` for the arguments."""
-    if path.startswith("model.fp8_"):
-        return f"{path} is not available: FP8 layers are not wired in this version; leave model.fp8=false"
     what = "a key" if "." in path or not more else "a key or a group"
     return f"{path} is not {what}{did_you_mean(nearest_key(path, more))}"

@@ -12,8 +12,10 @@ from gpt_pretrain.config.derived import (
     num_microbatches,
     num_query_groups,
     padded_vocab_size,
+    uses_distributed_optimizer,
 )
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.rules_fp8 import fp8_problems
 from gpt_pretrain.config.schema import (
     Activation,
     Config,
@@ -232,7 +234,7 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
 
 def gradients(model: ModelConfig) -> Iterator[str]:
     """What megatron-core's data parallelism and distributed optimizer need from each other."""
-    if model.overlap_param_gather and not (model.use_distributed_optimizer and model.overlap_grad_reduce):
+    if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
         yield (
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
@@ -294,8 +296,6 @@ def numbers(model: ModelConfig) -> Iterator[str]:
             yield f"model.{name}={value} is not positive"
     if model.seed < 0:
         yield f"model.seed={model.seed} is negative; use 0 or more"
-    if model.fp8:
-        yield "model.fp8=true is not available: FP8 layers are not wired in this version; use model.fp8=false"
 
 
 def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
@@ -306,6 +306,7 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from numbers(model)
     yield from gradients(model)
     yield from fusions(model)
+    yield from fp8_problems(model)
     if sizes:
         return
     yield from attention_heads(model)

@@ -58,6 +58,27 @@ class Precision(Enum):
     bf16 = "bf16"
 
 
+class Fp8RecipeName(Enum):
+    """Where the scales of FP8 tensors come from; the names are megatron-core's.
+
+    `delayed`: one per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.
+    `blockwise`: one per 1×128 values of activations and gradients and per 128×128 of weights, powers of two.
+    `mxfp8`: one per 32 values, powers of two; Blackwell's hardware.
+    """
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    blockwise = "blockwise"
+    mxfp8 = "mxfp8"
+
+
+class AmaxComputeAlgo(Enum):
+    """Which amax of the history a delayed scale is computed from."""
+
+    max = "max"
+    most_recent = "most_recent"
+
+
 class OptimizerName(Enum):
     """Optimizer; `adam` is decoupled (AdamW)."""
 
@@ -241,8 +262,8 @@ class ModelConfig:
     """CP: ranks that share each sequence; needs Transformer Engine."""
     sequence_parallel: bool
     """Split norms and dropout along the sequence over the TP ranks; needs TP > 1."""
-    use_distributed_optimizer: bool
-    """Shard optimizer states and masters over the data-parallel ranks."""
+    use_distributed_optimizer: bool | None
+    """Shard optimizer states and masters over the data-parallel ranks; null: where fp8_params needs it."""
     overlap_grad_reduce: bool
     """Reduce gradients while the backward pass runs."""
     overlap_param_gather: bool
@@ -251,7 +272,39 @@ class ModelConfig:
     """Accumulate and reduce gradients in fp32 also where parameters are bf16."""
 
     fp8: bool
-    """FP8 matrix products in the transformer layers."""
+    """FP8 matrix products in the transformer layers; the group fp8= sets it together with what follows."""
+    fp8_recipe: Fp8RecipeName | None
+    """Where scales come from: delayed, tensorwise, blockwise, mxfp8; null: delayed."""
+    fp8_hybrid: bool | None
+    """E4M3 forward, E5M2 for the gradients of outputs; null: with delayed and tensorwise, unless fp8_e4m3."""
+    fp8_e4m3: bool | None
+    """E4M3 in both directions, also where fp8_hybrid is set; null: with blockwise and mxfp8, unless fp8_hybrid."""
+    fp8_margin: int | None
+    """delayed: scales leave 2^margin of headroom; null: 0."""
+    fp8_interval: int | None
+    """delayed: steps between new scales. Transformer Engine updates them at every step, so 1 is the only value."""
+    fp8_amax_history_len: int | None
+    """delayed: forward passes (of gradients: backward passes) that the amax history remembers; null: 1024."""
+    fp8_amax_compute_algo: AmaxComputeAlgo | None
+    """delayed: the amax of the history that counts, max or most_recent; null: max."""
+    fp8_wgrad: bool | None
+    """Weight gradients in FP8; false: in the run's precision (delayed, emulated only). null: true."""
+    fp8_params: bool
+    """Store and gather the layers' weights in FP8; masters stay in fp32. Needs the distributed optimizer."""
+    fp8_dot_product_attention: bool
+    """Attention's own two products in FP8 (delayed, tensorwise, mxfp8; Transformer Engine's fused attention only)."""
+    fp8_multi_head_attention: bool
+    """delayed: also hand FP8 tensors between projections and attention; needs fp8_dot_product_attention."""
+    first_last_layers_bf16: bool
+    """Keep the first and last layers out of FP8; not with delayed, where fp8_exclude does it."""
+    num_layers_at_start_in_bf16: int | None
+    """Layers kept out at the start, with first_last_layers_bf16; null: 1."""
+    num_layers_at_end_in_bf16: int | None
+    """Layers kept out at the end, with first_last_layers_bf16; null: 1."""
+    fp8_exclude: list[str]
+    """Patterns (*, ?, [..]) of linear layers kept out of FP8: ["decoder.layers.0.*", "*.linear_fc2"]."""
+    fp8_emulate: bool
+    """Compute FP8 exactly, but slowly, on a machine without FP8: values rounded to the FP8 grids, then multiplied."""
 
     transformer_engine: bool | None
     """Layers from Transformer Engine; null: where a GPU and TE are present; true: or the run does not start."""
@@ -334,6 +387,10 @@ class LoggingConfig:
     """Project of the W&B run."""
     wandb_entity: str | None
     """Team or user of the W&B run; null: the account's default."""
+    fp8_statistics_interval: int | None
+    """Steps between statistics of every FP8 tensor: amax, scale, saturated and flushed values; null: none."""
+    fp8_saturation_threshold: float
+    """Share of a tensor's values at the end of the FP8 range above which a warning is printed."""
     peak_tflops: float | None
     """Peak of one GPU in TFLOP/s for the MFU; null: from the table of known GPUs, no MFU if it has none."""
 

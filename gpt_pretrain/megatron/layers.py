@@ -5,21 +5,31 @@ tensor-parallel linear layers and a norm that also works under sequence parallel
 torch's norms refuses.
 """
 
+import re
+from collections.abc import Iterator
+
 import torch
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
 )
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
-from gpt_pretrain.megatron.platform import Kernels, Platform
+from gpt_pretrain.megatron.platform import Kernels
 
 
 class TorchNorm:
@@ -55,17 +65,52 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
 
 
 def build_layer_spec(
-    config: TransformerConfig, platform: Platform, kernels: Kernels, vp_stage: int | None
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of one model chunk: TE's layer spec, or as many of `LocalLayers` as this chunk holds."""
+    config: TransformerConfig, kernels: Kernels, local_layers: LocalLayers, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk, TE's or local ones, each told its name in the whole model."""
     if kernels.transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec()
-    backend = LocalLayers(apex_layer_norm=platform.apex_layer_norm)
-    # A bare layer spec would get megatron-core's choice of final norm, which is TE's wherever TE is installed.
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+    else:
+        layer = _local_layer_spec(config, local_layers)
+        # Left to megatron-core, the final norm is TE's wherever TE is installed.
+        norm = local_layers.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    first = get_transformer_layer_offset(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
     return TransformerBlockSubmodules(
-        layer_specs=[_local_layer_spec(config, backend)] * get_num_layers_to_build(config, vp_stage),
-        layer_norm=backend.layer_norm(rms_norm=config.normalization == "RMSNorm"),
+        layer_specs=[
+            ModuleSpec(
+                module=layer.module,
+                submodules=layer.submodules,
+                params={**layer.params, "name": _layer_name(first + index)},
+            )
+            for index in range(get_num_layers_to_build(config, vp_stage))
+        ],
+        layer_norm=norm,
     )
+
+
+def _layer_name(layer: int) -> str:
+    return f"decoder.layers.{layer}"
+
+
+def whole_model_modules(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules of a model chunk by their names in the whole model: layers counted over all pipeline stages."""
+    layers: list[TransformerLayer] = list(chunk.decoder.layers.children())
+    first = layers[0].layer_number - 1 if layers else 0
+    for name, module in chunk.named_modules():
+        match = re.match(r"decoder\.layers\.(\d+)", name)
+        yield (_layer_name(int(match[1]) + first) + name[match.end() :] if match else name), module
+
+
+def apply_quantization_overrides(chunk: GPTModel) -> None:
+    """Takes the modules of `model.fp8_exclude` out of FP8 by their names in the whole model.
+
+    megatron-core matches the names within the chunk, which start at layer 0 on every pipeline stage.
+    """
+    for name, module in whole_model_modules(chunk):
+        if hasattr(module, "finish_init"):
+            module.finish_init(get_quant_config_or_none(name, chunk.config.quant_recipe))
 
 
 def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> ModuleSpec:

@@ -14,13 +14,21 @@ from megatron.core.transformer.module import Float16Module
 from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.initialization import initialize_weights
-from gpt_pretrain.megatron.layers import build_layer_spec
+from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
 from gpt_pretrain.megatron.platform import Kernels, Platform
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
 
 
-def build_gpt_chunks(config: Config, platform: Platform, kernels: Kernels) -> list[GPTModel]:
+def build_gpt_chunks(
+    config: Config, platform: Platform, kernels: Kernels, local_layers: LocalLayers | None = None
+) -> list[GPTModel]:
     """GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
+
+    Args:
+        config: The run's configuration.
+        platform: This machine.
+        kernels: Which implementations to build on.
+        local_layers: What layers without TE are built from; megatron-core's own, unless others are given.
 
     Returns:
         Models that map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s], on the last
@@ -29,12 +37,14 @@ def build_gpt_chunks(config: Config, platform: Platform, kernels: Kernels) -> li
     model = config.model
     transformer_config = translate_transformer(config, platform, kernels)
     vp_size = model.virtual_pipeline_model_parallel_size
+    if local_layers is None:
+        local_layers = LocalLayers(apex_layer_norm=platform.apex_layer_norm)
     chunks = []
     for vp_stage in range(vp_size or 1):
         stage = vp_stage if vp_size else None
         chunk = GPTModel(
             config=transformer_config,
-            transformer_layer_spec=build_layer_spec(transformer_config, platform, kernels, stage),
+            transformer_layer_spec=build_layer_spec(transformer_config, kernels, local_layers, stage),
             vocab_size=padded_vocab_size(model),
             max_sequence_length=model.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -46,6 +56,7 @@ def build_gpt_chunks(config: Config, platform: Platform, kernels: Kernels) -> li
             rotary_base=model.rotary_base,
             vp_stage=stage,
         )
+        apply_quantization_overrides(chunk)
         chunks.append(chunk.to(platform.device))
     initialize_weights(chunks, model)
     return chunks
@@ -92,12 +103,12 @@ class Model:
             chunk.eval()
 
 
-def build_model(config: Config, platform: Platform, kernels: Kernels) -> Model:
+def build_model(config: Config, platform: Platform, kernels: Kernels, local_layers: LocalLayers | None = None) -> Model:
     """Builds this rank's chunks and wraps them in megatron-core's DistributedDataParallel.
 
-    Process groups must be open (`megatron.parallel.process_groups`).
+    Process groups must be open (`megatron.parallel.process_groups`). The arguments are those of `build_gpt_chunks`.
     """
-    gpt_chunks = build_gpt_chunks(config, platform, kernels)
+    gpt_chunks = build_gpt_chunks(config, platform, kernels, local_layers)
     transformer_config = gpt_chunks[0].config
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:

@@ -4,17 +4,26 @@ Every field whose default differs between NeMo, megatron-core and Transformer En
 the user reads in `config.yaml` is what the layers get.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.transformer import TransformerConfig
 
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, min_lr, num_query_groups
-from gpt_pretrain.config.schema import Activation, Config, OptimizerName, Precision
+from gpt_pretrain.config.derived import (
+    ffn_hidden_size,
+    kv_channels,
+    min_lr,
+    num_query_groups,
+    uses_distributed_optimizer,
+)
+from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.config.schema import Activation, Config, Fp8RecipeName, ModelConfig, OptimizerName, Precision
 from gpt_pretrain.megatron.platform import Kernels, Platform
 
 
@@ -34,6 +43,42 @@ def _activation(config: Config, kernels: Kernels) -> Callable[[torch.Tensor], to
         return partial(F.gelu, approximate="tanh")
     # megatron-core's fused bias+GELU is selected by F.gelu and computes the tanh form.
     return F.gelu
+
+
+def _transformer_engine_fp8(model: ModelConfig) -> Fp8Settings | None:
+    """The FP8 that megatron-core is told of: emulated layers bring their own, and Transformer Engine must not act."""
+    settings = fp8_settings(model)
+    return None if settings is None or settings.emulate else settings
+
+
+def _fp8_fields(settings: Fp8Settings | None) -> dict[str, Any]:
+    """Every FP8 field of TransformerConfig: megatron-core's defaults are not Transformer Engine's, nor NeMo's."""
+    if settings is None:
+        return {"fp8": None}
+    return {
+        "fp8": "hybrid" if settings.hybrid else "e4m3",
+        "fp8_recipe": settings.recipe.value,
+        "fp8_param": settings.params,
+        "fp8_margin": settings.margin,
+        "fp8_interval": 1,
+        "fp8_amax_history_len": settings.amax_history_len,
+        "fp8_amax_compute_algo": settings.amax_compute_algo.value,
+        "fp8_wgrad": settings.wgrad,
+        "fp8_dot_product_attention": settings.dot_product_attention,
+        "fp8_multi_head_attention": settings.multi_head_attention,
+        "first_last_layers_bf16": settings.num_layers_at_start_in_bf16 + settings.num_layers_at_end_in_bf16 > 0,
+        "num_layers_at_start_in_bf16": settings.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": settings.num_layers_at_end_in_bf16,
+        "quant_recipe": _high_precision_modules(settings.exclude),
+    }
+
+
+def _high_precision_modules(patterns: Sequence[str]) -> RecipeConfig | None:
+    """megatron-core's per-module override that takes the linear layers of these names out of FP8."""
+    if not patterns:
+        return None
+    override = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    return RecipeConfig([GlobMatcher(pattern, "high_precision") for pattern in patterns], {"high_precision": override})
 
 
 def translate_transformer(config: Config, platform: Platform, kernels: Kernels) -> TransformerConfig:
@@ -78,7 +123,7 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        fp8=None,
+        **_fp8_fields(_transformer_engine_fp8(model)),
         deterministic_mode=config.trainer.deterministic,
         # A mean over unmasked tokens, exact at every layout. Without a mask the cheaper mean of means is the same.
         calculate_per_token_loss=model.data.eod_mask_loss,
@@ -99,12 +144,20 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
     )
 
 
+def _gathers_mxfp8(settings: Fp8Settings | None) -> bool:
+    return settings is not None and settings.params and settings.recipe is Fp8RecipeName.mxfp8
+
+
 def translate_ddp(config: Config) -> DistributedDataParallelConfig:
     """Gradient reduction and parameter gathering: `model.*` to `DistributedDataParallelConfig`."""
     model = config.model
+    fp8 = _transformer_engine_fp8(model)
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=model.grad_reduce_in_fp32,
-        use_distributed_optimizer=model.use_distributed_optimizer,
+        use_distributed_optimizer=uses_distributed_optimizer(model),
+        # With fp8_param alone the optimizer skips FP8 weights, which never change then; with this alone BF16 is gathered.
+        fp8_param_gather=fp8 is not None and fp8.params,
+        reuse_grad_buf_for_mxfp8_param_ag=_gathers_mxfp8(fp8),
         overlap_grad_reduce=model.overlap_grad_reduce,
         overlap_param_gather=model.overlap_param_gather,
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
@@ -118,6 +171,7 @@ def translate_optimizer(config: Config, platform: Platform) -> OptimizerConfig:
     """`model.optim` and `trainer.gradient_clip_val` to `OptimizerConfig`."""
     model, optim = config.model, config.model.optim
     dtype = params_dtype(config, platform)
+    fp8 = _transformer_engine_fp8(model)
     return OptimizerConfig(
         optimizer=optim.name.value,
         lr=optim.lr,
@@ -132,6 +186,9 @@ def translate_optimizer(config: Config, platform: Platform) -> OptimizerConfig:
         bf16=dtype is torch.bfloat16,
         fp16=False,
         params_dtype=dtype,
-        use_distributed_optimizer=model.use_distributed_optimizer,
+        use_distributed_optimizer=uses_distributed_optimizer(model),
         overlap_param_gather=model.overlap_param_gather,
+        # None would be taken for delayed.
+        fp8_recipe=None if fp8 is None else fp8.recipe.value,
+        reuse_grad_buf_for_mxfp8_param_ag=_gathers_mxfp8(fp8),
     )

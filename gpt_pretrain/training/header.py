@@ -9,6 +9,7 @@ from gpt_pretrain.config.derived import (
     num_microbatches,
     num_query_groups,
     padded_vocab_size,
+    uses_distributed_optimizer,
 )
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
@@ -51,7 +52,7 @@ def describe_run(
         "TP": str(model.tensor_model_parallel_size) + (" + sequence parallel" if model.sequence_parallel else ""),
         "PP": str(model.pipeline_model_parallel_size) + (f", interleaved × {vp}" if vp else ""),
         "CP": str(model.context_parallel_size),
-        "DP": str(dp) + (", distributed optimizer" if model.use_distributed_optimizer else ""),
+        "DP": str(dp) + (", distributed optimizer" if uses_distributed_optimizer(model) else ""),
     }
     tokens_per_step = model.global_batch_size * model.encoder_seq_length
     return {

@@ -1,0 +1,134 @@
+"""Every matrix product of a training step on one rank: its shape, and whether it runs in FP8 and why.
+
+Pure arithmetic on the configuration. The rules check its shapes, `gpt_pretrain.plan` prints it, and the proof of a run
+compares it with what the live modules did.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.config.schema import Activation, ModelConfig
+
+# The linear layers of a transformer layer, in the order of the forward pass, by megatron-core's names.
+QKV, PROJ, FC1, FC2 = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """A linear layer y = x·wᵀ of the model, as one tensor parallel rank computes it."""
+
+    module: str
+    """Name in the whole model, layers counted over all pipeline stages: "decoder.layers.3.mlp.linear_fc1"."""
+    layer: int
+    """Index of the transformer layer; -1 for the LM head."""
+    kind: str
+    """Name within the layer: "mlp.linear_fc1"; "output_layer" for the LM head."""
+    out_features: int
+    """Rows of the rank's weight."""
+    in_features: int
+    """Columns of the rank's weight."""
+    tokens: int
+    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where split along it."""
+    local_tokens: int
+    """Rows of x that the rank holds and casts: tokens / TP where the input is split along the sequence."""
+    precision: str
+    """Of the forward and dgrad products: "fp8" or "high"."""
+    wgrad_precision: str
+    """Of the weight gradient's product."""
+    reason: str
+    """Why it is not in FP8; empty where it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """One product [m, k] · [k, n]."""
+
+    linear: Linear
+    phase: str
+    """"forward" (x·wᵀ), "dgrad" (dy·w) or "wgrad" (dyᵀ·x)."""
+    m: int
+    n: int
+    k: int
+    fp8: bool
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.n * self.k
+
+
+def linears(model: ModelConfig) -> Iterator[Linear]:
+    """The linear layers of the whole model in forward order, each with one tensor parallel rank's shapes."""
+    settings = fp8_settings(model)
+    tp = model.tensor_model_parallel_size
+    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+    split = tokens // tp if model.sequence_parallel else tokens
+    heads, width = model.num_attention_heads, kv_channels(model)
+    attention = heads * width
+    projected = attention + 2 * num_query_groups(model) * width
+    ffn = ffn_hidden_size(model)
+    gated = 2 if model.activation is Activation.swiglu else 1
+    hidden = model.hidden_size
+    shapes = {
+        QKV: (projected // tp, hidden, split),
+        PROJ: (hidden, attention // tp, tokens),
+        FC1: (gated * ffn // tp, hidden, split),
+        FC2: (hidden, ffn // tp, tokens),
+    }
+    for layer in range(model.num_layers):
+        for kind, (out_features, in_features, local_tokens) in shapes.items():
+            module = f"decoder.layers.{layer}.{kind}"
+            reason = _why_not_fp8(model, settings, layer, module)
+            fp8 = not reason
+            yield Linear(
+                module=module,
+                layer=layer,
+                kind=kind,
+                out_features=out_features,
+                in_features=in_features,
+                tokens=tokens,
+                local_tokens=local_tokens,
+                precision="fp8" if fp8 else "high",
+                wgrad_precision="fp8" if fp8 and settings is not None and settings.wgrad else "high",
+                reason=reason,
+            )
+    yield Linear(
+        module="output_layer",
+        layer=-1,
+        kind="output_layer",
+        out_features=padded_vocab_size(model) // tp,
+        in_features=hidden,
+        tokens=tokens,
+        local_tokens=split,
+        precision="high",
+        wgrad_precision="high",
+        reason="the LM head stays out of FP8",
+    )
+
+
+def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, module: str) -> str:
+    if settings is None:
+        return "model.fp8=false"
+    if layer < settings.num_layers_at_start_in_bf16:
+        return f"first {settings.num_layers_at_start_in_bf16} layer(s) (model.num_layers_at_start_in_bf16)"
+    if layer >= model.num_layers - settings.num_layers_at_end_in_bf16:
+        return f"last {settings.num_layers_at_end_in_bf16} layer(s) (model.num_layers_at_end_in_bf16)"
+    return "model.fp8_exclude" if settings.excludes(module) else ""
+
+
+def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
+    """The three products of a linear layer: forward, dgrad and wgrad."""
+    tokens, out_features, in_features = linear.tokens, linear.out_features, linear.in_features
+    fp8, wgrad_fp8 = linear.precision == "fp8", linear.wgrad_precision == "fp8"
+    return (
+        Gemm(linear=linear, phase="forward", m=tokens, n=out_features, k=in_features, fp8=fp8),
+        Gemm(linear=linear, phase="dgrad", m=tokens, n=in_features, k=out_features, fp8=fp8),
+        Gemm(linear=linear, phase="wgrad", m=out_features, n=in_features, k=tokens, fp8=wgrad_fp8),
+    )

@@ -1,0 +1,70 @@
+"""What a linear layer tells of each of its matrix products: the one language of proof, statistics and emulation.
+
+Transformer Engine's products are watched from outside (`fp8/observer.py`); emulated layers report theirs themselves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Phase(Enum):
+    """Which of a linear layer's three products."""
+
+    forward = "forward"
+    """y = x·wᵀ"""
+    dgrad = "dgrad"
+    """dx = dy·w"""
+    wgrad = "wgrad"
+    """dw = dyᵀ·x"""
+
+
+class Role(Enum):
+    """Which of a linear layer's three tensors."""
+
+    input = "input"
+    weight = "weight"
+    output_gradient = "output_gradient"
+
+
+# The two operands of each product.
+OPERANDS = {
+    Phase.forward: (Role.input, Role.weight),
+    Phase.dgrad: (Role.output_gradient, Role.weight),
+    Phase.wgrad: (Role.output_gradient, Role.input),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operand:
+    """One operand as the product reads it; nothing here waits for the device."""
+
+    role: Role
+    format: str
+    """"e4m3" or "e5m2"; "bfloat16" or "float32" where it is not quantised."""
+    codes: torch.Tensor | None
+    """The values as float8_e4m3fn or float8_e5m2, any shape; None where it is not quantised."""
+    scale: torch.Tensor | None
+    """fp32: what values were multiplied by before they were rounded, one for the tensor [1] or one per block."""
+    amax: torch.Tensor | None
+    """fp32 [1]: largest magnitude before the rounding; None where it is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """One matrix product of a linear layer."""
+
+    phase: Phase
+    operands: tuple[Operand, Operand]
+    """In the order of `OPERANDS`."""
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Formats of the operands."""
+        return self.operands[0].format, self.operands[1].format
+
+
+# Called for each product that a linear layer computes, right before it does.
+ProductListener = Callable[[Product], None]
