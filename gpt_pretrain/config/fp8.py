@@ -53,7 +53,7 @@ class Fp8Settings:
         return 32 if self.recipe is Fp8RecipeName.mxfp8 else 16
 
     def excludes(self, module: str) -> bool:
-        """Whether a pattern keeps this linear layer out; named as in the whole model, decoder.layers.3.mlp.linear_fc2."""
+        """Whether a pattern keeps this linear layer out, by its name in the whole model (see `gemms.Linear.module`)."""
         return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude)
 
 

@@ -155,7 +155,7 @@ def translate_ddp(config: Config) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=model.grad_reduce_in_fp32,
         use_distributed_optimizer=uses_distributed_optimizer(model),
-        # With fp8_param alone the optimizer skips FP8 weights, which never change then; with this alone BF16 is gathered.
+        # With fp8_param alone the optimizer skips FP8 weights: they never change. With this alone BF16 is gathered.
         fp8_param_gather=fp8 is not None and fp8.params,
         reuse_grad_buf_for_mxfp8_param_ag=_gathers_mxfp8(fp8),
         overlap_grad_reduce=model.overlap_grad_reduce,
