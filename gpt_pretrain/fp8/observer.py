@@ -1,35 +1,162 @@
-"""Watches the matrix products of live linear layers, for the proof and for the statistics."""
+"""Watches the matrix products of live linear layers, for the proof and for the statistics.
+
+Emulated layers report their products themselves. Transformer Engine's are watched where they are computed: its linear
+modules call `general_gemm` three times, and what it is handed is what runs, whatever was configured. While nobody
+watches, nothing is changed.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 
-from gpt_pretrain.fp8.gemms import Product
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role
 from gpt_pretrain.megatron.layers import whole_model_modules
+
+# A module's name in the whole model, and a product right before it is computed. Must not wait for the device.
+Listener = Callable[[str, Product], None]
+
+# How general_gemm's layout tells the three products apart (TE 2.12, pytorch/module/linear.py).
+_PHASES = {"TN": Phase.forward, "NN": Phase.dgrad, "NT": Phase.wgrad}
+# Its first two arguments in each of them.
+_ARGUMENTS = {
+    Phase.forward: (Role.weight, Role.input),
+    Phase.dgrad: (Role.weight, Role.output_gradient),
+    Phase.wgrad: (Role.input, Role.output_gradient),
+}
+# Where a tensor is cast: its amax is that of the cast until the next microbatch's.
+_CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
 
 
 @contextmanager
-def observe_products(chunks: Sequence[GPTModel], listener: Callable[[str, Product], None]) -> Iterator[None]:
+def observe_products(chunks: Sequence[GPTModel], listener: Listener) -> Iterator[None]:
     """Tells the listener of every product that the linear layers of these model chunks compute inside.
 
     Args:
         chunks: This rank's GPTModels.
-        listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product,
-            right before it is computed. Must not wait for the device.
+        listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
     """
-    emulated = [
-        (name, module)
-        for chunk in chunks
-        for name, module in whole_model_modules(chunk)
-        if hasattr(module, "product_listener")
-    ]
-    for name, module in emulated:
-        module.product_listener = partial(listener, name)
+    emulated: list[Any] = []
+    transformer_engine: dict[str, torch.nn.Module] = {}
+    for chunk in chunks:
+        for name, module in whole_model_modules(chunk):
+            if hasattr(module, "product_listener"):
+                emulated.append(module)
+                emulated[-1].product_listener = partial(listener, name)
+            elif is_te_linear(module):
+                transformer_engine[name] = module
+    with ExitStack() as stack:
+        if transformer_engine:
+            stack.enter_context(_watch_transformer_engine(transformer_engine, listener))
+        try:
+            yield
+        finally:
+            for module in emulated:
+                module.product_listener = None
+
+
+def is_te_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is one of Transformer Engine's linear layers, without importing it where it is not loaded."""
+    return any(
+        cls.__module__.startswith("transformer_engine.pytorch.module.")
+        and cls.__name__ in ("Linear", "LayerNormLinear")
+        for cls in type(module).__mro__
+    )
+
+
+@contextmanager
+def _watch_transformer_engine(modules: dict[str, torch.nn.Module], listener: Listener) -> Iterator[None]:
+    from transformer_engine.pytorch.module import layernorm_linear, linear
+
+    # The module whose product comes next: set when its forward pass begins, and when its backward pass does.
+    current: list[str] = [""]
+
+    def enter(name: str, module: torch.nn.Module, arguments: Any) -> None:
+        current[0] = name
+
+    def watched_gemm(gemm: Callable[..., Any]) -> Callable[..., Any]:
+        def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+            phase = _PHASES[kwargs.get("layout", "TN")]
+            listener(current[0], _product(phase, a, b))
+            return gemm(a, b, *args, **kwargs)
+
+        return run
+
+    def watched_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(ctx: Any, *args: Any) -> Any:
+            # Without gradients there is no context to remember the name in.
+            if hasattr(ctx, "save_for_backward"):
+                ctx.observed_name = current[0]
+            return forward(ctx, *args)
+
+        return run
+
+    def watched_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(ctx: Any, *args: Any) -> Any:
+            current[0] = getattr(ctx, "observed_name", "")
+            return backward(ctx, *args)
+
+        return run
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+        for place, function in ((linear, linear._Linear), (layernorm_linear, layernorm_linear._LayerNormLinear)):
+            stack.enter_context(_replaced(place, "general_gemm", watched_gemm(place.general_gemm)))
+            stack.enter_context(_replaced(function, "forward", staticmethod(watched_forward(function.forward))))
+            stack.enter_context(_replaced(function, "backward", staticmethod(watched_backward(function.backward))))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        for _, module in emulated:
-            module.product_listener = None
+        setattr(owner, name, before)
+
+
+def _product(phase: Phase, a: Any, b: Any) -> Product:
+    first, second = _ARGUMENTS[phase]
+    given = {first: a, second: b}
+    role_0, role_1 = OPERANDS[phase]
+    return Product(
+        phase=phase, operands=(_operand(role_0, phase, given[role_0]), _operand(role_1, phase, given[role_1]))
+    )
+
+
+def _operand(role: Role, phase: Phase, tensor: Any) -> Operand:
+    """What TE hands to cuBLAS: a plain tensor, or one of its quantised storages (TE 2.12, pytorch/tensor/storage)."""
+    dtype = getattr(tensor, "_fp8_dtype", None)
+    if dtype is None:
+        return Operand(role=role, format=str(tensor.dtype).removeprefix("torch."), codes=None, scale=None, amax=None)
+    e4m3 = str(dtype).endswith("kFloat8E4M3")
+    codes, scale_inv = _stored(tensor)
+    if scale_inv.dtype is torch.uint8:
+        # E8M0: an exponent with a bias of 127.
+        scale = torch.exp2(127.0 - scale_inv.float())
+    else:
+        # Blocks that only pad the array of scales hold zeros.
+        scale = torch.where(scale_inv > 0, 1.0 / scale_inv, torch.nan)
+    amax = getattr(tensor._quantizer, "amax", None)
+    return Operand(
+        role=role,
+        format="e4m3" if e4m3 else "e5m2",
+        codes=codes.view(torch.float8_e4m3fn if e4m3 else torch.float8_e5m2),
+        scale=scale,
+        amax=amax if phase is _CAST_IN[role] else None,
+    )
+
+
+def _stored(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as bytes and inverse scales of the copy that is there: row-wise, or the transposed one."""
+    if hasattr(tensor, "_scale_inv"):
+        return (tensor._transpose if tensor._data is None else tensor._data), tensor._scale_inv
+    if tensor._rowwise_data is not None:
+        return tensor._rowwise_data, tensor._rowwise_scale_inv
+    return tensor._columnwise_data, tensor._columnwise_scale_inv

@@ -7,6 +7,7 @@ torch's norms refuses.
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -96,7 +97,8 @@ def _layer_name(layer: int) -> str:
 
 def whole_model_modules(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules of a model chunk by their names in the whole model: layers counted over all pipeline stages."""
-    layers: list[TransformerLayer] = list(chunk.decoder.layers.children())
+    decoder: Any = chunk.decoder
+    layers = list(decoder.layers)
     first = layers[0].layer_number - 1 if layers else 0
     for name, module in chunk.named_modules():
         match = re.match(r"decoder\.layers\.(\d+)", name)

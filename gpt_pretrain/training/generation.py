@@ -22,8 +22,12 @@ _NOTHING = -1
 
 
 def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
-    """Tokens of the padded buffer: a multiple of what sequence and context parallelism and FP8 products divide by."""
-    multiple = lcm(16 * model.tensor_model_parallel_size, 2 * model.context_parallel_size)
+    """Tokens of the padded buffer: a multiple of what sequence and context parallelism and FP8 products divide by.
+
+    FP8 products take multiples of 16 and 32 tokens, and blockwise ones that are gathered over the TP ranks, of 128.
+    """
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
+    multiple = lcm((128 if model.fp8 else 16) * tp * cp, 2 * cp)
     return -(-num_tokens // multiple) * multiple
 
 
