@@ -12,10 +12,14 @@ write into the residual stream (Radford et al. 2019, section 2.3). Norms and bia
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.config.schema import ModelConfig
@@ -46,20 +50,52 @@ def initialize_weights(chunks: Sequence[MegatronModule], model: ModelConfig) -> 
         model: Gives seed, standard deviation and depth.
     """
     for chunk in chunks:
-        for shard in _weight_shards(chunk):
-            axes = shard.prepend_axis_num
-            std = model.init_method_std
-            if shard.key.endswith(_RESIDUAL_PROJECTIONS):
-                std /= math.sqrt(2.0 * model.num_layers)
-            # Leading axes count layers (and the halves of a gated MLP): part of the name, not of the matrix.
-            index, shape = shard.global_offset[:axes], shard.global_shape[axes:]
-            generator = torch.Generator(device=shard.data.device)
-            generator.manual_seed(_generator_seed(model.seed, shard.key, index))
-            whole = torch.empty(shape, dtype=torch.float32, device=shard.data.device).normal_(
-                0.0, std, generator=generator
-            )
-            place = tuple(
-                slice(offset, offset + size)
-                for offset, size in zip(shard.global_offset[axes:], shard.data.shape, strict=True)
-            )
-            shard.data.copy_(whole[place])
+        with _fp8_weights_drawn_whole(chunk):
+            for shard in _weight_shards(chunk):
+                _draw(shard, model)
+
+
+def _draw(shard: ShardedTensor, model: ModelConfig) -> None:
+    axes = shard.prepend_axis_num
+    std = model.init_method_std
+    if shard.key.endswith(_RESIDUAL_PROJECTIONS):
+        std /= math.sqrt(2.0 * model.num_layers)
+    # Leading axes count layers (and the halves of a gated MLP): part of the name, not of the matrix.
+    index, shape = shard.global_offset[:axes], shard.global_shape[axes:]
+    generator = torch.Generator(device=shard.data.device)
+    generator.manual_seed(_generator_seed(model.seed, shard.key, index))
+    whole = torch.empty(shape, dtype=torch.float32, device=shard.data.device).normal_(0.0, std, generator=generator)
+    place = tuple(
+        slice(offset, offset + size) for offset, size in zip(shard.global_offset[axes:], shard.data.shape, strict=True)
+    )
+    shard.data.copy_(whole[place])
+
+
+@contextmanager
+def _fp8_weights_drawn_whole(chunk: MegatronModule) -> Iterator[None]:
+    """Lets weights that are stored in FP8 be drawn in high precision, and quantises each of them at the end.
+
+    Drawn in parts, as the halves of a gated MLP are, each part would set the scale of the whole. The drawn values are
+    kept where the optimizer takes its masters from (TE's `get_high_precision_init_val`): masters start unrounded.
+    """
+    drawn: list[tuple[Any, torch.Tensor]] = []
+    with ExitStack() as hooks:
+        for module in chunk.modules():
+            values = {
+                name: torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                for name, parameter in module.named_parameters(recurse=False)
+                if is_float8tensor(parameter)
+            }
+            if values:
+                hooks.callback(module.register_state_dict_post_hook(partial(_put, values)).remove)
+                drawn += [(getattr(module, name), value) for name, value in values.items()]
+        yield
+    for parameter, value in drawn:
+        parameter.copy_(value)
+        parameter._high_precision_init_val = value
+
+
+def _put(
+    values: dict[str, torch.Tensor], module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    state.update({prefix + name: value for name, value in values.items()})

@@ -111,8 +111,9 @@ def apply_quantization_overrides(chunk: GPTModel) -> None:
     megatron-core matches the names within the chunk, which start at layer 0 on every pipeline stage.
     """
     for name, module in whole_model_modules(chunk):
-        if hasattr(module, "finish_init"):
-            module.finish_init(get_quant_config_or_none(name, chunk.config.quant_recipe))
+        finish: Any = getattr(module, "finish_init", None)
+        if finish is not None:
+            finish(get_quant_config_or_none(name, chunk.config.quant_recipe))
 
 
 def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> ModuleSpec:
