@@ -123,6 +123,25 @@ def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, m
     return "model.fp8_exclude" if settings.excludes(module) else ""
 
 
+def attention_flops(model: ModelConfig) -> float:
+    """Operations of the two products of attention in one layer and one forward pass of a rank's microbatch, causal."""
+    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+    width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
+    return 2.0 * tokens * model.encoder_seq_length * width
+
+
+def fp8_flops_share(model: ModelConfig) -> float:
+    """Share of a training step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
+    settings = fp8_settings(model)
+    total = attention = 3.0 * model.num_layers * attention_flops(model)
+    in_fp8 = attention if settings is not None and settings.dot_product_attention else 0.0
+    for linear in linears(model):
+        for gemm in gemms(linear):
+            total += gemm.flops
+            in_fp8 += gemm.flops if gemm.fp8 else 0
+    return in_fp8 / total
+
+
 def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
     """The three products of a linear layer: forward, dgrad and wgrad."""
     tokens, out_features, in_features = linear.tokens, linear.out_features, linear.in_features

@@ -27,6 +27,7 @@ _ARGUMENTS = {
     Phase.dgrad: (Role.weight, Role.output_gradient),
     Phase.wgrad: (Role.input, Role.output_gradient),
 }
+_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Where a tensor is cast: its amax is that of the cast until the next microbatch's.
 _CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
 
@@ -112,6 +113,30 @@ def _watch_transformer_engine(modules: dict[str, torch.nn.Module], listener: Lis
 
 
 @contextmanager
+def observe_attention(listener: Callable[[Phase, str], None]) -> Iterator[None]:
+    """Tells the listener of every fused attention of Transformer Engine inside: its pass, and its queries' format.
+
+    Attention by another backend (flash-attn, unfused) is not reported: neither computes in FP8.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import backends
+
+    # Where the queries are among the arguments.
+    places = {"fused_attn_fwd": (Phase.forward, 5), "fused_attn_bwd": (Phase.dgrad, 4)}
+
+    def watched(function: Callable[..., Any], phase: Phase, queries: int) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            listener(phase, _format(args[queries]))
+            return function(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for name, (phase, queries) in places.items():
+            stack.enter_context(_replaced(backends, name, watched(getattr(backends, name), phase, queries)))
+        yield
+
+
+@contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = vars(owner)[name]
     setattr(owner, name, value)
@@ -130,12 +155,18 @@ def _product(phase: Phase, a: Any, b: Any) -> Product:
     )
 
 
-def _operand(role: Role, phase: Phase, tensor: Any) -> Operand:
-    """What TE hands to cuBLAS: a plain tensor, or one of its quantised storages (TE 2.12, pytorch/tensor/storage)."""
+def _format(tensor: Any) -> str:
     dtype = getattr(tensor, "_fp8_dtype", None)
     if dtype is None:
-        return Operand(role=role, format=str(tensor.dtype).removeprefix("torch."), codes=None, scale=None, amax=None)
-    e4m3 = str(dtype).endswith("kFloat8E4M3")
+        return str(tensor.dtype).removeprefix("torch.")
+    return "e4m3" if str(dtype).endswith("kFloat8E4M3") else "e5m2"
+
+
+def _operand(role: Role, phase: Phase, tensor: Any) -> Operand:
+    """What TE hands to cuBLAS: a plain tensor, or one of its quantised storages (TE 2.12, pytorch/tensor/storage)."""
+    name = _format(tensor)
+    if name not in _CODES:
+        return Operand(role=role, format=name, codes=None, scale=None, amax=None)
     codes, scale_inv = _stored(tensor)
     if scale_inv.dtype is torch.uint8:
         # E8M0: an exponent with a bias of 127.
@@ -146,8 +177,8 @@ def _operand(role: Role, phase: Phase, tensor: Any) -> Operand:
     amax = getattr(tensor._quantizer, "amax", None)
     return Operand(
         role=role,
-        format="e4m3" if e4m3 else "e5m2",
-        codes=codes.view(torch.float8_e4m3fn if e4m3 else torch.float8_e5m2),
+        format=name,
+        codes=codes.view(_CODES[name]),
         scale=scale,
         amax=amax if phase is _CAST_IN[role] else None,
     )

@@ -1,0 +1,102 @@
+"""Do FP8 weights follow their masters? Asked once, after the first optimizer step of a run with FP8 parameters.
+
+With the wrong fields set megatron-core's optimizer passes FP8 weights over: the loss falls a little, through norms and
+embeddings, and the matrices never change (FP8.md, trap 1). Each rank looks at the part of each weight whose master it
+holds, which is right whether the others have been gathered yet or not.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from gpt_pretrain.config.fp8 import FORMAT_MAX
+
+# Columns of the fingerprint: sums of codes that all have to cancel for a change to go unnoticed.
+_COLUMNS = 256
+# E4M3: spacing between neighbours relative to their value, and absolute below the smallest normal number.
+_RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    """A rank's part of an FP8 weight, and the fp32 master of that part."""
+
+    weight: Any
+    master: torch.Tensor
+    start: int
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 [n]."""
+        data = self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data
+        part: torch.Tensor = data.view(-1)[self.start : self.start + self.master.numel()]
+        return part
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What the codes stand for, fp32 [n]."""
+        whole: torch.Tensor = self.weight.dequantize(dtype=torch.float32)
+        return whole.view(-1)[self.start : self.start + self.master.numel()]
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """fp32 [1]: the largest, where each block has its own."""
+        weight = self.weight
+        scale_inv: torch.Tensor = weight._scale_inv if hasattr(weight, "_scale_inv") else weight._rowwise_scale_inv
+        return scale_inv.max()
+
+
+def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and part.ddp_config.fp8_param_gather:
+            for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
+                if master is not None:
+                    yield _Shard(weight=weight, master=master, start=start)
+
+
+def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
+    """int64 [at most 256 + rest]: column sums, which need no copy of the codes."""
+    whole = codes.numel() // _COLUMNS * _COLUMNS
+    return torch.cat([codes[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), codes[whole:].long()])
+
+
+class MasterCheck:
+    """Compares the FP8 weights of this rank before and after an optimizer step, and with their masters.
+
+    Args:
+        optimizer: The run's optimizer.
+        names: id of a weight to the name of its layer in the whole model.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._before = [_fingerprint(shard.codes) for shard in _shards(optimizer)]
+
+    @torch.no_grad()
+    def problems(self, lr: float) -> Iterator[tuple[str, str, str, str]]:
+        """Layer, what, planned, live: of each weight that did not follow its master; waits for the device.
+
+        Args:
+            lr: Learning rate of the step. A weight must have changed where so many values moved by it that some must
+                have reached another code.
+        """
+        for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
+            name = self._names.get(id(shard.weight), "a weight")
+            limit = FORMAT_MAX["e4m3"] * shard.scale_inv
+            master = shard.master.view(-1)
+            # A delayed scale may be too large for the newest values, which then saturate.
+            aim = master.clamp(-limit, limit)
+            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * shard.scale_inv)
+            off = int(((shard.values - aim).abs() > step).sum())
+            if off:
+                planned = "every value within one FP8 step of its master"
+                yield name, "weight after the step", planned, f"{off:,} of {master.numel():,} values are not"
+            # Codes of usual weights (standard deviation 0.02) are about 2e-3 apart.
+            must_change = master.numel() * lr / 2e-3 > 30
+            if must_change and torch.equal(_fingerprint(shard.codes), before):
+                yield name, "weight after the step", "changed", "the same codes as before"

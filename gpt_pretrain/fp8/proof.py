@@ -1,0 +1,231 @@
+"""The proof: what the configuration asked of FP8 is what the live layers did in their first training step.
+
+Each rank watches every matrix product of its linear layers during one step, reads back their recipe objects and how
+their weights are stored, and compares all of it with the plan (`config/gemms.py`, `config/fp8.py`). Any difference on
+any rank ends the run on all of them, with a table. After that step nothing of it is left in the way.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.config.gemms import Linear, fp8_flops_share, linears
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.fp8.gemms import Phase, Product
+from gpt_pretrain.fp8.masters import MasterCheck
+from gpt_pretrain.fp8.observer import observe_attention, observe_products
+from gpt_pretrain.fp8.readback import NOT_IN_FP8, live_recipe, parameter_bytes, planned_recipe, weight_storage
+from gpt_pretrain.megatron.layers import whole_model_modules
+from gpt_pretrain.megatron.model import Model
+
+_FP8_FORMATS = ("e4m3", "e5m2")
+_ROWS_SHOWN = 20
+_WAY_OUT = (
+    "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
+    "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One thing that is not as planned."""
+
+    module: str
+    what: str
+    planned: str
+    live: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proven:
+    """What the proof found, the same on all ranks."""
+
+    num_fp8_products: int
+    """Matrix products of linear layers in FP8, of all ranks: three for each layer, each counted once."""
+    num_products: int
+    """Those of all linear layers in the transformer layers."""
+    fp8_flops_share: float
+    """Share of a step's matrix operations in FP8; attention and LM head are in the whole."""
+    fp8_parameter_bytes_share: float
+    """Share of the model's parameter bytes that is FP8."""
+    time_s: float
+    """Seconds that the comparison took, the step itself left out."""
+
+
+class ProofError(UserError):
+    """The live layers do not do what was planned.
+
+    Args:
+        differences: All that differs, of all ranks; never empty.
+    """
+
+    def __init__(self, differences: list[Difference]) -> None:
+        self.differences = tuple(differences)
+        super().__init__("FP8 does not run as planned:\n" + _table(differences) + "\n" + _WAY_OUT)
+
+
+def _table(differences: list[Difference]) -> str:
+    rows = [("layer", "what", "planned", "live")]
+    rows += [(each.module, each.what, each.planned, each.live) for each in differences[:_ROWS_SHOWN]]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
+    ]
+    rest = len(differences) - _ROWS_SHOWN
+    return "\n".join([*lines, f"… and {rest} more"] if rest > 0 else lines)
+
+
+class Proof:
+    """Watches one training step of a model with FP8, and judges it.
+
+    Args:
+        config: The run's configuration; `model.fp8` is on.
+        model: This rank's model.
+        optimizer: Its optimizer.
+    """
+
+    def __init__(self, config: Config, model: Model, optimizer: MegatronOptimizer) -> None:
+        settings = fp8_settings(config.model)
+        assert settings is not None, "there is nothing to prove without FP8"
+        self._config = config
+        self._settings = settings
+        self._chunks = model.gpt_chunks
+        self._optimizer = optimizer
+        self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
+        self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
+        self._planned = {linear.module: linear for linear in _linears_of(config, self._chunks)}
+        self._products: dict[tuple[str, Phase], set[tuple[str, str]]] = defaultdict(set)
+        self._attention: dict[Phase, set[str]] = defaultdict(set)
+        self._masters: MasterCheck | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the training step that is to be judged."""
+        if self._settings.params:
+            self._masters = MasterCheck(
+                self._optimizer, {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
+            )
+        with ExitStack() as stack:
+            stack.enter_context(observe_products(self._chunks, self._note))
+            if self._settings.dot_product_attention:
+                stack.enter_context(observe_attention(lambda phase, name: self._attention[phase].add(name)))
+            yield
+
+    def _note(self, module: str, product: Product) -> None:
+        self._products[module, product.phase].add(product.formats)
+
+    def judge(self, lr: float) -> Proven:
+        """Compares what was watched with the plan, on all ranks together; every rank calls it.
+
+        Args:
+            lr: Learning rate of the step.
+
+        Raises:
+            ProofError: Something differs, on this rank or another.
+        """
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        found: list[list[Difference]] = [[]] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, list(self._differences(lr)))
+        differences = list(dict.fromkeys(difference for of_rank in found for difference in of_rank))
+        if differences:
+            raise ProofError(differences)
+        total, in_fp8 = self._parameter_bytes()
+        layers = [linear for linear in linears(self._config.model) if linear.layer >= 0]
+        num_fp8 = sum(2 * (linear.precision == "fp8") + (linear.wgrad_precision == "fp8") for linear in layers)
+        return Proven(
+            num_fp8_products=num_fp8,
+            num_products=3 * len(layers),
+            fp8_flops_share=fp8_flops_share(self._config.model),
+            fp8_parameter_bytes_share=in_fp8 / total,
+            time_s=time.monotonic() - began,
+        )
+
+    def _differences(self, lr: float) -> Iterator[Difference]:
+        for name, linear in self._planned.items():
+            module = self._modules.get(name)
+            if module is None:
+                yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
+                continue
+            yield from self._product_differences(linear)
+            yield from _recipe_differences(linear, module, self._settings)
+            planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
+            live = weight_storage(module)
+            if live != planned:
+                yield Difference(module=name, what="weight stored in", planned=planned, live=live)
+        for (name, phase), formats in self._products.items():
+            if name not in self._planned and any(part in _FP8_FORMATS for pair in formats for part in pair):
+                yield Difference(module=name, what=phase.value, planned="not in FP8", live=_listed(formats))
+        yield from self._attention_differences()
+        for row in self._masters.problems(lr) if self._masters is not None else ():
+            yield Difference(module=row[0], what=row[1], planned=row[2], live=row[3])
+
+    def _product_differences(self, linear: Linear) -> Iterator[Difference]:
+        for phase, planned in _planned_formats(linear, self._settings, self._high).items():
+            live = self._products.get((linear.module, phase), set())
+            # Layers that never compute in FP8 need not report what they do.
+            silent = not live and linear.precision != "fp8"
+            if live != {planned} and not silent:
+                yield Difference(module=linear.module, what=phase.value, planned=_listed({planned}), live=_listed(live))
+
+    def _attention_differences(self) -> Iterator[Difference]:
+        if not self._settings.dot_product_attention:
+            return
+        for phase in (Phase.forward, Phase.dgrad):
+            live = self._attention.get(phase, set())
+            if live != {"e4m3"}:
+                what = f"attention, {'forward' if phase is Phase.forward else 'backward'}"
+                yield Difference(
+                    module="core_attention", what=what, planned="e4m3", live=", ".join(sorted(live)) or "none"
+                )
+
+    def _parameter_bytes(self) -> tuple[int, int]:
+        sums = torch.tensor(
+            [parameter_bytes(chunk) for chunk in self._chunks], dtype=torch.float64, device=torch.cuda.current_device()
+        ).sum(0)
+        torch.distributed.all_reduce(sums, group=parallel_state.get_model_parallel_group())
+        total, in_fp8 = sums.tolist()
+        return int(total), int(in_fp8)
+
+
+def _linears_of(config: Config, chunks: list[GPTModel]) -> Iterator[Linear]:
+    """The linear layers of the transformer layers that these chunks hold."""
+    held = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
+    return (linear for linear in linears(config.model) if linear.layer in held)
+
+
+def _planned_formats(linear: Linear, settings: Fp8Settings, high: str) -> dict[Phase, tuple[str, str]]:
+    forward, gradient = settings.forward_format, settings.gradient_format
+    if linear.precision != "fp8":
+        forward = gradient = high
+    formats = {
+        Phase.forward: (forward, forward),
+        Phase.dgrad: (gradient, forward),
+        Phase.wgrad: (gradient, forward),
+    }
+    if linear.wgrad_precision != "fp8":
+        formats[Phase.wgrad] = (high, high)
+    return formats
+
+
+def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
+    planned = planned_recipe(settings) if linear.precision == "fp8" else NOT_IN_FP8
+    live = live_recipe(module)
+    for what in sorted({*planned, *live}):
+        if planned.get(what) != live.get(what):
+            yield Difference(
+                module=linear.module, what=what, planned=planned.get(what, "none"), live=live.get(what, "none")
+            )
+
+
+def _listed(formats: set[tuple[str, str]]) -> str:
+    return " and ".join(sorted(f"{first} × {second}" for first, second in formats)) or "no such product"

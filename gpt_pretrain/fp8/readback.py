@@ -1,0 +1,81 @@
+"""What a live linear layer says of itself: the recipe object that it used last, and how its weight is stored."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import is_float8tensor
+
+from gpt_pretrain.config.fp8 import Fp8Settings
+from gpt_pretrain.config.schema import Fp8RecipeName
+
+# Transformer Engine's classes (transformer_engine.common.recipe).
+_CLASSES = {
+    Fp8RecipeName.delayed: "DelayedScaling",
+    Fp8RecipeName.tensorwise: "Float8CurrentScaling",
+    Fp8RecipeName.blockwise: "Float8BlockScaling",
+    Fp8RecipeName.mxfp8: "MXFP8BlockScaling",
+}
+NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
+
+
+def planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
+    """What `live_recipe` says of a layer that does as the settings say."""
+    said = {"recipe": _CLASSES[settings.recipe], "format": "HYBRID" if settings.hybrid else "E4M3"}
+    if settings.recipe is Fp8RecipeName.delayed:
+        said |= {
+            "margin": str(settings.margin),
+            "amax history": str(settings.amax_history_len),
+            "amax of the history": settings.amax_compute_algo.value,
+            "amax reduced over ranks": "True",
+        }
+    if settings.recipe is Fp8RecipeName.tensorwise:
+        said["scales"] = "any"
+    if settings.recipe is Fp8RecipeName.blockwise:
+        said["scales"] = "powers of two"
+    return said | {"FP8 attention": str(settings.dot_product_attention)}
+
+
+def live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
+    """The recipe of the last forward pass: of an emulated layer, of a Transformer Engine layer, or none."""
+    settings = getattr(module, "fp8_settings", None)
+    if isinstance(settings, Fp8Settings):
+        return planned_recipe(settings)
+    if not getattr(module, "fp8", False):
+        return NOT_IN_FP8
+    meta: Any = module.fp8_meta
+    recipe = meta["recipe"]
+    name = next(cls.__name__ for cls in type(recipe).__mro__ if cls.__module__.startswith("transformer_engine."))
+    said = {"recipe": name, "format": recipe.fp8_format.name}
+    if name == "DelayedScaling":
+        # The history that is there, not the one that the recipe asks for.
+        said |= {
+            "margin": str(recipe.margin),
+            "amax history": str(meta["scaling_fwd"].amax_history.shape[0]),
+            "amax of the history": str(recipe.amax_compute_algo),
+            "amax reduced over ranks": str(recipe.reduce_amax),
+        }
+    if name == "Float8CurrentScaling":
+        said["scales"] = "powers of two" if recipe.use_power_2_scales else "any"
+    if name == "Float8BlockScaling":
+        said["scales"] = "any" if recipe.use_f32_scales else "powers of two"
+    return said | {"FP8 attention": str(recipe.fp8_dpa)}
+
+
+def weight_storage(module: torch.nn.Module) -> str:
+    """How the weight of a linear layer is stored: "fp8", or its type."""
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return "fp8" if is_float8tensor(weight) else str(weight.dtype).removeprefix("torch.")
+
+
+def parameter_bytes(module: torch.nn.Module) -> tuple[int, int]:
+    """Bytes of all parameters of a module, and of those stored in FP8; scales are left out."""
+    total = in_fp8 = 0
+    for parameter in module.parameters():
+        if is_float8tensor(parameter):
+            total += parameter.numel()
+            in_fp8 += parameter.numel()
+        else:
+            total += parameter.numel() * parameter.element_size()
+    return total, in_fp8
