@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role
 from gpt_pretrain.megatron.layers import whole_model_modules
 
 # A module's name in the whole model, and a product right before it is computed. Must not wait for the device.
@@ -40,13 +40,14 @@ def observe_products(chunks: Sequence[GPTModel], listener: Listener) -> Iterator
         chunks: This rank's GPTModels.
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
     """
-    emulated: list[Any] = []
+    emulated: list[tuple[Any, ProductListener | None]] = []
     transformer_engine: dict[str, torch.nn.Module] = {}
     for chunk in chunks:
         for name, module in whole_model_modules(chunk):
             if hasattr(module, "product_listener"):
-                emulated.append(module)
-                emulated[-1].product_listener = partial(listener, name)
+                layer: Any = module
+                emulated.append((layer, layer.product_listener))
+                layer.product_listener = _both(layer.product_listener, partial(listener, name))
             elif is_te_linear(module):
                 transformer_engine[name] = module
     with ExitStack() as stack:
@@ -55,8 +56,20 @@ def observe_products(chunks: Sequence[GPTModel], listener: Listener) -> Iterator
         try:
             yield
         finally:
-            for module in emulated:
-                module.product_listener = None
+            for module, before in emulated:
+                module.product_listener = before
+
+
+def _both(first: ProductListener | None, second: ProductListener) -> ProductListener:
+    """The proof and the statistics may watch the same step."""
+    if first is None:
+        return second
+
+    def tell(product: Product) -> None:
+        first(product)
+        second(product)
+
+    return tell
 
 
 def is_te_linear(module: torch.nn.Module) -> bool:
