@@ -1,0 +1,67 @@
+"""A training run in which something below the configuration does not do what it is told: SABOTAGE OVERRIDE…
+
+Each sabotage is a fault that another stack shipped, or that a change of a library could bring: FP8 silently off,
+weights that do not follow their masters, a recipe from somewhere else.
+"""
+
+import dataclasses
+import sys
+
+from gpt_pretrain.__main__ import main
+from gpt_pretrain.config.schema import Fp8RecipeName
+from gpt_pretrain.megatron.cpu import install_cpu_device
+
+
+def replace_te_layers():
+    """megatron-core's local layers where Transformer Engine's were planned."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from gpt_pretrain.megatron import layers
+
+    layers.get_gpt_layer_with_transformer_engine_spec = lambda: get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
+def drop_gather():
+    """FP8 parameters that the optimizer passes over."""
+    from gpt_pretrain.megatron import model
+
+    translate = model.translate_ddp
+    model.translate_ddp = lambda config: dataclasses.replace(translate(config), fp8_param_gather=False)
+
+
+def swap_te_recipe():
+    """Another recipe than the one that was planned."""
+    from megatron.core import fp8_utils
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    fp8_utils.get_fp8_recipe = lambda config: Float8CurrentScaling()
+
+
+def replace_emulated_layers():
+    """Plain local layers where emulated ones were planned."""
+    from gpt_pretrain.training import run
+
+    run.emulated_layers = lambda *arguments: None
+
+
+def swap_emulated_recipe():
+    """Another recipe than the one that was planned."""
+    from gpt_pretrain.training import run
+
+    build = run.emulated_layers
+
+    def swapped(config, platform, settings):
+        return build(config, platform, dataclasses.replace(settings, recipe=Fp8RecipeName.tensorwise))
+
+    run.emulated_layers = swapped
+
+
+SABOTAGES = {
+    sabotage.__name__: sabotage
+    for sabotage in (replace_te_layers, drop_gather, swap_te_recipe, replace_emulated_layers, swap_emulated_recipe)
+}
+
+if __name__ == "__main__":
+    install_cpu_device()
+    SABOTAGES[sys.argv[1]]()
+    sys.exit(main(sys.argv[2:]))

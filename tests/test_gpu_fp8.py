@@ -1,0 +1,98 @@
+"""FP8 on one GPU through the command line: the proof passes where FP8 runs, and ends the run where it does not."""
+
+import json
+import os
+
+import pytest
+
+from gpt_pretrain.report.metrics_file import load_metrics
+from tests.launching import gpu_environment, run_ranks
+from tests.runs import SMALL_GPU_RUN, small_run_arguments
+
+pytestmark = pytest.mark.gpu
+
+NEMO = (
+    "++model.fp8=True",
+    "++model.fp8_hybrid=True",
+    "++model.fp8_e4m3=False",
+    "++model.fp8_margin=0",
+    "++model.fp8_amax_history_len=1024",
+    '++model.fp8_amax_compute_algo="max"',
+    "++model.fp8_params=True",
+    "++model.transformer_engine=True",
+)
+STORED = "model.fp8_params=true"
+RUNS = {
+    "bf16": (),
+    "nemo": NEMO,
+    "delayed": ("fp8=delayed",),
+    "delayed most recent": ("fp8=delayed", "model.fp8_amax_compute_algo=most_recent", "model.fp8_margin=1"),
+    "delayed excluded": ("fp8=delayed", "model.fp8_exclude=['decoder.layers.0.*','*.linear_fc2']"),
+    "delayed excluded stored": ("fp8=delayed", STORED, "model.fp8_exclude=['decoder.layers.0.*']"),
+    "tensorwise": ("fp8=tensorwise",),
+    "tensorwise stored": ("fp8=tensorwise", STORED),
+    "tensorwise ends in bf16": ("fp8=tensorwise", "model.first_last_layers_bf16=true"),
+    "blockwise": ("fp8=blockwise",),
+    "delayed recomputed": (
+        "fp8=delayed",
+        "model.activations_checkpoint_granularity=full",
+        "model.activations_checkpoint_method=uniform",
+        "model.activations_checkpoint_num_layers=1",
+    ),
+    "delayed attention": ("fp8=delayed", "model.fp8_dot_product_attention=true"),
+}
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(tmp_path, cache_dir, overrides, program=("-m", "gpt_pretrain")):
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL_GPU_RUN, *overrides])
+    assert arguments[:2] == ["-m", "gpt_pretrain"]
+    return run_ranks(1, [*program, *arguments[2:]], env=gpu_environment(1))
+
+
+@pytest.fixture(scope="module")
+def bf16_loss(tmp_path_factory, cache_dir):
+    directory = tmp_path_factory.mktemp("bf16")
+    done = run(directory, cache_dir, RUNS["bf16"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return load_metrics(directory / "run").train[-1].loss
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "bf16"])
+def test_fp8_is_proven_and_learns_as_bf16_does(tmp_path, cache_dir, bf16_loss, name):
+    done = run(tmp_path, cache_dir, RUNS[name])
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (coverage,) = [line for line in lines if line["kind"] == "fp8_coverage"]
+    assert 0.3 < coverage["gemm_flops_share"] < 1.0
+    assert (coverage["parameter_bytes_share"] > 0) == any("fp8_params" in override for override in RUNS[name])
+    assert load_metrics(tmp_path / "run").train[-1].loss == pytest.approx(bf16_loss, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "overrides", "expected"),
+    [
+        ("replace_te_layers", ("fp8=delayed",), "e4m3 × e4m3"),
+        ("swap_te_recipe", ("fp8=delayed",), "DelayedScaling"),
+        ("drop_gather", ("fp8=delayed", STORED), "weight after the step"),
+    ],
+)
+def test_a_sabotaged_run_ends_with_what_differs(tmp_path, cache_dir, sabotage, overrides, expected):
+    done = run(tmp_path, cache_dir, overrides, program=("tests/programs/sabotaged_run.py", sabotage))
+    assert done.returncode == 2, done.stdout[-1500:] + done.stderr[-3000:]
+    assert "FP8 does not run as planned" in done.stderr
+    assert expected in done.stderr
+
+
+def test_an_environment_variable_that_changes_the_recipe_is_refused(tmp_path, cache_dir):
+    os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
+    try:
+        done = run(tmp_path, cache_dir, ("fp8=blockwise",))
+    finally:
+        del os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"]
+    assert done.returncode == 2
+    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" in done.stderr
