@@ -11,8 +11,15 @@ from rich.console import Console
 from gpt_pretrain.report.chart import draw_loss_chart
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import Metrics
-from gpt_pretrain.report.numbers import format_count, format_duration, format_percent, format_rate
-from gpt_pretrain.report.records import StartRecord, TrainRecord, ValidationRecord
+from gpt_pretrain.report.numbers import format_count, format_duration, format_percent, format_rate, format_share
+from gpt_pretrain.report.records import (
+    Fp8CoverageRecord,
+    Fp8Record,
+    Fp8Tensor,
+    StartRecord,
+    TrainRecord,
+    ValidationRecord,
+)
 from gpt_pretrain.report.summary import build_summary
 
 RECORD = TrainRecord(
@@ -33,6 +40,28 @@ RECORD = TrainRecord(
 )
 CPU_RECORD = replace(RECORD, tokens_per_s=12345.6, tflops_per_gpu=None, mfu=None, memory_gib=1.25, grad_norm=None)
 VALIDATION = ValidationRecord(step=100, loss=4.5, perplexity=90.017, num_samples=128, time_s=1.25)
+
+# From a layer's tensors, the fourth is to be left out: nothing of it saturates, and others flush more.
+FP8_TENSORS = tuple(
+    Fp8Tensor(
+        layer=f"decoder.layers.{layer}.self_attention.linear_qkv",
+        tensor=tensor,
+        amax=amax,
+        scale_min=4.48e7,
+        scale_max=scale_max,
+        saturated=saturated,
+        flushed=flushed,
+        amax_history_used=history,
+    )
+    for layer, tensor, amax, scale_max, saturated, flushed, history in (
+        (0, "input", 3.0, 4.48e7, 0.0, 0.5, 16),
+        (117, "output_gradient", 1.25e-5, 4.48e7, 0.0125, 0.0, 16),
+        (2, "weight", None, 9.0e7, None, 0.75, None),
+        (3, "input", 3.0, 4.48e7, 0.0, 0.25, 16),
+    )
+)
+FP8 = Fp8Record(step=100, tensors=FP8_TENSORS, warnings=("layer 117 saturates; raise model.fp8_margin",))
+COVERAGE = Fp8CoverageRecord(step=1, gemm_flops_share=0.875, parameter_bytes_share=0.0)
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -90,6 +119,41 @@ def test_a_log_has_one_stable_line_a_record():
     assert plain_output(lambda console: console.validation(VALIDATION)) == (
         "validation step 100/300 loss 4.5000 perplexity 90.02 num_samples 128 time_s 1.25\n"
     )
+
+
+def test_a_log_names_the_tensors_that_fp8_treats_worst_and_warns():
+    assert plain_output(lambda console: console.show(FP8)) == (
+        "fp8 step 100/300 worst 1/4 layer decoder.layers.117.self_attention.linear_qkv tensor output_gradient "
+        "saturated 0.0125 flushed 0 amax 1.250e-05 scale_min 4.480e+07 scale_max 4.480e+07 amax_history_used 16\n"
+        "fp8 step 100/300 worst 2/4 layer decoder.layers.2.self_attention.linear_qkv tensor weight "
+        "saturated - flushed 0.75 amax - scale_min 4.480e+07 scale_max 9.000e+07 amax_history_used -\n"
+        "fp8 step 100/300 worst 3/4 layer decoder.layers.0.self_attention.linear_qkv tensor input "
+        "saturated 0 flushed 0.5 amax 3.000e+00 scale_min 4.480e+07 scale_max 4.480e+07 amax_history_used 16\n"
+        "warning: layer 117 saturates; raise model.fp8_margin\n"
+    )
+    assert plain_output(lambda console: console.show(COVERAGE)) == (
+        "fp8_coverage step 1 gemm_flops_share 0.8750 parameter_bytes_share 0.0000\n"
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_the_worst_tensors_as_a_table(width):
+    output = terminal_console(width)
+    with RunConsole(max_steps=300, output=output) as console:
+        console.show(RECORD)
+        console.show(COVERAGE)
+        console.show(FP8)
+        console.show(replace(FP8, tensors=(), warnings=()))
+    lines = [line.rstrip() for line in lines_of(output)]
+    text = "\n".join(lines)
+
+    assert max(map(len, lines)) <= width
+    assert "FP8: 87.5% of the FLOPs of matrix products, 0% of the parameters' bytes" in text
+    assert "step 100/300  FP8, worst 3 of 4 tensors" in text
+    assert re.search(r"^117 linear_qkv +output gradient +1\.2% +0% +1\.25e-05 +4\.48e\+07$", text, re.M)
+    assert re.search(r"^2 linear_qkv +weight +– +75\.0% +– +4\.48e\+07…9e\+07$", text, re.M)
+    assert "3 linear_qkv" not in text
+    assert "warning: layer 117 saturates" in text
 
 
 def test_the_columns_of_a_log_do_not_depend_on_what_was_measured():
@@ -267,6 +331,15 @@ def test_rates_have_three_digits(value, text):
 )  # fmt: skip
 def test_durations(seconds, text):
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(None, "–"), (0.0, "0%"), (1e-6, "<0.001%"), (1e-5, "0.001%"), (0.00123, "0.12%"), (0.0996, "10%"),
+     (0.3149, "31.5%"), (1.0, "100.0%")],
+)  # fmt: skip
+def test_shares_down_to_a_few_values_in_a_million(share, text):
+    assert format_share(share) == text
 
 
 def test_percent():

@@ -16,6 +16,9 @@ from gpt_pretrain.report import records
 from gpt_pretrain.report.metrics_file import Metrics, MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import (
     RECORD_KINDS,
+    Fp8CoverageRecord,
+    Fp8Record,
+    Fp8Tensor,
     Record,
     StartRecord,
     SummaryRecord,
@@ -45,6 +48,22 @@ def train(step, **changes):
         time_unix=1.7e9,
     )
     return replace(record, **changes)
+
+
+TENSOR = Fp8Tensor(
+    layer="decoder.layers.0.mlp.linear_fc1",
+    tensor="input",
+    amax=3.5,
+    scale_min=128.0,
+    scale_max=128.0,
+    saturated=0.0,
+    flushed=0.25,
+    amax_history_used=16,
+)
+
+
+def fp8(step, **changes):
+    return Fp8Record(step=step, tensors=(TENSOR, replace(TENSOR, **changes)), warnings=("it saturates",))
 
 
 def validation(step, loss):
@@ -79,10 +98,15 @@ def write(run_dir, *written):
             file.write(record)
 
 
+def bases(record_class):
+    """The class and those above it that have fields, topmost first."""
+    return [cls for cls in reversed(record_class.__mro__) if cls.__module__ == records.__name__]
+
+
 def field_documentation(record_class):
     """Field → the string below it in the source, on one line."""
     documented = {}
-    for cls in (Record, record_class):
+    for cls in bases(record_class):
         body = ast.parse(inspect.getsource(cls)).body[0].body
         for field, text in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
@@ -91,22 +115,33 @@ def field_documentation(record_class):
 
 
 def documented_tables():
-    """Kind → list of (field, type, meaning) from the tables of docs/metrics.md."""
+    """Kind → list of (field, type, meaning) from the tables of docs/metrics.md; objects in a record have their own."""
     tables = {}
     for section in re.split(r"^## ", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]:
-        if kind := re.match(r"`(\w+)`", section):
+        if kind := re.match(r"`([\w.]+)`", section):
             rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", section, flags=re.MULTILINE)
             tables[kind.group(1)] = rows
     return tables
 
 
-@pytest.mark.parametrize("kind", RECORD_KINDS)
+DOCUMENTED = {**RECORD_KINDS, "fp8.tensors": Fp8Tensor}
+
+
+@pytest.mark.parametrize("kind", DOCUMENTED)
 def test_the_document_lists_every_field_with_its_type_and_meaning(kind):
-    record_class = RECORD_KINDS[kind]
-    types = {"int": "integer", "float": "number", "float | None": "number or null", "str | None": "string or null"}
+    record_class = DOCUMENTED[kind]
+    types = {
+        "int": "integer",
+        "int | None": "integer or null",
+        "float": "number",
+        "float | None": "number or null",
+        "str | None": "string or null",
+        "tuple[str, ...]": "list of strings",
+        "tuple[Fp8Tensor, ...]": "list of objects",
+    }
     annotations = {
         node.target.id: ast.unparse(node.annotation)
-        for cls in (Record, record_class)
+        for cls in bases(record_class)
         for node in ast.parse(inspect.getsource(cls)).body[0].body
         if isinstance(node, ast.AnnAssign)
     }
@@ -120,7 +155,7 @@ def test_the_document_lists_every_field_with_its_type_and_meaning(kind):
 
 
 def test_the_document_describes_no_kind_that_does_not_exist():
-    assert set(documented_tables()) == set(RECORD_KINDS)
+    assert set(documented_tables()) == set(DOCUMENTED)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +166,9 @@ def test_the_document_describes_no_kind_that_does_not_exist():
         train(10, grad_norm=None, loss=math.inf),
         validation(100, 4.25),
         summary(sample_prompt="def ", sample_text="f():\n    return 'ü'\u2028"),
+        Fp8CoverageRecord(step=1, gemm_flops_share=0.75, parameter_bytes_share=0.0),
+        Fp8Record(step=1, tensors=(), warnings=()),
+        fp8(10, tensor="weight", amax=math.inf, saturated=None, amax_history_used=None),
     ],
 )
 def test_a_record_is_one_line_of_strict_json_and_comes_back(record):
@@ -169,6 +207,20 @@ def test_a_resumed_run_supersedes_what_the_cut_one_wrote_after_the_checkpoint(tm
     assert [start.step for start in metrics.starts] == [0, 20]
 
 
+def test_fp8_records_follow_the_history_of_their_run(tmp_path):
+    coverage = [Fp8CoverageRecord(step=step, gemm_flops_share=0.5, parameter_bytes_share=0.0) for step in (1, 21)]
+    write(tmp_path, StartRecord(step=0, time_unix=1.0), coverage[0], fp8(10), fp8(20), fp8(30))
+    assert load_metrics(tmp_path).fp8_coverage == coverage[0]
+    write(tmp_path, StartRecord(step=20, time_unix=2.0))
+    assert load_metrics(tmp_path).fp8_coverage is None, "this start has not proven anything yet"
+    write(tmp_path, coverage[1], fp8(40))
+
+    metrics = load_metrics(tmp_path)
+
+    assert metrics.fp8 == [fp8(10), fp8(20), fp8(40)]
+    assert metrics.fp8_coverage == coverage[1]
+
+
 def test_a_run_started_over_in_the_same_directory_begins_a_new_history(tmp_path):
     write(tmp_path, StartRecord(step=0, time_unix=1.0), train(10), train(20), summary())
     write(tmp_path, StartRecord(step=0, time_unix=2.0), train(10, loss=1.0))
@@ -200,8 +252,8 @@ def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
 
 
 def test_kinds_and_fields_of_a_newer_version_are_ignored(tmp_path):
-    newer = json.loads(train(10).to_line()) | {"fp8_layers": 12}
-    metrics_path(tmp_path).write_text(f'{{"kind": "fp8", "amax": 1.0}}\n{json.dumps(newer)}\n')
+    newer = json.loads(train(10).to_line()) | {"experts": {"used": 12}}
+    metrics_path(tmp_path).write_text(f'{{"kind": "moe", "load": [1.0]}}\n{json.dumps(newer)}\n')
 
     assert load_metrics(tmp_path).train == [train(10)]
 
@@ -218,6 +270,9 @@ def test_kinds_and_fields_of_a_newer_version_are_ignored(tmp_path):
         ),
         ('{"kind": "start", "step": 1.5, "time_unix": 1}', r"1\.5 is not int"),
         ('{"kind": "start", "step": 1, "time_unix": true}', r"True is not float"),
+        ('{"kind": "fp8", "step": 1, "tensors": {}, "warnings": []}', r"field \"tensors\" .*: {} is not a list"),
+        ('{"kind": "fp8", "step": 1, "tensors": [1], "warnings": []}', r"field \"tensors\" .*: 1 is not an object"),
+        ('{"kind": "fp8", "step": 1, "tensors": [{}], "warnings": []}', r"a Fp8Tensor has no field \"layer\""),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, message):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -10,14 +11,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
-from gpt_pretrain.report.records import TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import Fp8CoverageRecord, Fp8Record, Fp8Tensor, TrainRecord, ValidationRecord
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 
 
 def logging_config(*, tensorboard=True, wandb=False):
     return LoggingConfig(
-        tensorboard=tensorboard, wandb=wandb, wandb_project="test", wandb_entity=None, peak_tflops=None
+        tensorboard=tensorboard,
+        wandb=wandb,
+        wandb_project="test",
+        wandb_entity=None,
+        fp8_statistics_interval=None,
+        fp8_saturation_threshold=1e-3,
+        peak_tflops=None,
     )
 
 
@@ -75,6 +82,39 @@ def test_tensorboard_reads_what_was_measured_and_nothing_else(tmp_path):
     assert "train/step" not in tags
 
 
+def test_tensorboard_shows_each_fp8_tensor(tmp_path):
+    fc1 = Fp8Tensor(
+        layer="decoder.layers.0.mlp.linear_fc1",
+        tensor="input",
+        amax=3.5,
+        scale_min=64.0,
+        scale_max=128.0,
+        saturated=0.125,
+        flushed=0.25,
+        amax_history_used=3,
+    )
+    weight = replace(fc1, tensor="weight", amax=None, saturated=None, amax_history_used=7)
+    with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
+        sinks.write(Fp8CoverageRecord(step=1, gemm_flops_share=0.75, parameter_bytes_share=0.5))
+        sinks.write(Fp8Record(step=10, tensors=(fc1, weight), warnings=("it saturates",)))
+
+    layer = "decoder.layers.0.mlp.linear_fc1"
+    expected = {
+        "fp8_coverage/gemm_flops_share": {1: 0.75},
+        "fp8_coverage/parameter_bytes_share": {1: 0.5},
+        f"fp8/amax/{layer}/input": {10: 3.5},
+        f"fp8/scale/{layer}/input": {10: 128.0},
+        f"fp8/saturated/{layer}/input": {10: 0.125},
+        f"fp8/flushed/{layer}/input": {10: 0.25},
+        f"fp8/scale/{layer}/weight": {10: 128.0},
+        f"fp8/flushed/{layer}/weight": {10: 0.25},
+        "fp8/amax_history_used_min": {10: 3.0},
+        "fp8/amax_history_used_max": {10: 7.0},
+    }
+    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    assert {tag: tensorboard_scalars(tmp_path, tag) for tag in tags} == expected
+
+
 def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path):
     run(tmp_path, 0, {10: 4.0, 20: 3.0, 30: 2.5, 40: 2.4})
     run(tmp_path, 20, {35: 2.0})
@@ -124,7 +164,8 @@ from pathlib import Path
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
 from gpt_pretrain.report.sinks import MetricsSinks
-logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None, peak_tflops=None)
+logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
+    fp8_statistics_interval=None, fp8_saturation_threshold=1e-3, peak_tflops=None)
 with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):
     print(sorted(name for name in ("torch", "megatron", "tensorflow") if name in sys.modules))
 """

@@ -17,10 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.report.chart import VALIDATION_MARKER, draw_loss_chart
+from gpt_pretrain.report.fp8_lines import coverage_sentence, fp8_table, plain_coverage_line, plain_fp8_lines
 from gpt_pretrain.report.live import MAX_WIDTH, LiveStatus, plain_train_line, plain_validation_line
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.numbers import UNKNOWN, format_count, format_duration, format_loss
-from gpt_pretrain.report.records import EndReason, SummaryRecord, TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import (
+    EndReason,
+    Fp8CoverageRecord,
+    Fp8Record,
+    Record,
+    SummaryRecord,
+    TrainRecord,
+    ValidationRecord,
+)
 
 _END_REASONS: dict[EndReason, str] = {
     "max_steps": "all steps done",
@@ -97,6 +106,18 @@ class RunConsole:
                 shown = Text()
         self._out.print(Panel(table, title=Text(title, style="bold"), title_align="left", width=self._width))
 
+    def show(self, record: Record) -> None:
+        """Shows what a run logs while it trains, each kind in its way."""
+        match record:
+            case TrainRecord():
+                self.train(record)
+            case ValidationRecord():
+                self.validation(record)
+            case Fp8CoverageRecord():
+                self.fp8_coverage(record)
+            case Fp8Record():
+                self.fp8(record)
+
     def train(self, record: TrainRecord) -> None:
         """Shows a training record."""
         self._step, self._record = record.step, record
@@ -122,6 +143,23 @@ class RunConsole:
             )
         )
         self._refresh()
+
+    def fp8_coverage(self, record: Fp8CoverageRecord) -> None:
+        """Prints how much of the model runs in FP8."""
+        if self.is_terminal:
+            self._out.print(coverage_sentence(record))
+        else:
+            self._print_plain(plain_coverage_line(record))
+
+    def fp8(self, record: Fp8Record) -> None:
+        """Prints the tensors that FP8 treats worst, and the warnings of the record."""
+        if not self.is_terminal:
+            for line in plain_fp8_lines(record, self._max_steps):
+                self._print_plain(line)
+        elif record.tensors:
+            self._out.print(fp8_table(record, self._max_steps, self._width))
+        for message in record.warnings:
+            self.warning(message)
 
     def note(self, message: str) -> None:
         """Prints a line that is good to know."""

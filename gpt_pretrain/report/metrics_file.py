@@ -15,6 +15,8 @@ from typing import Self
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.report.records import (
     RECORD_KINDS,
+    Fp8CoverageRecord,
+    Fp8Record,
     Record,
     StartRecord,
     SummaryRecord,
@@ -96,6 +98,9 @@ class Metrics:
     starts: list[StartRecord] = field(default_factory=list)
     train: list[TrainRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
+    fp8: list[Fp8Record] = field(default_factory=list)
+    fp8_coverage: Fp8CoverageRecord | None = None
+    """That of the newest start; None without FP8, and before its first step is done."""
     summary: SummaryRecord | None = None
     """The newest summary; None while the run goes on and after a crash."""
 
@@ -120,6 +125,7 @@ def load_metrics(run_dir: str | Path) -> Metrics:
     metrics = Metrics()
     train: dict[int, TrainRecord] = {}
     validation: dict[int, ValidationRecord] = {}
+    fp8: dict[int, Fp8Record] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -128,15 +134,21 @@ def load_metrics(run_dir: str | Path) -> Metrics:
                 metrics.starts = [earlier for earlier in metrics.starts if earlier.step < start.step] + [start]
                 train = {step: record for step, record in train.items() if step <= start.step}
                 validation = {step: record for step, record in validation.items() if step <= start.step}
-                metrics.summary = None
+                fp8 = {step: record for step, record in fp8.items() if step <= start.step}
+                metrics.fp8_coverage, metrics.summary = None, None
             case TrainRecord() as record:
                 train[record.step] = record
             case ValidationRecord() as record:
                 validation[record.step] = record
+            case Fp8Record() as record:
+                fp8[record.step] = record
+            case Fp8CoverageRecord() as record:
+                metrics.fp8_coverage = record
             case SummaryRecord() as record:
                 metrics.summary = record
     metrics.train = [train[step] for step in sorted(train)]
     metrics.validation = [validation[step] for step in sorted(validation)]
+    metrics.fp8 = [fp8[step] for step in sorted(fp8)]
     return metrics
 
 

@@ -43,6 +43,21 @@ def format_percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{100 * share:.1f}%"
 
 
+def format_share(share: float | None) -> str:
+    """A share between 0 and 1, however small, as a percentage with two digits: 31%, 0.12%, <0.001%."""
+    if share is None:
+        return UNKNOWN
+    percent = 100 * share
+    if 0 < percent < 1e-3:
+        return "<0.001%"
+    return f"{percent:.1f}%" if percent >= 10 else f"{percent:.2g}%"
+
+
+def format_magnitude(value: float | None) -> str:
+    """A number of any size with three significant digits: 0.0312, 448, 1.2e+06."""
+    return UNKNOWN if value is None else f"{value:.3g}"
+
+
 def format_gib(value: float | None) -> str:
     """Memory."""
     return UNKNOWN if value is None else f"{value:.1f} GiB"

@@ -10,46 +10,17 @@ fields they do not know, so that the files of a newer version stay readable.
 """
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-type JsonValue = str | int | float | None
+from gpt_pretrain.report.json_object import JsonObject
 
 EndReason = Literal["max_steps", "max_time", "interrupted", "terminated"]
 """Why a run ended: all steps done, the time used up, Ctrl-C, or a SIGTERM. One that fails leaves no summary."""
 
 
-def _to_json(value: JsonValue) -> JsonValue:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _from_json(value: JsonValue, accepted: tuple[object, ...]) -> JsonValue:
-    """Undoes `_to_json`, and lets a whole number stand where a float is expected, as JSON writers do."""
-    if float in accepted and value in ("nan", "inf", "-inf"):
-        return float(value)
-    if float in accepted and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    kinds = tuple(kind for kind in accepted if isinstance(kind, type))
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"{value!r} is not {names}")
-    return value
-
-
-def _accepted(hint: object) -> tuple[object, ...]:
-    """Python types that a field's annotation accepts: `float | None` gives (float, NoneType)."""
-    kinds: list[object] = []
-    for part in get_args(hint) or (hint,):
-        kinds.append(type(part) if isinstance(part, str) else part)
-    return tuple(kinds)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class Record(JsonObject):
     """One line of `metrics.jsonl`; `kind` tells which of the classes below it is."""
 
     kind: ClassVar[str]
@@ -59,28 +30,12 @@ class Record:
 
     def to_line(self) -> str:
         """This record as one line of JSON, without the newline."""
-        values: dict[str, JsonValue] = {"kind": self.kind}
-        values |= {field.name: _to_json(getattr(self, field.name)) for field in fields(self)}
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return json.dumps({"kind": self.kind, **self.to_json()}, ensure_ascii=False, allow_nan=False)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, JsonValue]) -> Self:
-        """Builds the record from a line's JSON object.
-
-        Raises:
-            ValueError: A field is missing or has another type than this class says.
-        """
-        hints = get_type_hints(cls)
-        arguments: dict[str, Any] = {}
-        for field in fields(cls):
-            accepted = _accepted(hints[field.name])
-            if field.name not in values and type(None) not in accepted:
-                raise ValueError(f'a record of kind "{cls.kind}" has no field "{field.name}"')
-            try:
-                arguments[field.name] = _from_json(values.get(field.name), accepted)
-            except ValueError as error:
-                raise ValueError(f'field "{field.name}" of a record of kind "{cls.kind}": {error}') from None
-        return cls(**arguments)
+    def description(cls) -> str:
+        """What errors call it."""
+        return f'a record of kind "{cls.kind}"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +99,52 @@ class ValidationRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8CoverageRecord(Record):
+    """How much of the model ran in FP8, read back from the layers after the first step of a start."""
+
+    kind: ClassVar[str] = "fp8_coverage"
+
+    gemm_flops_share: float
+    """Share of the FLOPs of a step's matrix products, attention and LM head included, that FP8 did, 0 to 1."""
+    parameter_bytes_share: float
+    """Share of the bytes of all parameters that is stored in FP8, 0 to 1; above 0 with model.fp8_params only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Tensor(JsonObject):
+    """An FP8 tensor of a linear layer in one step: over all its microbatches, and over the ranks that hold it."""
+
+    layer: str
+    """Linear layer in the whole model: decoder.layers.3.mlp.linear_fc1."""
+    tensor: str
+    """input, weight, or output_gradient."""
+    amax: float | None
+    """Largest magnitude before the cast; inf also stands for NaN. null where the layer does not tell it."""
+    scale_min: float | None
+    """Smallest factor that values were multiplied by before they were rounded; inf also stands for NaN."""
+    scale_max: float | None
+    """Largest such factor; the same as scale_min where one scale served the whole tensor in the whole step."""
+    saturated: float | None
+    """Share of values at the format's largest magnitude in casts whose amax · scale is beyond it; null without amax."""
+    flushed: float
+    """Share of values that are zero in FP8; those that were zero before the cast are among them."""
+    amax_history_used: int | None
+    """Amaxes that the tensor's next scale comes from, the next one included; null but for fp8_recipe=delayed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Record(Record):
+    """FP8 statistics of one step, every `logging.fp8_statistics_interval` steps, of each tensor that was cast."""
+
+    kind: ClassVar[str] = "fp8"
+
+    tensors: tuple[Fp8Tensor, ...]
+    """One object a tensor, layers in forward order; its fields are those of the next table."""
+    warnings: tuple[str, ...]
+    """What the console warned of at this step, and what to do about it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryRecord(Record):
     """The end of a process of the run: what was reached, and why it stopped. A process that fails writes none."""
 
@@ -182,5 +183,6 @@ class SummaryRecord(Record):
 
 
 RECORD_KINDS: dict[str, type[Record]] = {
-    record.kind: record for record in (StartRecord, TrainRecord, ValidationRecord, SummaryRecord)
+    record.kind: record
+    for record in (StartRecord, TrainRecord, ValidationRecord, Fp8CoverageRecord, Fp8Record, SummaryRecord)
 }

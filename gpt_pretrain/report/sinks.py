@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import MetricsFile
-from gpt_pretrain.report.records import Record, StartRecord, SummaryRecord
+from gpt_pretrain.report.records import Fp8Record, Record, StartRecord, SummaryRecord
 
 # Positions on the time axis rather than measurements.
 _NOT_PLOTTED = {"step", "time_unix"}
@@ -23,11 +23,38 @@ _NOT_PLOTTED = {"step", "time_unix"}
 
 def scalars(record: Record) -> dict[str, float]:
     """A record's measured numbers under the names of the plots: `train/loss`, `validation/perplexity`."""
+    if isinstance(record, Fp8Record):
+        return _fp8_scalars(record)
     named: dict[str, float] = {}
     for field in fields(record):
         value = getattr(record, field.name)
         if isinstance(value, int | float) and field.name not in _NOT_PLOTTED:
             named[f"{record.kind}/{field.name}"] = value
+    return named
+
+
+def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
+    """`fp8/amax/decoder.layers.0.mlp.linear_fc1/input`, …: four curves a tensor, and how full the amax histories are.
+
+    Of a tensor with many scales the largest is shown; `metrics.jsonl` has the smallest, too.
+    """
+    named: dict[str, float] = {}
+    for tensor in record.tensors:
+        measured = {
+            "amax": tensor.amax,
+            "scale": tensor.scale_max,
+            "saturated": tensor.saturated,
+            "flushed": tensor.flushed,
+        }
+        named |= {
+            f"{record.kind}/{name}/{tensor.layer}/{tensor.tensor}": value
+            for name, value in measured.items()
+            if value is not None
+        }
+    histories = [tensor.amax_history_used for tensor in record.tensors if tensor.amax_history_used is not None]
+    if histories:
+        named[f"{record.kind}/amax_history_used_min"] = min(histories)
+        named[f"{record.kind}/amax_history_used_max"] = max(histories)
     return named
 
 
@@ -56,7 +83,7 @@ class TensorBoardSink:
             self._writer.add_event(purge)
 
     def write(self, record: Record) -> None:
-        """Writes a training or validation record as one scalar a field."""
+        """Writes the numbers of a record, each as a scalar."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -113,7 +140,7 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
-        """Logs a training or validation record; the summary becomes the run's summary."""
+        """Logs the numbers of a record; the summary becomes the run's summary."""
         if isinstance(record, SummaryRecord):
             self._run.summary.update({field.name: getattr(record, field.name) for field in fields(record)})
         elif not isinstance(record, StartRecord):
