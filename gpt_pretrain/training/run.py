@@ -31,7 +31,7 @@ from gpt_pretrain.megatron.platform import (
 )
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.report.records import EndReason, TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.training.generation import generate_tokens
@@ -173,13 +173,11 @@ class _Run:
 
             on_rank_zero(open_sinks)
 
-            def log(record: TrainRecord | ValidationRecord) -> None:
+            def log(record: Record) -> None:
                 for sink in sinks:
                     sink.write(record)
-                if isinstance(record, TrainRecord) and console is not None:
-                    console.train(record)
-                elif isinstance(record, ValidationRecord) and console is not None:
-                    console.validation(record)
+                if console is not None:
+                    console.show(record)
 
             trainer = Trainer(
                 self._config,

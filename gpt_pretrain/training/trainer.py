@@ -16,9 +16,11 @@ from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator, build_validation_iterator
 from gpt_pretrain.data.datasets import SampleDataset
+from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.report.records import EndReason, TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import EndReason, Fp8CoverageRecord, Record, ValidationRecord
+from gpt_pretrain.training.fp8_watch import Fp8Watch
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.step import StepResult, data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
@@ -50,7 +52,7 @@ class Trainer:
         valid_data: SampleDataset | None,
         progress: Progress,
         checkpoints: Path,
-        log: Callable[[TrainRecord | ValidationRecord], None],
+        log: Callable[[Record], None],
     ) -> None:
         self.config = config
         self.trainable = trainable
@@ -58,6 +60,8 @@ class Trainer:
         self._checkpoints = checkpoints
         self._log = log
         self._meter = Meter(config, launch, platform)
+        self._fp8_watch = Fp8Watch(config, trainable.model, platform.device)
+        self._proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
         self._num_microbatches = num_microbatches(config.model, launch.world_size)
         source: dict[str, Any] = {
             "config": config,
@@ -98,7 +102,8 @@ class Trainer:
         trainer = self.config.trainer
         self.trainable.model.train()
         while self.progress.step < trainer.max_steps:
-            result = train_step(self.trainable, self._train_batches, self.config.model, self._num_microbatches)
+            with self._proven(), self._fp8_watch.step(self.progress.step + 1):
+                result = train_step(self.trainable, self._train_batches, self.config.model, self._num_microbatches)
             self.progress = Progress(
                 step=self.progress.step + 1,
                 consumed_samples=self.progress.consumed_samples + self.config.model.global_batch_size,
@@ -116,6 +121,25 @@ class Trainer:
             if reason is not None and self.progress.step < trainer.max_steps:
                 return reason
         return "max_steps"
+
+    @contextmanager
+    def _proven(self) -> Iterator[None]:
+        """Around the first step of a start, resumed ones included: FP8 ran as configured, or the run ends."""
+        proof, self._proof = self._proof, None
+        if proof is None:
+            yield
+            return
+        with proof.watching():
+            yield
+        with self._meter.paused():
+            proven = proof.judge(self._lr())
+        self._log(
+            Fp8CoverageRecord(
+                step=self.progress.step + 1,
+                gemm_flops_share=proven.fp8_flops_share,
+                parameter_bytes_share=proven.fp8_parameter_bytes_share,
+            )
+        )
 
     def validate(self) -> None:
         """Logs the loss over the first `trainer.limit_val_batches` global batches of the validation split."""
@@ -143,8 +167,13 @@ class Trainer:
             save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
 
     def _log_step(self, result: StepResult) -> None:
+        self._log(self._meter.read(result, self.progress, self._lr()))
+        for record in self._fp8_watch.records():
+            self._log(record)
+
+    def _lr(self) -> float:
         lr = get_canonical_lr_for_logging(self.trainable.optimizer.param_groups)
-        self._log(self._meter.read(result, self.progress, math.nan if lr is None else float(lr)))
+        return math.nan if lr is None else float(lr)
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.progress.step % interval == 0

@@ -1,0 +1,147 @@
+"""What the statistics of FP8 tensors warn of, and what to do about it.
+
+Each warning is given once, and again only after its tensor had recovered. Between two observations lie
+`logging.fp8_statistics_interval` steps: what happens and passes in between is not seen, and a scale that "jumps every
+time" has been seen to differ from one observation to the next, not from step to step.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+import torch
+
+from gpt_pretrain.config.fp8 import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.config.schema import AmaxComputeAlgo, Fp8RecipeName
+from gpt_pretrain.fp8.gemms import Role
+from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
+
+# Observations in a row whose scales must differ, each by at least so many powers of two from the one before.
+JUMP_OBSERVATIONS = 4
+JUMP_BINADES = 2
+# What Transformer Engine takes for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
+_INFINITE = torch.finfo(torch.float32).max
+
+
+class Alarms:
+    """Remembers what it has warned of and the scales that it has seen.
+
+    Args:
+        settings: The run's FP8.
+        saturation_threshold: Share of saturated values that is too much.
+        interval: Steps between two observations.
+    """
+
+    def __init__(self, settings: Fp8Settings, saturation_threshold: float, interval: int) -> None:
+        self._settings = settings
+        self._threshold = saturation_threshold
+        self._interval = interval
+        self._active: set[tuple[str, str, str]] = set()
+        self._scales: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=JUMP_OBSERVATIONS))
+
+    @property
+    def _one_scale_per_tensor(self) -> bool:
+        return self._settings.recipe in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise)
+
+    def check(self, statistics: StepStatistics) -> list[str]:
+        """The new warnings of a step, layers in forward order."""
+        found: dict[tuple[str, str, str], str] = {}
+        for tensor in statistics.tensors:
+            for condition, message in self._conditions(tensor):
+                found[tensor.layer, tensor.tensor, condition] = (
+                    f"FP8 at step {statistics.step}: {tensor.tensor} of {tensor.layer}: {message}"
+                )
+        new = [message for key, message in found.items() if key not in self._active]
+        self._active = set(found)
+        return new
+
+    def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str]]:
+        """Each condition that holds of a tensor, with its message."""
+        degenerate = self._degenerate(tensor)
+        if degenerate is not None:
+            yield "degenerate", degenerate
+        if tensor.saturated is not None and tensor.saturated > self._threshold:
+            yield "saturated", self._saturated(tensor, tensor.saturated)
+        if self._jumps(tensor, degenerate is not None):
+            yield "jumping", self._jumping(tensor)
+
+    def _degenerate(self, tensor: TensorStatistics) -> str | None:
+        if tensor.amax is not None and math.isinf(tensor.amax):
+            return (
+                "it holds inf or NaN, and its scale can say nothing about it; lower model.optim.lr or lengthen "
+                f"model.optim.sched.warmup_steps, and see whether {self._without(tensor)} avoids it"
+            )
+        if tensor.scale_min == 0.0:
+            return (
+                "its scale is 0, and all its values become zero; the amax it came from was infinite: lower "
+                f"model.optim.lr, or keep the layer out of FP8 with {self._without(tensor)}"
+            )
+        # A single block of (nearly) zeros is nothing unusual.
+        scale = tensor.scale_max if self._one_scale_per_tensor else tensor.scale_min
+        if scale is not None and scale >= _INFINITE:
+            return (
+                f"its scale is infinite, from values that are all (nearly) zero (amax {_number(tensor.amax)}); nothing "
+                "reaches this layer: look at its inputs and at model.init_method_std, or keep it out of FP8 with "
+                f"{self._without(tensor)}"
+            )
+        return None
+
+    def _saturated(self, tensor: TensorStatistics, share: float) -> str:
+        settings = self._settings
+        message = (
+            f"{100 * share:.2g}% of its values are saturated (logging.fp8_saturation_threshold="
+            f"{self._threshold:g}), amax {_number(tensor.amax)} at scale {_number(tensor.scale_max)}; "
+        )
+        if settings.recipe is not Fp8RecipeName.delayed:
+            return message + f"keep the layer out of FP8 with {self._without(tensor)}"
+        message += (
+            f"raise model.fp8_margin from {settings.margin} to {settings.margin + self._missing_margin(tensor)}, "
+        )
+        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
+            message += "set model.fp8_amax_compute_algo=max, "
+        return message + f"choose fp8=tensorwise, or keep the layer out of FP8 with {self._without(tensor)}"
+
+    def _missing_margin(self, tensor: TensorStatistics) -> int:
+        """Powers of two by which the scale was too large, at least 1."""
+        if tensor.amax is None or tensor.scale_max is None:
+            return 1
+        excess = tensor.amax * tensor.scale_max / FORMAT_MAX[self._format(tensor)]
+        return max(1, math.ceil(math.log2(excess))) if math.isfinite(excess) and excess > 0 else 1
+
+    def _format(self, tensor: TensorStatistics) -> str:
+        gradient = tensor.tensor == Role.output_gradient.value
+        return self._settings.gradient_format if gradient else self._settings.forward_format
+
+    def _jumps(self, tensor: TensorStatistics, degenerate: bool) -> bool:
+        """Whether the scale differs strongly at each of the last observations; blocks have no scale to follow."""
+        scales = self._scales[tensor.layer, tensor.tensor]
+        if not self._one_scale_per_tensor or tensor.scale_min is None:
+            return False
+        if degenerate:
+            scales.clear()
+            return False
+        scales.append(math.log2(tensor.scale_min))
+        steps = [abs(after - before) for before, after in zip(scales, list(scales)[1:], strict=False)]
+        return len(steps) == JUMP_OBSERVATIONS - 1 and min(steps) >= JUMP_BINADES
+
+    def _jumping(self, tensor: TensorStatistics) -> str:
+        settings = self._settings
+        seen = ", ".join(f"{2.0**scale:.2g}" for scale in self._scales[tensor.layer, tensor.tensor])
+        every = "step" if self._interval == 1 else f"{self._interval} steps"
+        message = f"its scale jumps, by a factor of {2**JUMP_BINADES} or more every {every}: {seen}; "
+        if settings.recipe is Fp8RecipeName.tensorwise:
+            return (
+                message + "training is unstable here: lower model.optim.lr or lengthen model.optim.sched.warmup_steps"
+            )
+        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
+            message += "set model.fp8_amax_compute_algo=max, "
+        else:
+            message += f"lengthen model.fp8_amax_history_len (now {settings.amax_history_len}), "
+        return message + "choose fp8=tensorwise, or lower model.optim.lr"
+
+    def _without(self, tensor: TensorStatistics) -> str:
+        return f'model.fp8_exclude=["{tensor.layer}"]'
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"

@@ -1,0 +1,203 @@
+"""What FP8 does to the tensors of one step: largest magnitude, scale, values saturated, values flushed to zero.
+
+The linear layers' products are watched (`fp8/observer.py`) through one training step, and their operands are reduced
+on the device into one table for the whole model: a row for each linear layer and each of its three tensors, on every
+rank the same. Two collectives, a maximum and a sum, join the ranks whatever each of them holds: tensor parallel shards,
+data parallel replicas, pipeline stages, or nothing in FP8. Nothing waits for the device until the table is read.
+
+What is counted:
+
+- Each tensor where it is read first: inputs and weights in the forward product, output gradients in dgrad. Weights
+  once a step, the others in every microbatch; a pass that is recomputed counts again and changes no share. The other
+  product of a tensor reads the same codes, transposed, or with block scales codes that were cast along its other axis.
+- Saturated: codes of the format's largest magnitude, in casts where amax · scale is beyond that magnitude. Delayed
+  scales alone can be too large for their tensor: the others are computed from it.
+- Flushed: codes that are zero. What was zero before the cast cannot be told apart, so this is an upper bound.
+
+Shares are means over all values: of all microbatches, and of all ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from gpt_pretrain.config.fp8 import FORMAT_MAX
+from gpt_pretrain.config.gemms import linears
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
+from gpt_pretrain.fp8.observer import observe_products
+from gpt_pretrain.megatron.layers import whole_model_modules
+
+# The codes of the largest magnitudes, without the sign bit (arXiv 2209.05433, table 1).
+_LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
+# A scale computed from the amax itself, fp8_max / amax, may exceed it by the rounding of fp32.
+_ROUNDING = 1.0 + 2.0**-20
+# Columns of the maxima; smallest scales are kept negated.
+_AMAX, _MINUS_SCALE_MIN, _SCALE_MAX, _HISTORY = range(4)
+# Columns of the sums. Saturation can be judged of those values only whose amax is known.
+_VALUES, _FLUSHED, _JUDGED, _SATURATED = range(4)
+# Where delayed scaling keeps a tensor's history: which of a module's states, and the column in it.
+_HISTORY_OF = {
+    Role.input: ("scaling_fwd", 0),
+    Role.weight: ("scaling_fwd", 1),
+    Role.output_gradient: ("scaling_bwd", 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorStatistics:
+    """A tensor of a linear layer in one step; the fields of `report.records.Fp8Tensor`."""
+
+    layer: str
+    tensor: str
+    amax: float | None
+    scale_min: float | None
+    scale_max: float | None
+    saturated: float | None
+    flushed: float
+    amax_history_used: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStatistics:
+    """All tensors that were cast in one step, layers in forward order."""
+
+    step: int
+    tensors: list[TensorStatistics]
+
+
+class StatisticsCollector:
+    """Watches single steps; every rank watches the same ones, so that its collectives meet.
+
+    Args:
+        model: Tells the linear layers of the whole model, the rows of the table.
+        chunks: This rank's GPTModels.
+        device: Where they are.
+    """
+
+    def __init__(self, model: ModelConfig, chunks: Sequence[GPTModel], device: torch.device) -> None:
+        names = [linear.module for linear in linears(model)]
+        self._rows = {key: row for row, key in enumerate((name, role) for name in names for role in Role)}
+        self._chunks = chunks
+        self._device = device
+        self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        size = len(self._rows), 4
+        self._maxima = torch.full(size, -torch.inf, device=self._device)
+        self._sums = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._counted_in: dict[tuple[str, Role], Phase] = {}
+
+    @contextmanager
+    def observe(self, step: int) -> Iterator[None]:
+        """Watches the training step inside, and joins all ranks' tables after it; every rank calls it.
+
+        Args:
+            step: Its number.
+        """
+        self._clear()
+        with observe_products(self._chunks, self.add):
+            yield
+        self._add_histories()
+        torch.distributed.all_reduce(self._maxima, op=torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(self._sums)
+        self._pending.append((step, self._maxima, self._sums))
+
+    @torch.no_grad()
+    def add(self, layer: str, product: Product) -> None:
+        """Counts the operands of a product that are counted in it; does not wait for the device."""
+        for operand in product.operands:
+            row = self._rows.get((layer, operand.role))
+            if row is not None and operand.codes is not None and self._counts(layer, operand.role, product.phase):
+                self._add_operand(row, operand, operand.codes)
+
+    def _counts(self, layer: str, role: Role, phase: Phase) -> bool:
+        new = (layer, role) not in self._counted_in
+        counted_in = self._counted_in.setdefault((layer, role), phase)
+        return new if role is Role.weight else counted_in is phase
+
+    def _add_operand(self, row: int, operand: Operand, codes: torch.Tensor) -> None:
+        magnitudes = codes.view(torch.uint8) & 0x7F
+        values = torch.full((), codes.numel(), dtype=torch.int64, device=self._device)
+        flushed = values - torch.count_nonzero(magnitudes)
+        largest = torch.count_nonzero(magnitudes == _LARGEST_CODE[operand.format])
+        scale_min, scale_max = _extremes(operand.scale)
+        if operand.amax is None:
+            amax, judged, saturated = torch.full_like(scale_min, -torch.inf), 0 * values, 0 * values
+        else:
+            amax, judged = _finite_or_inf(operand.amax.detach().float()).max(), values
+            saturated = largest * (amax * scale_min > FORMAT_MAX[operand.format] * _ROUNDING)
+        seen = torch.stack([amax, -scale_min, scale_max])
+        self._maxima[row, :_HISTORY] = torch.maximum(self._maxima[row, :_HISTORY], seen)
+        self._sums[row] += torch.stack([values, flushed, judged, saturated])
+
+    def _add_histories(self) -> None:
+        for chunk in self._chunks:
+            for name, module in whole_model_modules(chunk):
+                for role in Role:
+                    history = amax_history(module, role)
+                    if history is not None and (name, role) in self._rows:
+                        # The first row is the present pass's, zero while there is none.
+                        used = torch.count_nonzero(history[1:]) + 1
+                        self._maxima[self._rows[name, role], _HISTORY] = used
+
+    def read(self) -> list[StepStatistics]:
+        """Statistics of the steps observed since the last call; waits for the device if there are any."""
+        pending, self._pending = self._pending, []
+        return [
+            StepStatistics(step=step, tensors=self._tensors(maxima.tolist(), sums.tolist()))
+            for step, maxima, sums in pending
+        ]
+
+    def _tensors(self, maxima: list[list[float]], sums: list[list[int]]) -> list[TensorStatistics]:
+        return [
+            _tensor(layer, role, maxima[row], sums[row])
+            for (layer, role), row in self._rows.items()
+            if sums[row][_VALUES]
+        ]
+
+
+def amax_history(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
+    """A tensor's amax history, fp32 [fp8_amax_history_len], as Transformer Engine's linear layers keep it.
+
+    None for modules without FP8 and for recipes without a history.
+    """
+    state, column = _HISTORY_OF[role]
+    history = getattr(getattr(module, "fp8_meta", {}).get(state), "amax_history", None)
+    return None if history is None else history[:, column]
+
+
+def _finite_or_inf(values: torch.Tensor) -> torch.Tensor:
+    """NaN becomes infinity: collectives may drop a NaN that a maximum must keep."""
+    return torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+
+
+def _extremes(scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest of a tensor's scales, fp32 []."""
+    assert scale is not None, "what has FP8 codes has a scale"
+    scale = scale.detach().float()
+    if scale.numel() == 1:
+        only = _finite_or_inf(scale).max()
+        return only, only
+    # Places that only pad an array of block scales hold NaN.
+    missing = torch.isnan(scale)
+    return torch.where(missing, torch.inf, scale).min(), torch.where(missing, -torch.inf, scale).max()
+
+
+def _tensor(layer: str, role: Role, maxima: list[float], sums: list[int]) -> TensorStatistics:
+    known = [None if maximum == -torch.inf else maximum for maximum in maxima]
+    negated, history = known[_MINUS_SCALE_MIN], known[_HISTORY]
+    return TensorStatistics(
+        layer=layer,
+        tensor=role.value,
+        amax=known[_AMAX],
+        scale_min=None if negated is None else -negated,
+        scale_max=known[_SCALE_MAX],
+        saturated=sums[_SATURATED] / sums[_JUDGED] if sums[_JUDGED] else None,
+        flushed=sums[_FLUSHED] / sums[_VALUES],
+        amax_history_used=None if history is None else round(history),
+    )
