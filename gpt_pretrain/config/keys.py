@@ -87,6 +87,51 @@ ALIASES = {
     "grad_clip": "trainer.gradient_clip_val",
     "max_grad_norm": "trainer.gradient_clip_val",
     "output_dir": "run_dir",
+    "fp8_enabled": "model.fp8",
+    "fp8_autocast": "model.fp8",
+    "fp8_param": "model.fp8_params",
+    "fp8_param_gather": "model.fp8_params",
+    "fp8_model_init": "model.fp8_params",
+    "fp8_primary_weights": "model.fp8_params",
+    "fp8_amax_history": "model.fp8_amax_history_len",
+    "amax_history_len": "model.fp8_amax_history_len",
+    "fp8_amax_algo": "model.fp8_amax_compute_algo",
+    "amax_compute_algo": "model.fp8_amax_compute_algo",
+    "margin": "model.fp8_margin",
+    "fp8_dpa": "model.fp8_dot_product_attention",
+    "fp8_mha": "model.fp8_multi_head_attention",
+    "override_linear_precision": "model.fp8_wgrad",
+    "fp8_exclude_modules": "model.fp8_exclude",
+}
+
+# What other guides set and this application has no key for: why, and what to do instead.
+UNSUPPORTED = {
+    "fp8_format": (
+        "use model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients) or model.fp8_e4m3=true (E4M3 in both); no library "
+        "multiplies E5M2 in the forward pass"
+    ),
+    "reduce_amax": (
+        "amaxes are always reduced over the ranks of a group, which would quantise with different scales otherwise; "
+        "leave it out"
+    ),
+    "use_emha": "NeMo 1.x never supported it itself; Transformer Engine chooses the attention kernel; leave it out",
+    "fp8_output_proj": "the LM head stays in high precision; leave it out",
+    "tp_only_amax_red": "amaxes are reduced over all ranks that share a tensor or its data; leave it out",
+    "use_autocast_during_eval": "validation computes in FP8 as training does; leave it out",
+}
+
+# Values of other codes where the key has none such: what to do instead.
+UNSUPPORTED_VALUES = {
+    ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
+    ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
+    ("model.fp8", "e5m2"): "no library multiplies E5M2 in the forward pass; use model.fp8=true model.fp8_hybrid=true",
+    ("model.fp8_recipe", "e5m2"): (
+        "no library multiplies E5M2 in the forward pass; model.fp8_hybrid=true has it for gradients"
+    ),
+    ("model.fp8_recipe", "e4m3"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
+    ("model.fp8_recipe", "hybrid"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
+    ("model.fp8_recipe", "current"): "did you mean tensorwise?",
+    ("model.fp8_recipe", "custom"): "recipes of one's own could not be checked before the run",
 }
 
 
@@ -239,4 +284,7 @@ def did_you_mean(name: str | None) -> str:
 def unknown_key(path: str, more: Iterable[str] = ()) -> str:
     """What is told about a key that the schema does not have; see `nearest_key` for the arguments."""
     what = "a key" if "." in path or not more else "a key or a group"
+    unsupported = UNSUPPORTED.get(path.rpartition(".")[2].lower())
+    if unsupported is not None:
+        return f"{path} is not {what}: {unsupported}"
     return f"{path} is not {what}{did_you_mean(nearest_key(path, more))}"

@@ -15,7 +15,9 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.rules_fp8 import fp8_problems
+from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
 from gpt_pretrain.config.schema import (
     Activation,
     Config,
@@ -23,24 +25,6 @@ from gpt_pretrain.config.schema import (
     PositionEmbedding,
     RecomputeGranularity,
 )
-
-
-def one_of(values: list[int]) -> str:
-    """Values as a message offers them: "1, 2 or 4"."""
-    shown = values if len(values) <= 12 else [*values[:11], values[-1]]
-    return " or ".join(filter(None, [", ".join(map(str, shown[:-1])), str(shown[-1])]))
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
-
-
-def multiples_near(number: int, of: int) -> list[int]:
-    """The multiples of `of` on both sides of `number`; the lower one only if it is positive."""
-    below = number // of * of
-    return [value for value in (below, below + of) if value > 0]
 
 
 COUNTS = (
@@ -306,14 +290,20 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from numbers(model)
     yield from gradients(model)
     yield from fusions(model)
-    yield from fp8_problems(model)
+    yield from fp8_problems(config, sizes_known=not sizes)
     if sizes:
         return
-    yield from attention_heads(model)
-    yield from positions(model)
-    yield from widths_over_tensor_ranks(model)
-    yield from pipeline(model, launch)
-    yield from sequence(model)
+    shapes = [
+        *attention_heads(model),
+        *positions(model),
+        *widths_over_tensor_ranks(model),
+        *pipeline(model, launch),
+        *sequence(model),
+    ]
+    yield from shapes
+    if not shapes:
+        # What a rank multiplies is known only where everything divides.
+        yield from fp8_shape_problems(model)
     yield from recomputation(model)
     if launch is not None:
         yield from world_and_batch(model, launch)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, uses_distributed_optimizer, warmup_steps
+from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import (
@@ -48,7 +48,8 @@ def optimizer(config: Config) -> Iterator[str]:
         yield f"model.optim.momentum={optim.momentum} is not at least 0 and below 1"
     if optim.weight_decay < 0:
         yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
-    if optim.name is not OptimizerName.adam and uses_distributed_optimizer(config.model):
+    # Where FP8 parameters ask for it, rules_fp8 says so.
+    if optim.name is not OptimizerName.adam and config.model.use_distributed_optimizer:
         yield (
             f"model.optim.name={optim.name.name} has no distributed form in megatron-core, and "
             "model.use_distributed_optimizer=true; use adam, or use_distributed_optimizer=false "

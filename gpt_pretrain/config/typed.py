@@ -16,6 +16,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from gpt_pretrain.config.keys import (
     TYPE_NAMES,
+    UNSUPPORTED_VALUES,
     Key,
     did_you_mean,
     is_known,
@@ -181,7 +182,9 @@ class _Reader:
         try:
             values[name] = _convert(value, key)
         except _Wrong as wrong:
-            self.problems.append(f"{key.path}={show(value)} {wrong}{self._origin(key.path)}")
+            instead = UNSUPPORTED_VALUES.get((key.path, str(value).lower()))
+            text = str(wrong) if instead is None else f"{str(wrong).partition(';')[0]}; {instead}"
+            self.problems.append(f"{key.path}={show(value)} {text}{self._origin(key.path)}")
 
     def _missing(self, path: str, what: str) -> None:
         if self.complete:

@@ -1,0 +1,21 @@
+"""Numbers that messages offer: the divisors of one, the multiples near one, and how they are listed."""
+
+import math
+
+
+def one_of(values: list[int]) -> str:
+    """Values as a message offers them: "1, 2 or 4"."""
+    shown = values if len(values) <= 12 else [*values[:11], values[-1]]
+    return " or ".join(filter(None, [", ".join(map(str, shown[:-1])), str(shown[-1])]))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def multiples_near(number: int, of: int) -> list[int]:
+    """The multiples of `of` on both sides of `number`; the lower one only if it is positive."""
+    below = number // of * of
+    return [value for value in (below, below + of) if value > 0]
