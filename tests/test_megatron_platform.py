@@ -16,21 +16,11 @@ from gpt_pretrain.megatron.platform import (
     plan_kernels,
     platform_notes,
 )
+from tests.launching import run_ranks
+from tests.platforms import CPU, H200, H200_WITHOUT_TE
 
-CPU = Platform(
-    cuda=False,
-    num_gpus=0,
-    device_name="CPU",
-    transformer_engine=None,
-    transformer_engine_problem=None,
-    apex_layer_norm=False,
-    apex_optimizer=False,
-    apex_softmax=False,
-    apex_weight_gradient=False,
-)
-GPU_WITHOUT_TE = replace(CPU, cuda=True, num_gpus=8, device_name="NVIDIA H200")
+GPU_WITHOUT_TE, GPU = H200_WITHOUT_TE, H200
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
-GPU = replace(GPU_WITHOUT_TE, transformer_engine="2.12.0")
 APEX = {"apex_layer_norm": True, "apex_optimizer": True, "apex_softmax": True, "apex_weight_gradient": True}
 GPU_WITH_APEX = replace(GPU, **APEX)
 APEX_WITHOUT_TE = replace(GPU_WITHOUT_TE, **APEX)

@@ -3,7 +3,7 @@
 import ast
 import copy
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,14 @@ import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import Platform, plan_kernels
+from gpt_pretrain.megatron.platform import plan_kernels
 from gpt_pretrain.megatron.translate import (
     params_dtype,
     translate_ddp,
     translate_optimizer,
     translate_transformer,
 )
-
-CPU = Platform(
-    cuda=False,
-    num_gpus=0,
-    device_name="CPU",
-    transformer_engine=None,
-    transformer_engine_problem=None,
-    apex_layer_norm=False,
-    apex_optimizer=False,
-    apex_softmax=False,
-    apex_weight_gradient=False,
-)
+from tests.platforms import CPU
 
 # Nothing here is null that another key of the table would decide.
 BASE = (
@@ -262,6 +251,8 @@ ELSEWHERE = {
         "model.tokenizer.model",
         "model.tokenizer.vocab_size",
     ),
+    # What it plans for; training reads neither.
+    "plan": ("plan.gpu", "plan.num_gpus"),
     "training": (
         "model.micro_batch_size",
         "trainer.max_steps",
@@ -367,5 +358,4 @@ def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
 )
 def test_precision_decides_the_parameters_type(precision: str, cuda: bool, expected: torch.dtype) -> None:
     config = load_config([*BASE, f"trainer.precision={precision}"])
-    platform = Platform(**{field.name: getattr(CPU, field.name) for field in fields(CPU)} | {"cuda": cuda})
-    assert params_dtype(config, platform) is expected
+    assert params_dtype(config, replace(CPU, cuda=cuda)) is expected

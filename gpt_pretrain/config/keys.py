@@ -107,8 +107,8 @@ ALIASES = {
 # What other guides set and this application has no key for: why, and what to do instead.
 UNSUPPORTED = {
     "fp8_format": (
-        "use model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients) or model.fp8_e4m3=true (E4M3 in both); no library "
-        "multiplies E5M2 in the forward pass"
+        "use model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients) or model.fp8_e4m3=true (E4M3 in both); no "
+        "library multiplies E5M2 in the forward pass"
     ),
     "reduce_amax": (
         "amaxes are always reduced over the ranks of a group, which would quantise with different scales otherwise; "

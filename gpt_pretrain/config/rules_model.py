@@ -26,7 +26,6 @@ from gpt_pretrain.config.schema import (
     RecomputeGranularity,
 )
 
-
 COUNTS = (
     "num_layers",
     "hidden_size",

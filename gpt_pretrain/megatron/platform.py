@@ -8,6 +8,7 @@ cannot be met is an error and not a slower run.
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import torch
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config, PositionEmbedding, Precision
+from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, fp8_platform_problems, has_fp8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +30,16 @@ class Platform:
     """CUDA devices that this process sees."""
     device_name: str
     """Name of the GPU, or of the processor's kind."""
+    compute_capability: tuple[int, int] | None
+    """CUDA compute capability of the GPU: (9, 0) is Hopper; None without one."""
+    torch_cuda: str | None
+    """CUDA version that PyTorch was built for: "13.0"; None without a GPU."""
     transformer_engine: str | None
     """Version of Transformer Engine, if it imports on this machine."""
     transformer_engine_problem: str | None
     """Why Transformer Engine, though installed, does not import."""
+    recipe_variables: Mapping[str, str]
+    """Environment variables that are set and could change what an FP8 recipe computes."""
     apex_layer_norm: bool
     """apex's fused layer norm."""
     apex_optimizer: bool
@@ -77,8 +85,11 @@ def detect_platform() -> Platform:
         cuda=cuda,
         num_gpus=torch.cuda.device_count() if cuda else 0,
         device_name=torch.cuda.get_device_name() if cuda else "CPU",
+        compute_capability=torch.cuda.get_device_capability() if cuda else None,
+        torch_cuda=torch.version.cuda if cuda else None,
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
+        recipe_variables={name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ},
         apex_layer_norm=cuda and _imports("apex.normalization") and _imports("fused_layer_norm_cuda"),
         apex_optimizer=cuda and _imports("apex.optimizers") and _imports("amp_C"),
         apex_softmax=cuda and _imports("scaled_upper_triang_masked_softmax_cuda"),
@@ -102,11 +113,13 @@ class Kernels:
 def plan_kernels(config: Config, platform: Platform) -> Kernels:
     """Resolves each `null` of the kernel keys; explicit values stand."""
     model = config.model
+    # Emulated FP8 is computed by local layers, also where TE is there.
+    otherwise_te = platform.transformer_engine is not None and not model.fp8_emulate
 
     def choose(value: bool | None, otherwise: bool) -> bool:
         return otherwise if value is None else value
 
-    te = choose(model.transformer_engine, platform.transformer_engine is not None)
+    te = choose(model.transformer_engine, otherwise_te)
     return Kernels(
         transformer_engine=te,
         # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
@@ -151,9 +164,16 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
 def platform_notes(config: Config, platform: Platform) -> list[str]:
     """What the user should know about this machine before the run starts."""
     notes = []
-    if platform.cuda and platform.transformer_engine is None and config.model.transformer_engine is None:
+    model = config.model
+    unasked = model.transformer_engine is None and not model.fp8_emulate
+    if platform.cuda and platform.transformer_engine is None and unasked:
         why = platform.transformer_engine_problem or "it is not installed (pip install 'gpt_pretrain[te]')"
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
+    if model.fp8_emulate and platform.transformer_engine is not None and has_fp8(platform):
+        notes.append(
+            "FP8 is emulated on a GPU that multiplies in FP8 itself, and slower than BF16; leave "
+            "model.fp8_emulate out to use the hardware"
+        )
     return notes
 
 
@@ -169,6 +189,7 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
         "it is not installed; pip install 'gpt_pretrain[te]'" if platform.cuda else "there is no CUDA device"
     )
     te = plan_kernels(config, platform).transformer_engine
+    problems += fp8_platform_problems(config, platform, no_te)
     if model.transformer_engine and platform.transformer_engine is None:
         problems.append(
             f"model.transformer_engine=true, but Transformer Engine cannot be used here: {no_te}. "
