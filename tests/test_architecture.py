@@ -15,6 +15,8 @@ KNOWS = {
     "data": {"config"},
     "checkpoint": {"config", "megatron"},
     "report": {"config"},
+    # Plans in the words of megatron-core and FP8, and touches nothing that trains.
+    "plan": {"config", "megatron", "fp8"},
     "training": {"config", "megatron", "fp8", "data", "checkpoint", "report"},
     "__main__": {"config", "megatron", "training"},
     "__init__": set(),

@@ -79,6 +79,14 @@ class AmaxComputeAlgo(Enum):
     most_recent = "most_recent"
 
 
+class PlanGpu(Enum):
+    """A GPU that `python -m gpt_pretrain.plan` knows: NVIDIA H100 (SXM), H200 or B200."""
+
+    h100 = "h100"
+    h200 = "h200"
+    b200 = "b200"
+
+
 class OptimizerName(Enum):
     """Optimizer; `adam` is decoupled (AdamW)."""
 
@@ -408,6 +416,16 @@ class SampleConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class PlanConfig:
+    """`plan`: which machine `python -m gpt_pretrain.plan` plans for; training reads none of it."""
+
+    gpu: PlanGpu
+    """The GPU whose memory and speed are forecast: h100 (SXM), h200 or b200."""
+    num_gpus: int | None
+    """GPUs of the planned run; null: trainer.devices × trainer.num_nodes where given, else the fewest for the layout."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """The whole run."""
 
@@ -420,3 +438,4 @@ class Config:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     sample: SampleConfig
+    plan: PlanConfig

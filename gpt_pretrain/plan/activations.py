@@ -1,0 +1,125 @@
+"""What the forward pass of a layer leaves in memory for its backward pass, on one GPU, in bytes.
+
+Read from what the autograd functions save: Transformer Engine 2.12's `_LayerNormLinear` and `_Linear` (module/), its
+`FusedAttnFunc` (attention/dot_product_attention/backends.py), megatron-core 0.19's `GeLUFunction` and
+`SwiGLUFunction` (fusions/) and its local `DotProductAttention`. In FP8 a linear layer keeps its input as one byte per
+value, in the layout that the weight gradient reads, and no longer in BF16; what feeds norms, attention and the
+activation function stays in BF16.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from gpt_pretrain.config.fp8 import Fp8Settings
+from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.config.schema import Activation, Fp8RecipeName, ModelConfig, Normalization
+
+# Bytes of scales per value of a tensor: fp32 per 128, one byte per 32; one for a whole tensor otherwise.
+SCALE_BYTES = {
+    Fp8RecipeName.delayed: 0.0,
+    Fp8RecipeName.tensorwise: 0.0,
+    Fp8RecipeName.blockwise: 4 / 128,
+    Fp8RecipeName.mxfp8: 1 / 32,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """How activations are stored."""
+
+    element: int
+    """Bytes of a value in the run's precision: 2 or 4."""
+    fp8: Fp8Settings | None
+    """FP8 as Transformer Engine stores it; None also where it is emulated, in the run's precision."""
+    transformer_engine: bool
+    fused_activation: bool
+    fused_softmax: bool
+
+    def input_bytes(self, linear: Linear) -> float:
+        """Bytes of one value of a linear layer's kept input."""
+        if self.fp8 is None or linear.wgrad_precision != "fp8":
+            return self.element
+        return 1 + SCALE_BYTES[self.fp8.recipe]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerActivations:
+    """Bytes that one layer keeps of one microbatch, on one GPU."""
+
+    layer_input: float
+    """What a recomputed layer keeps instead of all this."""
+    attention_block: float
+    """Norm, projections, q, k, v and the output of attention."""
+    attention_core: float
+    """What selective recomputation of attention does without."""
+    mlp: float
+    backward: float
+    """What the backward pass of the layer needs on top, at its peak."""
+
+    @property
+    def kept(self) -> float:
+        """Without recomputation."""
+        return self.layer_input + self.attention_block + self.attention_core + self.mlp
+
+    @property
+    def kept_selective(self) -> float:
+        """With attention recomputed."""
+        return self.kept - self.attention_core
+
+
+def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Storage) -> LayerActivations:
+    """What one layer keeps.
+
+    Args:
+        model: The checked configuration.
+        layer: Its four linear layers in forward order.
+        storage: How activations are stored.
+    """
+    qkv, proj, fc1, fc2 = (next(linear for linear in layer if linear.kind == kind) for kind in (QKV, PROJ, FC1, FC2))
+    tp, element = model.tensor_model_parallel_size, storage.element
+    tokens, local = qkv.tokens, qkv.local_tokens
+    heads, width = model.num_attention_heads // tp, kv_channels(model)
+    residual = local * model.hidden_size * element
+    # Mean (LayerNorm only) and inverse deviation of each token in fp32.
+    norm_statistics = local * 4 * (2 if model.normalization is Normalization.layernorm else 1)
+    dropout_mask = local * model.hidden_size * (model.hidden_dropout > 0)
+
+    # Rotary embeddings and a layout that attention cannot read both make q, k and v tensors of their own, and the
+    # projection's output is let go: one copy of them in any case.
+    fp8_attention = storage.fp8 is not None and storage.fp8.dot_product_attention
+    projected = tokens * (heads + 2 * num_query_groups(model) // tp) * width * (1 if fp8_attention else element)
+    attended = tokens * heads * width
+    # Attention keeps its output; the projection's input is the same tensor, or an FP8 copy beside it.
+    projection_input = attended * storage.input_bytes(proj)
+    shares_output = storage.fp8 is None or proj.wgrad_precision != "fp8"
+    if storage.transformer_engine:
+        softmax = 4 * heads * tokens
+    else:
+        # [b, heads, s, s]: the softmax in fp32 and what is multiplied with v; the fused kernel keeps the latter alone.
+        per_score = element + (0 if storage.fused_softmax or element == 4 else 4)
+        softmax = heads * tokens * model.encoder_seq_length * per_score
+    core = softmax + (0 if shares_output else attended * (1 if fp8_attention else element))
+
+    inner = tokens * ffn_hidden_size(model) // tp
+    fc1_output = tokens * fc1.out_features * element
+    # The unfused gate keeps silu(x) beside x and its factor.
+    gate = inner * element if model.activation is Activation.swiglu and not storage.fused_activation else 0
+    return LayerActivations(
+        layer_input=residual,
+        attention_block=local * model.hidden_size * storage.input_bytes(qkv)
+        + norm_statistics
+        + projected
+        + projection_input
+        + dropout_mask,
+        attention_core=core,
+        mlp=residual
+        + local * model.hidden_size * storage.input_bytes(fc1)
+        + norm_statistics
+        + fc1_output
+        + gate
+        + inner * storage.input_bytes(fc2)
+        + dropout_mask,
+        # The activation's gradient stands beside its kept input; the gradient of the residual stream before and after.
+        backward=fc1_output + 2 * residual,
+    )

@@ -1,0 +1,96 @@
+"""How long collectives take: bytes over the links that a group's ranks share, and what of it is not hidden.
+
+Ranks are laid out with TP fastest, then CP, DP and PP (`gpt_pretrain.megatron.parallel`), eight to a node: a group
+whose ranks lie on one node talks over NVLink, any other over the network.
+"""
+
+from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.fp8 import Fp8Settings
+from gpt_pretrain.config.gemms import FC1, QKV, Linear
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.plan.hardware import GPUS_PER_NODE
+from gpt_pretrain.plan.kernels import Machine
+from gpt_pretrain.plan.stages import Layout, Stage
+
+
+def link_bytes_per_s(machine: Machine, span: int) -> float:
+    """Bytes per second and direction of a group whose first and last rank lie `span` ranks apart, counted with both."""
+    gpu = machine.gpu
+    return (gpu.nvlink_gb_s if span <= GPUS_PER_NODE else gpu.network_gb_s) * 1e9 * machine.efficiency.links
+
+
+def tensor_parallel_s(
+    machine: Machine, model: ModelConfig, layout: Layout, layer: list[Linear], settings: Fp8Settings | None
+) -> float:
+    """Seconds of one layer's tensor parallel collectives for one microbatch; none is hidden behind a product.
+
+    Without sequence parallelism: one all-reduce for each of the two blocks, forward and backward. With it: gathered
+    inputs and scattered outputs forward, gathered gradients and inputs and scattered gradients backward. What an FP8
+    product reads is gathered in FP8 (TE 2.12, `gather_along_first_dim`).
+    """
+    if layout.tp == 1:
+        return 0.0
+    share = (layout.tp - 1) / layout.tp
+    values = layer[0].tokens * model.hidden_size
+    rate = link_bytes_per_s(machine, layout.tp)
+    if not model.sequence_parallel:
+        return 4 * 2 * share * values * 2 / rate + 4 * machine.efficiency.kernel_s
+    moved = 0.0
+    for linear in layer:
+        gathered = 1 if settings is not None and linear.precision == "fp8" else 2
+        # Column-parallel: gather x, scatter dx, gather x again for dw. Row-parallel: scatter y, gather dy.
+        moved += values * share * (2 * gathered + 2 if linear.kind in (QKV, FC1) else 2 + gathered)
+    return moved / rate + 10 * machine.efficiency.kernel_s
+
+
+def data_parallel_s(
+    machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, settings: Fp8Settings | None, backward_s: float
+) -> float:
+    """Seconds per step of gradient reduction and parameter gathering that computation does not hide.
+
+    Args:
+        machine: The GPU.
+        model: The checked configuration.
+        layout: How it is spread over GPUs.
+        stage: The pipeline stage.
+        settings: FP8, or None.
+        backward_s: The backward pass of the last microbatch, which overlapped reduction hides behind.
+    """
+    if layout.shards == 1:
+        return 0.0
+    share = (layout.shards - 1) / layout.shards
+    rate = link_bytes_per_s(machine, layout.tp * layout.shards)
+    gradient = 4 if model.grad_reduce_in_fp32 else 2
+    if not uses_distributed_optimizer(model):
+        reduce_s, gather_s = 2 * share * stage.num_parameters * gradient / rate, 0.0
+    else:
+        reduce_s = share * stage.num_parameters * gradient / rate
+        in_fp8 = stage.fp8_weights if settings is not None and settings.params else 0
+        gather_s = share * (2 * stage.num_parameters - in_fp8) / rate
+    hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
+    # The forward pass is half as long as the backward pass.
+    hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
+    return max(0.0, reduce_s - hidden_reduce) + max(0.0, gather_s - hidden_gather)
+
+
+def context_parallel_s(
+    machine: Machine, model: ModelConfig, layout: Layout, layer: list[Linear], attention_s: float
+) -> float:
+    """Seconds of one layer's ring exchange of keys and values that attention does not hide."""
+    if layout.cp == 1:
+        return 0.0
+    key_values = layer[0].out_features - layer[0].out_features * model.num_attention_heads // (
+        model.num_attention_heads + 2 * (model.num_query_groups or model.num_attention_heads)
+    )
+    # Forward once, backward keys and values and their gradients.
+    moved = 3 * (layout.cp - 1) * layer[0].tokens * key_values * 2
+    return max(0.0, moved / link_bytes_per_s(machine, layout.tp * layout.cp) - attention_s)
+
+
+def pipeline_send_s(machine: Machine, model: ModelConfig, layout: Layout, tokens: int) -> float:
+    """Seconds of handing one microbatch to the next stage and its gradient back."""
+    if layout.pp == 1:
+        return 0.0
+    spread = layout.tp if model.sequence_parallel else 1
+    sent = 2 * tokens // spread * model.hidden_size * 2
+    return sent / link_bytes_per_s(machine, layout.world_size // layout.pp + 1)

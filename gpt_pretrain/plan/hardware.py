@@ -1,0 +1,128 @@
+"""The GPUs that a plan can be made for: what their data sheets promise, and how much of it training has been seen to get.
+
+The peaks are dense (half of what is quoted with sparsity). Sources:
+NVIDIA H100 Tensor Core GPU data sheet (SXM5), H200 data sheet (SXM5), and HGX B200 (1,000 W): NVIDIA Blackwell
+architecture brief and DGX B200 data sheet. Memory is what `nvidia-smi` shows of a whole GPU: H100 81,559 MiB, H200
+143,771 MiB (the benchmarks of this repository), B200 183,359 MiB.
+"""
+
+from dataclasses import dataclass
+
+from gpt_pretrain.config.schema import Fp8RecipeName, PlanGpu
+
+# Ranks that NVLink connects: one HGX board. A group that spans more goes over the network between nodes.
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One GPU of the data sheets."""
+
+    name: str
+    """As CUDA names the device."""
+    compute_capability: tuple[int, int]
+    bf16_tflops: float
+    """Dense tensor-core peak."""
+    fp8_tflops: float
+    """Dense tensor-core peak."""
+    memory_gib: float
+    bandwidth_tb_s: float
+    """Of the HBM, in 10^12 bytes per second."""
+    nvlink_gb_s: float
+    """To all other GPUs of the node together, one direction, in 10^9 bytes per second."""
+    network_gb_s: float
+    """To other nodes, one direction: one 400 Gb/s adapter per GPU (DGX H100 and B200)."""
+
+    @property
+    def needs_fp8_transposes(self) -> bool:
+        """Whether the tensor cores multiply FP8 in one layout only, so that a transposed copy of each operand is kept.
+
+        Hopper does (TE 2.12, `is_non_tn_fp8_gemm_supported`); block scales need two copies everywhere.
+        """
+        return self.compute_capability < (10, 0)
+
+
+GPUS = {
+    PlanGpu.h100: Gpu(
+        name="NVIDIA H100 80GB HBM3",
+        compute_capability=(9, 0),
+        bf16_tflops=989.4,
+        fp8_tflops=1978.9,
+        memory_gib=81_559 / 1024,
+        bandwidth_tb_s=3.35,
+        nvlink_gb_s=450.0,
+        network_gb_s=50.0,
+    ),
+    PlanGpu.h200: Gpu(
+        name="NVIDIA H200",
+        compute_capability=(9, 0),
+        bf16_tflops=989.4,
+        fp8_tflops=1978.9,
+        memory_gib=143_771 / 1024,
+        bandwidth_tb_s=4.8,
+        nvlink_gb_s=450.0,
+        network_gb_s=50.0,
+    ),
+    PlanGpu.b200: Gpu(
+        name="NVIDIA B200",
+        compute_capability=(10, 0),
+        bf16_tflops=2250.0,
+        fp8_tflops=4500.0,
+        memory_gib=183_359 / 1024,
+        bandwidth_tb_s=8.0,
+        nvlink_gb_s=900.0,
+        network_gb_s=50.0,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """Shares of the peaks that training reaches, and costs that no peak describes.
+
+    Calibrated on an H200 (see `MEASURED`), taken over for H100 and B200, where nothing has been measured.
+    """
+
+    bf16: float
+    """Of the BF16 peak, by a large GEMM under the power limit of a training step."""
+    fp8: dict[Fp8RecipeName, float]
+    """Of the FP8 peak, by a large GEMM. Blocks of 128 promote partial sums outside of the tensor cores."""
+    depth: int
+    """A GEMM of inner dimension k runs at k / (k + depth) of that: its start and end do not overlap with products."""
+    attention: float
+    """Of the BF16 peak, by fused causal attention, forward and backward together."""
+    fp8_attention: float
+    """Speed of attention in FP8 over BF16. Assumed: only the forward gains on Hopper."""
+    bandwidth: float
+    """Of the memory's bandwidth, by elementwise kernels."""
+    links: float
+    """Of NVLink's or the network's bandwidth, by NCCL's collectives."""
+    kernel_s: float
+    """From the end of a kernel to the start of the next."""
+    host_s_per_layer: float
+    """What the host needs to launch one layer, forward and backward. Assumed; it counts for tiny layers alone."""
+    host_s_per_fp8_layer: float
+    """The same with FP8's casts and scales. Assumed."""
+    fp8_params_s_per_parameter: float
+    """What it costs to cast one master to its FP8 weight, of a rank's shard: Transformer Engine casts a shard as one row."""
+
+
+EFFICIENCY = Efficiency(
+    bf16=0.70,
+    fp8={
+        Fp8RecipeName.delayed: 0.665,
+        Fp8RecipeName.tensorwise: 0.665,
+        Fp8RecipeName.blockwise: 0.53,
+        # Blackwell's tensor cores apply these scales themselves. Not measured.
+        Fp8RecipeName.mxfp8: 0.665,
+    },
+    depth=50,
+    attention=0.45,
+    fp8_attention=1.2,
+    bandwidth=0.75,
+    links=0.75,
+    kernel_s=3e-6,
+    host_s_per_layer=0.5e-3,
+    host_s_per_fp8_layer=0.8e-3,
+    fp8_params_s_per_parameter=68e-12,
+)

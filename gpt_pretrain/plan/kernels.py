@@ -1,0 +1,158 @@
+"""How long the kernels of one microbatch take on one GPU: a roofline, each product and each pass over memory by itself.
+
+A product of [m, k] and [k, n] takes the longer of its arithmetic at the peak that training reaches and its bytes at
+the memory's bandwidth; everything else is bytes over bandwidth, and each kernel starts a little after the last. The
+passes are counted from the sources of megatron-core 0.19 and Transformer Engine 2.12; the shares of the peaks are
+`hardware.EFFICIENCY`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.fp8 import Fp8Settings
+from gpt_pretrain.config.gemms import Gemm, Linear, gemms
+from gpt_pretrain.config.schema import Activation, Fp8RecipeName, ModelConfig
+from gpt_pretrain.plan.hardware import Efficiency, Gpu
+
+# Passes over the logits in memory, in bytes per logit, forward and backward, calibrated: the GEMM writes BF16, the loss
+# reads and writes fp32 for the maximum, the shift, the exponential, the sum, the division and the gradient.
+LOSS_BYTES_PER_LOGIT = 52
+# Kernels of one layer, forward and backward, beside products, attention and casts.
+ELEMENTWISE_KERNELS = 10
+# Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
+ATTENTION_PRODUCTS = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A GPU and the shares of its peaks that training reaches."""
+
+    gpu: Gpu
+    efficiency: Efficiency
+
+    def memory_s(self, num_bytes: float, kernels: int = 1) -> float:
+        """Seconds that kernels take which only move bytes."""
+        bandwidth = self.gpu.bandwidth_tb_s * 1e12 * self.efficiency.bandwidth
+        return num_bytes / bandwidth + kernels * self.efficiency.kernel_s
+
+    def gemm_s(self, gemm: Gemm, recipe: Fp8RecipeName | None) -> float:
+        """Seconds of one product."""
+        own = self.efficiency
+        if gemm.fp8 and recipe is not None:
+            size, rate = 1, self.gpu.fp8_tflops * 1e12 * own.fp8[recipe]
+        else:
+            size, rate = 2, self.gpu.bf16_tflops * 1e12 * own.bf16
+        arithmetic = gemm.flops / rate * (1 + own.depth / gemm.k)
+        read = size * (gemm.m * gemm.k + gemm.k * gemm.n)
+        memory = (read + 2 * gemm.m * gemm.n) / (self.gpu.bandwidth_tb_s * 1e12 * own.bandwidth)
+        return max(arithmetic, memory) + own.kernel_s
+
+
+def _cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
+    """Casts of the input and of the output's gradient, as rows and as columns: read BF16, write two bytes.
+
+    Where the norm writes FP8 itself, the transposed copy takes another pass. A scale from the tensor itself takes one
+    more pass to find it.
+    """
+    passes = 5 + (2 if recipe is Fp8RecipeName.tensorwise else 0)
+    gathered = linear.local_tokens * linear.in_features + linear.tokens * linear.out_features
+    return machine.memory_s(gathered * passes, kernels=2)
+
+
+def _weight_cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
+    passes = 4 + (2 if recipe is Fp8RecipeName.tensorwise else 0)
+    return machine.memory_s(linear.out_features * linear.in_features * passes)
+
+
+def _attention_s(machine: Machine, model: ModelConfig, tokens: int, *, fp8: bool) -> float:
+    """Causal attention: half of the scores."""
+    width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
+    flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
+    rate = machine.gpu.bf16_tflops * 1e12 * machine.efficiency.attention
+    return flops / rate / (machine.efficiency.fp8_attention if fp8 else 1.0) + 3 * machine.efficiency.kernel_s
+
+
+def _elementwise_bytes(model: ModelConfig, tokens: int, local: int) -> float:
+    """Bytes that norms, residuals, rotary embeddings and the activation read and write, forward and backward."""
+    tp = model.tensor_model_parallel_size
+    projected = (model.num_attention_heads + 2 * num_query_groups(model)) * kv_channels(model) // tp
+    inner = ffn_hidden_size(model) // tp
+    fc1 = inner * (2 if model.activation is Activation.swiglu else 1)
+    # Two norms and two residual additions: 4 passes forward, 7 backward each way; the residual stream is read twice.
+    stream = 22 * local * model.hidden_size
+    activation = (fc1 + inner) + (2 * fc1 + inner)
+    rotary_or_copy = 4 * projected
+    bias = (projected if model.bias or model.qkv_bias else 0) + (fc1 + 2 * model.hidden_size if model.bias else 0)
+    return 2.0 * (stream + tokens * (activation + rotary_or_copy / 2 + bias))
+
+
+def layer_s(
+    machine: Machine, model: ModelConfig, layer: list[Linear], settings: Fp8Settings | None, *, fused_wgrad: bool
+) -> dict[str, float]:
+    """Seconds of one layer and one microbatch, forward and backward, by what they are spent on."""
+    recipe = None if settings is None else settings.recipe
+    seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
+    for linear in layer:
+        seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe) for gemm in gemms(linear))
+        if recipe is not None and linear.precision == "fp8":
+            seconds["FP8 casts"] += _cast_s(machine, linear, recipe)
+        if not fused_wgrad:
+            # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
+            seconds["gradient accumulation"] += machine.memory_s(linear.out_features * linear.in_features * 10)
+    qkv = layer[0]
+    seconds["attention"] = _attention_s(
+        machine, model, qkv.tokens, fp8=settings is not None and settings.dot_product_attention
+    )
+    elementwise = _elementwise_bytes(model, qkv.tokens, qkv.local_tokens)
+    seconds["norms, activation, residuals"] = machine.memory_s(elementwise, ELEMENTWISE_KERNELS)
+    return seconds
+
+
+def recompute_s(
+    machine: Machine, model: ModelConfig, layer: list[Linear], settings: Fp8Settings | None, *, whole: bool
+) -> float:
+    """Seconds of a second forward pass of one layer, or of its attention alone."""
+    recipe = None if settings is None else settings.recipe
+    attention = _attention_s(
+        machine, model, layer[0].tokens, fp8=settings is not None and settings.dot_product_attention
+    )
+    forward = attention * 2 / ATTENTION_PRODUCTS
+    if whole:
+        forward += sum(machine.gemm_s(gemms(linear)[0], recipe) for linear in layer)
+        forward += machine.memory_s(_elementwise_bytes(model, layer[0].tokens, layer[0].local_tokens) / 3)
+        if recipe is not None:
+            forward += sum(_cast_s(machine, linear, recipe) / 2 for linear in layer if linear.precision == "fp8")
+    return forward
+
+
+def head_s(machine: Machine, model: ModelConfig, head: Linear, *, fused_wgrad: bool) -> dict[str, float]:
+    """Seconds of the LM head and the loss for one microbatch, forward and backward."""
+    logits = head.tokens * padded_vocab_size(model) // model.tensor_model_parallel_size
+    accumulated = 0 if fused_wgrad else head.out_features * head.in_features * 10
+    return {
+        "LM head": sum(machine.gemm_s(gemm, None) for gemm in gemms(head)),
+        "loss": machine.memory_s(logits * LOSS_BYTES_PER_LOGIT),
+        "gradient accumulation": machine.memory_s(accumulated) if accumulated else 0.0,
+    }
+
+
+def weight_cast_s(machine: Machine, stage_linears: tuple[Linear, ...], settings: Fp8Settings | None) -> float:
+    """Seconds of casting BF16 weights to FP8, once per step; FP8 parameters are cast by the optimizer."""
+    if settings is None or settings.params:
+        return 0.0
+    return sum(
+        _weight_cast_s(machine, linear, settings.recipe) for linear in stage_linears if linear.precision == "fp8"
+    )
+
+
+def host_s(machine: Machine, layers: int, settings: Fp8Settings | None) -> float:
+    """Seconds that the host needs to launch one microbatch: where the GPU is faster, it waits."""
+    own = machine.efficiency
+    return layers * (own.host_s_per_layer if settings is None else own.host_s_per_fp8_layer)
+
+
+def add(total: dict[str, float], part: Mapping[str, float], factor: float = 1.0) -> None:
+    """Adds seconds by what they are spent on."""
+    for name, value in part.items():
+        total[name] = total.get(name, 0.0) + factor * value

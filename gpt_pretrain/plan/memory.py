@@ -1,0 +1,205 @@
+"""The memory of one GPU at its peak, item by item, for each pipeline stage.
+
+The peak is that of torch's allocator (`torch.cuda.max_memory_allocated`), from the second optimizer step on: the first
+one allocates the moments. It lies in the forward or backward pass, where all kept activations and the logits are
+alive, or in the optimizer step where gradients have to be copied. Weights, gradients and optimizer states follow
+megatron-core 0.19 (distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py and optimizer.py), the FP8
+copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weight_workspace`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gpt_pretrain.config.derived import padded_vocab_size, uses_distributed_optimizer
+from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.config.schema import Config, Fp8RecipeName, ModelConfig, OptimizerName, RecomputeGranularity
+from gpt_pretrain.plan.activations import SCALE_BYTES, LayerActivations, Storage, layer_activations
+from gpt_pretrain.plan.hardware import Gpu
+from gpt_pretrain.plan.stages import Layout, Stage
+
+GIB = 2**30
+# cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
+WORKSPACE_BYTES = 0.1 * GIB
+# Outside of torch's allocator: the CUDA context with its kernels, and NCCL's buffers. Assumed.
+CONTEXT_GIB = 0.8
+NCCL_GIB = 1.0
+# What the allocator holds and cannot use. Assumed.
+FRAGMENTATION = 0.03
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """One GPU of one pipeline stage, in bytes."""
+
+    stage: int
+    items: Mapping[str, float]
+    """What adds up to the peak."""
+
+    @property
+    def peak(self) -> float:
+        """Peak of torch's allocator."""
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryForecast:
+    """The memory of the run."""
+
+    stages: tuple[StageMemory, ...]
+    recompute_peaks: Mapping[str, float]
+    """Peak of the worst stage without recomputation, with attention recomputed, and with every layer recomputed."""
+    gpu_gib: float
+    outside_gib: float
+    """CUDA's and NCCL's own, and what the allocator cannot use."""
+
+    @property
+    def worst(self) -> StageMemory:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
+    def needed_gib(self) -> float:
+        """What the GPU has to have."""
+        return self.worst.peak / GIB + self.outside_gib
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has it."""
+        return self.needed_gib <= self.gpu_gib
+
+
+def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
+    """Bytes per weight of what FP8 products read: one byte, a second in the other layout where needed, and scales."""
+    if settings.recipe in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise):
+        return 2.0 if gpu.needs_fp8_transposes else 1.0
+    # Weights have square blocks of 128.
+    scales = 4 / 128**2 if settings.recipe is Fp8RecipeName.blockwise else SCALE_BYTES[settings.recipe]
+    return 2 * (1 + scales)
+
+
+def _parameter_items(config: Config, layout: Layout, stage: Stage, storage: Storage, gpu: Gpu) -> dict[str, float]:
+    model, fp8, element = config.model, storage.fp8, storage.element
+    stored = 0 if fp8 is None else stage.fp8_weights
+    in_fp8 = fp8 is not None and fp8.params
+    sharded = layout.shards if uses_distributed_optimizer(model) else 1
+    adam = model.optim.name is OptimizerName.adam
+    moments = 8 if adam else 4 * (model.optim.momentum > 0)
+    return {
+        "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
+        "FP8 weights" if in_fp8 else "FP8 copies of weights": 0.0 if fp8 is None else stored * weight_copies(fp8, gpu),
+        "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
+        "masters": stage.num_parameters * 4 / sharded if element == 2 else 0.0,
+        "moments": stage.num_parameters * moments / sharded,
+    }
+
+
+def _kept_activations(model: ModelConfig, stage: Stage, layers: Mapping[int, LayerActivations]) -> tuple[float, float]:
+    """Bytes kept of all microbatches in flight, and what recomputing needs on top for a moment."""
+    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
+    chosen = [layers[layer] for layer in stage.layers]
+    share = stage.layers_in_flight / len(chosen)
+    if granularity is None:
+        return share * sum(layer.kept for layer in chosen), 0.0
+    if granularity is RecomputeGranularity.selective:
+        return share * sum(layer.kept_selective for layer in chosen), max(layer.attention_core for layer in chosen)
+    count = model.activations_checkpoint_num_layers or 1
+    largest = max(layer.kept for layer in chosen)
+    if method is not None and method.name == "block":
+        whole = stage.layers_per_chunk - min(count, stage.layers_per_chunk)
+        recomputed = share * (stage.layers_per_chunk - whole) / stage.layers_per_chunk
+        kept = recomputed * sum(layer.layer_input for layer in chosen)
+        kept += share * whole / stage.layers_per_chunk * sum(layer.kept for layer in chosen)
+        return kept, largest
+    units = -(-stage.layers_per_chunk // count)
+    return stage.chunks_in_flight * units * chosen[0].layer_input, min(count, stage.layers_per_chunk) * largest
+
+
+def _logits_bytes(model: ModelConfig, stage: Stage, storage: Storage, *, fused_loss: bool) -> float:
+    """Logits at the peak of the loss.
+
+    In the run's precision as the LM head makes them, as the fp32 softmax that is kept for the gradient, and, compiled
+    (fusions/fused_cross_entropy.py), as a second fp32 tensor: what the code changes in place the compiler writes anew.
+    """
+    head = stage.linears[-1]
+    per_logit = storage.element if storage.element == 4 else 2 + 4 + (4 if fused_loss else 0)
+    return head.tokens * padded_vocab_size(model) / model.tensor_model_parallel_size * per_logit
+
+
+def _stage_memory(
+    config: Config, layout: Layout, stage: Stage, storage: Storage, gpu: Gpu, *, fused_loss: bool
+) -> StageMemory:
+    model = config.model
+    items = _parameter_items(config, layout, stage, storage, gpu)
+    by_layer = {
+        layer: layer_activations(model, [linear for linear in stage.linears if linear.layer == layer], storage)
+        for layer in stage.layers
+    }
+    kept, recomputed = _kept_activations(model, stage, by_layer)
+    residual = next(iter(by_layer.values())).layer_input
+    # The final norm's input and output; the embedding's output is the first layer's input.
+    kept += 2 * residual if stage.has_head else 0
+    logits = _logits_bytes(model, stage, storage, fused_loss=fused_loss) if stage.has_head else 0.0
+    backward = recomputed + max(layer.backward for layer in by_layer.values())
+    copies = 0.0
+    if storage.element == 2 and not model.grad_reduce_in_fp32:
+        # The optimizer reads gradients in fp32.
+        copies = stage.num_parameters * 4 / (layout.shards if uses_distributed_optimizer(model) else 1)
+    if copies > kept + max(logits, backward):
+        items["gradients in fp32"] = copies
+    else:
+        items["activations"] = kept
+        # Logits and the layers' gradients are not alive at once.
+        items["logits and loss" if logits > backward else "backward pass"] = max(logits, backward)
+    items["workspaces"] = WORKSPACE_BYTES
+    return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})
+
+
+def forecast_memory(
+    config: Config, layout: Layout, stages: list[Stage], storage: Storage, gpu: Gpu, *, fused_loss: bool
+) -> MemoryForecast:
+    """The memory of a checked configuration.
+
+    Args:
+        config: The configuration.
+        layout: How it is spread over GPUs.
+        stages: Its pipeline stages.
+        storage: How activations are stored.
+        gpu: The planned GPU.
+        fused_loss: Whether megatron-core's fused cross entropy computes the loss.
+    """
+
+    def peaks(granularity: RecomputeGranularity | None) -> tuple[StageMemory, ...]:
+        chosen = config.model.activations_checkpoint_granularity
+        model = config.model
+        if granularity is not chosen:
+            model = replace(
+                model,
+                activations_checkpoint_granularity=granularity,
+                activations_checkpoint_method=None,
+                activations_checkpoint_num_layers=1,
+            )
+        varied = replace(config, model=model)
+        return tuple(_stage_memory(varied, layout, stage, storage, gpu, fused_loss=fused_loss) for stage in stages)
+
+    names = {"none": None, "selective": RecomputeGranularity.selective, "full": RecomputeGranularity.full}
+    own = peaks(config.model.activations_checkpoint_granularity)
+    peak = max(stage.peak for stage in own) / GIB
+    return MemoryForecast(
+        stages=own,
+        recompute_peaks={name: max(stage.peak for stage in peaks(granularity)) for name, granularity in names.items()},
+        gpu_gib=gpu.memory_gib,
+        outside_gib=CONTEXT_GIB + (NCCL_GIB if layout.world_size > 1 else 0.0) + FRAGMENTATION * peak,
+    )
+
+
+def plan_storage(config: Config, *, transformer_engine: bool, fused_activation: bool, fused_softmax: bool) -> Storage:
+    """How a configuration stores its activations on a GPU."""
+    settings = fp8_settings(config.model)
+    return Storage(
+        element=4 if config.trainer.precision.name == "fp32" else 2,
+        # Emulated layers hold rounded values in the run's precision.
+        fp8=None if settings is None or settings.emulate else settings,
+        transformer_engine=transformer_engine,
+        fused_activation=fused_activation,
+        fused_softmax=fused_softmax,
+    )

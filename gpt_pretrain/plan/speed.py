@@ -1,0 +1,143 @@
+"""The speed of the run: one optimizer step on the slowest path through the pipeline, and FP8 against BF16."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig, OptimizerName, RecomputeGranularity
+from gpt_pretrain.plan.communication import (
+    context_parallel_s,
+    data_parallel_s,
+    pipeline_send_s,
+    tensor_parallel_s,
+)
+from gpt_pretrain.plan.kernels import Machine, add, head_s, host_s, layer_s, recompute_s, weight_cast_s
+from gpt_pretrain.plan.stages import Layout, Stage, plan_layout, plan_stages
+
+# Share of a microbatch that its backward pass takes: two products of three.
+BACKWARD_SHARE = 2 / 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """A predicted optimizer step."""
+
+    step_s: float
+    tokens_per_s_per_gpu: float
+    seconds: Mapping[str, float]
+    """The step of the slowest stage's GPU, by what it is spent on; adds up to `step_s`."""
+
+
+def _microbatch_s(
+    machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, *, fused_wgrad: bool
+) -> dict[str, float]:
+    """Seconds of one microbatch on one stage, forward and backward."""
+    settings = fp8_settings(model)
+    total: dict[str, float] = {}
+    cache: dict[tuple[str, ...], dict[str, float]] = {}
+    granularity = model.activations_checkpoint_granularity
+    for position, layer in enumerate(stage.layers):
+        own = [linear for linear in stage.linears if linear.layer == layer]
+        recomputed = _is_recomputed(model, position % stage.layers_per_chunk)
+        # Layers whose products run in the same precisions take the same time.
+        key = (*(f"{linear.precision} {linear.wgrad_precision}" for linear in own), str(recomputed))
+        if key not in cache:
+            seconds = layer_s(machine, model, own, settings, fused_wgrad=fused_wgrad)
+            if recomputed:
+                whole = granularity is RecomputeGranularity.full
+                seconds["recomputation"] = recompute_s(machine, model, own, settings, whole=whole)
+            seconds["tensor parallel"] = tensor_parallel_s(machine, model, layout, own, settings)
+            seconds["context parallel"] = context_parallel_s(machine, model, layout, own, seconds["attention"])
+            cache[key] = seconds
+        add(total, cache[key])
+    if stage.has_head:
+        add(total, head_s(machine, model, stage.linears[-1], fused_wgrad=fused_wgrad))
+    add(total, {"pipeline sends": layout.vp * pipeline_send_s(machine, model, layout, stage.linears[0].tokens)})
+    idle = host_s(machine, len(stage.layers), settings) - sum(total.values())
+    if idle > 0:
+        total["waiting for the host"] = idle
+    return total
+
+
+def _is_recomputed(model: ModelConfig, position: int) -> bool:
+    """Whether the layer at this place of its chunk computes its forward pass, or its attention, twice."""
+    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
+    if granularity is RecomputeGranularity.full and method is not None and method.name == "block":
+        return position < (model.activations_checkpoint_num_layers or 0)
+    return granularity is not None
+
+
+def _optimizer_s(machine: Machine, model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, float]:
+    """Seconds of the optimizer step: the gradient's norm, the update, and the new weights.
+
+    Per parameter of the shard, Adam reads gradient, master and two moments (16 bytes) and writes three of them and the
+    BF16 weight (14); the whole gradient is zeroed (4) and read once for its norm (4 of the shard).
+    """
+    settings = fp8_settings(model)
+    shards = layout.shards if uses_distributed_optimizer(model) else 1
+    per_parameter = 34 if model.optim.name is OptimizerName.adam else 26
+    moved = stage.num_parameters * (4 + per_parameter / shards)
+    seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
+    if settings is not None and settings.params:
+        per_weight = machine.efficiency.fp8_params_s_per_parameter
+        seconds["FP8 parameters"] = stage.fp8_weights / shards * per_weight
+    else:
+        seconds["FP8 casts"] = weight_cast_s(machine, stage.linears, settings)
+    return seconds
+
+
+def predict_speed(
+    machine: Machine, model: ModelConfig, layout: Layout, stages: list[Stage], *, fused_wgrad: bool
+) -> Speed:
+    """The speed of a checked configuration on Transformer Engine layers.
+
+    Args:
+        machine: The planned GPU.
+        model: The configuration.
+        layout: How it is spread over GPUs.
+        stages: Its pipeline stages.
+        fused_wgrad: Whether GEMMs add weight gradients to the fp32 ones themselves.
+    """
+    microbatches = [_microbatch_s(machine, model, layout, stage, fused_wgrad=fused_wgrad) for stage in stages]
+    times = [sum(seconds.values()) for seconds in microbatches]
+    slowest = max(range(len(stages)), key=times.__getitem__)
+    total: dict[str, float] = {}
+    add(total, microbatches[slowest], layout.num_microbatches)
+    # 1F1B: the first microbatch passes the other stages once, each chunk of it with the interleaved schedule.
+    bubble = (sum(times) - times[slowest]) / layout.vp
+    add(total, {"pipeline bubble": bubble})
+    add(total, _optimizer_s(machine, model, layout, stages[slowest]))
+    hidden = times[slowest] * BACKWARD_SHARE
+    communication = data_parallel_s(machine, model, layout, stages[slowest], fp8_settings(model), hidden)
+    add(total, {"data parallel": communication})
+    step_s = sum(total.values())
+    tokens = model.global_batch_size * model.encoder_seq_length
+    return Speed(
+        step_s=step_s,
+        tokens_per_s_per_gpu=tokens / step_s / layout.world_size,
+        seconds={name: value for name, value in total.items() if value > 0},
+    )
+
+
+def without_fp8(model: ModelConfig) -> ModelConfig:
+    """The same model in BF16, its optimizer states sharded as before."""
+    return replace(
+        model,
+        fp8=False,
+        fp8_params=False,
+        fp8_dot_product_attention=False,
+        fp8_multi_head_attention=False,
+        use_distributed_optimizer=uses_distributed_optimizer(model),
+    )
+
+
+def with_delayed_fp8(model: ModelConfig) -> ModelConfig:
+    """The same model with `fp8=delayed`."""
+    return replace(model, fp8=True, fp8_recipe=Fp8RecipeName.delayed, fp8_hybrid=True, fp8_e4m3=None)
+
+
+def variant_speed(machine: Machine, model: ModelConfig, world_size: int, *, fused_wgrad: bool) -> Speed:
+    """The speed of a model from its configuration alone."""
+    layout = plan_layout(model, world_size)
+    return predict_speed(machine, model, layout, plan_stages(model, layout), fused_wgrad=fused_wgrad)

@@ -1,0 +1,46 @@
+"""The processes of the planned run, as if a launcher had started them: what the rules about the world size ask for.
+
+Needs no torch, so that a command line that breaks a rule is refused at once.
+"""
+
+import math
+
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.plan.hardware import GPUS_PER_NODE
+
+
+def planned_world_size(config: Config) -> int:
+    """Processes of the planned run, one per GPU.
+
+    `plan.num_gpus`, else `trainer.devices` × `trainer.num_nodes` where either is given, else the fewest that the layout
+    can do with: one data-parallel rank.
+    """
+    model, trainer = config.model, config.trainer
+    layout = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    if config.plan.num_gpus is not None:
+        return max(1, config.plan.num_gpus)
+    if trainer.devices is not None:
+        return max(1, trainer.devices * (trainer.num_nodes or 1))
+    # A number of nodes alone: as many whole replicas as it takes to give each node the same number of processes.
+    return max(1, math.lcm(max(1, layout), max(1, trainer.num_nodes or 1)))
+
+
+def planned_launch(config: Config) -> Launch:
+    """Rank 0 of the planned run, on as few nodes of eight GPUs as hold it."""
+    world_size, trainer = planned_world_size(config), config.trainer
+    if trainer.devices is not None and trainer.devices > 0:
+        local = min(trainer.devices, world_size)
+    elif trainer.num_nodes is not None and trainer.num_nodes > 0:
+        local = max(1, world_size // trainer.num_nodes)
+    else:
+        local = max(size for size in range(1, GPUS_PER_NODE + 1) if world_size % size == 0)
+    return Launch(
+        rank=0,
+        world_size=world_size,
+        local_rank=0,
+        local_world_size=local,
+        master_addr="127.0.0.1",
+        master_port=0,
+        launcher="none" if world_size == 1 else "torchrun",
+    )
