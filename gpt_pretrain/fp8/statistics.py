@@ -124,13 +124,16 @@ class StatisticsCollector:
         magnitudes = codes.view(torch.uint8) & 0x7F
         values = torch.full((), codes.numel(), dtype=torch.int64, device=self._device)
         flushed = values - torch.count_nonzero(magnitudes)
-        largest = torch.count_nonzero(magnitudes == _LARGEST_CODE[operand.format])
+        largest_code = _LARGEST_CODE[operand.format]
+        largest = torch.count_nonzero(magnitudes == largest_code)
         scale_min, scale_max = _extremes(operand.scale)
         if operand.amax is None:
             amax, judged, saturated = torch.full_like(scale_min, -torch.inf), 0 * values, 0 * values
         else:
             amax, judged = _finite_or_inf(operand.amax.detach().float()).max(), values
             saturated = largest * (amax * scale_min > FORMAT_MAX[operand.format] * _ROUNDING)
+        # Casts pass over NaN when they take the amax, and leave it in the codes.
+        amax = torch.where(magnitudes.max() > largest_code, torch.inf, amax)
         seen = torch.stack([amax, -scale_min, scale_max])
         self._maxima[row, :_HISTORY] = torch.maximum(self._maxima[row, :_HISTORY], seen)
         self._sums[row] += torch.stack([values, flushed, judged, saturated])
@@ -190,12 +193,13 @@ def _extremes(scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _tensor(layer: str, role: Role, maxima: list[float], sums: list[int]) -> TensorStatistics:
     known = [None if maximum == -torch.inf else maximum for maximum in maxima]
-    negated, history = known[_MINUS_SCALE_MIN], known[_HISTORY]
+    history = known[_HISTORY]
     return TensorStatistics(
         layer=layer,
         tensor=role.value,
         amax=known[_AMAX],
-        scale_min=None if negated is None else -negated,
+        # A negated infinity is a value here: known is the smallest scale where the largest is.
+        scale_min=None if known[_SCALE_MAX] is None else -maxima[_MINUS_SCALE_MIN],
         scale_max=known[_SCALE_MAX],
         saturated=sums[_SATURATED] / sums[_JUDGED] if sums[_JUDGED] else None,
         flushed=sums[_FLUSHED] / sums[_VALUES],

@@ -119,7 +119,7 @@ class Fp8Tensor(JsonObject):
     tensor: str
     """input, weight, or output_gradient."""
     amax: float | None
-    """Largest magnitude before the cast; inf also stands for NaN. null where the layer does not tell it."""
+    """Largest magnitude before the cast; inf where a value was NaN, too. null where the layer does not tell it."""
     scale_min: float | None
     """Smallest factor that values were multiplied by before they were rounded; inf also stands for NaN."""
     scale_max: float | None

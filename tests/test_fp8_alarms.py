@@ -1,0 +1,151 @@
+"""Warnings of the FP8 statistics: when they come, how often, and what they say."""
+
+import math
+
+import pytest
+import torch
+
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.fp8.alarms import Alarms
+from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
+
+FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
+
+
+def tensor(**changes):
+    values = {
+        "layer": FC1,
+        "tensor": "input",
+        "amax": 3.0,
+        "scale_min": 128.0,
+        "scale_max": 128.0,
+        "saturated": 0.0,
+        "flushed": 0.0,
+        "amax_history_used": 16,
+    }
+    return TensorStatistics(**(values | changes))
+
+
+def scaled(scale):
+    return {"scale_min": scale, "scale_max": scale}
+
+
+def warned(compose_config, overrides, observations, interval=100):
+    """Step of each warning → the warning, when each observation is of one tensor."""
+    alarms = Alarms(fp8_settings(compose_config(*overrides).model), 1e-3, interval)
+    found = {}
+    for number, observation in enumerate(observations, start=1):
+        step = number * interval
+        for message in alarms.check(StepStatistics(step=step, tensors=[tensor(**observation)])):
+            found[step] = message
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "observation", "message"),
+    [
+        (
+            ["fp8=delayed"],
+            {"amax": 3.0, **scaled(1024.0), "saturated": 0.0123},
+            "1.2% of its values are saturated (logging.fp8_saturation_threshold=0.001), amax 3 at scale 1.02e+03; "
+            # 3 · 1024 / 448 is 6.9: three powers of two.
+            "raise model.fp8_margin from 0 to 3, choose fp8=tensorwise, or keep the layer out of FP8 with "
+            f'model.fp8_exclude=["{FC1}"]',
+        ),
+        (
+            ["fp8=delayed", "model.fp8_margin=2", "model.fp8_amax_compute_algo=most_recent"],
+            {"tensor": "output_gradient", "amax": 1.0, **scaled(60000.0), "saturated": 0.5},
+            "50% of its values are saturated (logging.fp8_saturation_threshold=0.001), amax 1 at scale 6e+04; raise "
+            "model.fp8_margin from 2 to 3, set model.fp8_amax_compute_algo=max, choose fp8=tensorwise, or keep the "
+            f'layer out of FP8 with model.fp8_exclude=["{FC1}"]',
+        ),
+        (
+            ["fp8=delayed"],
+            {"amax": math.inf, "saturated": None},
+            "it holds inf or NaN, and its scale can say nothing about it; lower model.optim.lr or lengthen "
+            f'model.optim.sched.warmup_steps, and see whether model.fp8_exclude=["{FC1}"] avoids it',
+        ),
+        (
+            ["fp8=tensorwise"],
+            scaled(0.0),
+            "its scale is 0, and all its values become zero; the amax it came from was infinite: lower "
+            f'model.optim.lr, or keep the layer out of FP8 with model.fp8_exclude=["{FC1}"]',
+        ),
+        (
+            ["fp8=delayed"],
+            {"amax": 1e-40, **scaled(torch.finfo(torch.float32).max)},
+            "its scale is infinite, from values that are all (nearly) zero (amax 1e-40); nothing reaches this layer: "
+            "look at its inputs and at model.init_method_std, or keep it out of FP8 with "
+            f'model.fp8_exclude=["{FC1}"]',
+        ),
+    ],
+)
+def test_a_warning_names_tensor_number_and_way_out(compose_config, overrides, observation, message):
+    found = warned(compose_config, overrides, [observation])
+
+    role = observation.get("tensor", "input")
+    assert found == {100: f"FP8 at step 100: {role} of {FC1}: {message}"}
+
+
+GOOD, SATURATED = {}, {"saturated": 0.002}
+JUMPS = [scaled(scale) for scale in (1.0, 4.0, 64.0, 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "observations", "steps"),
+    [
+        pytest.param([], [GOOD, SATURATED, SATURATED, SATURATED], [200], id="once"),
+        pytest.param([], [SATURATED, GOOD, SATURATED], [100, 300], id="again after it had recovered"),
+        pytest.param([], [{"saturated": 0.001}, {"saturated": None}], [], id="at the threshold, and unknown"),
+        pytest.param([], [scaled(0.0), {"amax": math.inf}], [100], id="still degenerate"),
+        pytest.param([], JUMPS, [400], id="three jumps in a row"),
+        pytest.param([], [*JUMPS, scaled(32.0), scaled(33.0), *JUMPS], [400, 900], id="jumps again"),
+        pytest.param([], [scaled(scale) for scale in (1.0, 4.0, 15.9, 64.0)], [], id="one of them below four"),
+        pytest.param([], [scaled(1.0), scaled(100.0), *[scaled(100.0)] * 3], [], id="one jump"),
+        pytest.param([], [*JUMPS[:3], {"amax": math.inf}, JUMPS[3]], [400], id="not across an infinity"),
+        pytest.param(["fp8=blockwise"], JUMPS, [], id="blocks have no scale to follow"),
+        pytest.param(["fp8=blockwise"], [{"scale_max": 3.5e38}], [], id="a block of zeros"),
+        pytest.param(["fp8=blockwise"], [scaled(3.5e38)], [100], id="all blocks of zeros"),
+        pytest.param(["fp8=tensorwise"], JUMPS, [400], id="jumps of current scales"),
+    ],
+)
+def test_a_warning_comes_once_until_its_tensor_recovers(compose_config, overrides, observations, steps):
+    assert list(warned(compose_config, overrides or ["fp8=delayed"], observations)) == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "interval", "message"),
+    [
+        (
+            ["fp8=delayed"],
+            1,
+            "its scale jumps, by a factor of 4 or more every step: 1, 4, 64, 8; lengthen model.fp8_amax_history_len "
+            "(now 1024), choose fp8=tensorwise, or lower model.optim.lr",
+        ),
+        (
+            ["fp8=delayed", "model.fp8_amax_compute_algo=most_recent"],
+            50,
+            "its scale jumps, by a factor of 4 or more every 50 steps: 1, 4, 64, 8; set "
+            "model.fp8_amax_compute_algo=max, choose fp8=tensorwise, or lower model.optim.lr",
+        ),
+        (
+            ["fp8=tensorwise"],
+            50,
+            "its scale jumps, by a factor of 4 or more every 50 steps: 1, 4, 64, 8; training is unstable here: lower "
+            "model.optim.lr or lengthen model.optim.sched.warmup_steps",
+        ),
+    ],
+)
+def test_a_jumping_scale_is_shown_with_what_smooths_it(compose_config, overrides, interval, message):
+    [found] = warned(compose_config, overrides, JUMPS, interval).values()
+
+    assert found == f"FP8 at step {4 * interval}: input of {FC1}: {message}"
+
+
+def test_each_tensor_has_warnings_of_its_own(compose_config):
+    alarms = Alarms(fp8_settings(compose_config("fp8=delayed").model), 1e-3, 1)
+    both = [tensor(saturated=0.5), tensor(saturated=0.5, tensor="weight"), tensor(layer=FC2, amax=math.inf)]
+    assert len(alarms.check(StepStatistics(step=1, tensors=both[:1]))) == 1
+
+    second = alarms.check(StepStatistics(step=2, tensors=both))
+    assert [message.split(": ")[1] for message in second] == [f"weight of {FC1}", f"input of {FC2}"]

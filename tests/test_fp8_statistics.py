@@ -1,0 +1,246 @@
+"""FP8 statistics: what is counted, in hand-made products with numbers worked out by hand."""
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
+from gpt_pretrain.fp8.statistics import (
+    StatisticsCollector,
+    TensorStatistics,
+    amax_history,
+)
+from gpt_pretrain.training.fp8_watch import Fp8Watch
+from tests.launching import run_ranks
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
+HIGH = {"format": "bfloat16", "codes": None, "scale": None, "amax": None}
+
+
+@pytest.fixture(scope="module")
+def single_process():
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def collector(single_process, compose_config):
+    model = compose_config("model.num_layers=2", "fp8=delayed").model
+    return StatisticsCollector(model, [], torch.device("cpu"))
+
+
+def operand(role, code_bytes, scale=1.0, amax=1.0, format="e4m3"):
+    return Operand(
+        role=role,
+        format=format,
+        codes=torch.tensor(code_bytes, dtype=torch.uint8).view(DTYPES[format]),
+        scale=torch.tensor(scale).reshape(-1),
+        amax=None if amax is None else torch.tensor([amax]),
+    )
+
+
+def observed(collector, *products):
+    """Statistics of a step with these (layer, phase, operands), by layer and tensor."""
+    with collector.observe(7):
+        for layer, phase, operands in products:
+            collector.add(layer, Product(phase=phase, operands=operands))
+    [statistics] = collector.read()
+    assert statistics.step == 7
+    return {(each.layer, each.tensor): each for each in statistics.tensors}
+
+
+# E4M3: 0x7E and 0xFE are ±448, 0x7F NaN, 0x38 is 1. E5M2: 0x7B is 57,344, 0x7C infinity, 0x3C is 1.
+EIGHT = [0x7E, 0xFE, 0x7E, 0x38, 0x00, 0x00, 0x80, 0x7D]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param(
+            {"code_bytes": EIGHT, "scale": 0.5, "amax": 1000.0},
+            {"amax": 1000.0, "scale_min": 0.5, "scale_max": 0.5, "saturated": 3 / 8, "flushed": 3 / 8},
+            id="saturated: 1000 · 0.5 is beyond 448",
+        ),
+        pytest.param(
+            {"code_bytes": EIGHT, "scale": 0.25, "amax": 1000.0},
+            {"amax": 1000.0, "scale_min": 0.25, "scale_max": 0.25, "saturated": 0.0, "flushed": 3 / 8},
+            id="values that rounded to 448 are not saturated",
+        ),
+        pytest.param(
+            # In fp32 (448 / 0.9)·0.9 is 448.00003.
+            {"code_bytes": [0x7E, 0x38], "scale": 497.77777, "amax": 0.9},
+            {"amax": 0.8999999761581421, "scale_min": 497.77777099609375, "saturated": 0.0, "flushed": 0.0},
+            id="a scale of the tensor's own amax does not saturate",
+        ),
+        pytest.param(
+            {"code_bytes": [0x7B, 0x7E - 3, 0x3C, 0x7A], "scale": 1.0, "amax": 60000.0, "format": "e5m2"},
+            {"amax": 60000.0, "saturated": 2 / 4, "flushed": 0.0},
+            id="E5M2 ends at another code",
+        ),
+        pytest.param(
+            {"code_bytes": [0x7E, 0x00, 0x38, 0x38], "amax": None},
+            {"amax": None, "scale_min": 1.0, "scale_max": 1.0, "saturated": None, "flushed": 1 / 4},
+            id="without amax saturation cannot be told",
+        ),
+        pytest.param(
+            {"code_bytes": [0x7F, 0x38], "amax": 2.0}, {"amax": math.inf, "saturated": 0.0}, id="a NaN among the codes"
+        ),
+        pytest.param({"code_bytes": [0x7E, 0x38], "amax": math.nan}, {"amax": math.inf}, id="an amax of NaN"),
+        pytest.param(
+            {"code_bytes": [0x7E, 0x38], "amax": math.inf}, {"amax": math.inf, "saturated": 1 / 2}, id="infinity"
+        ),
+        pytest.param(
+            {"code_bytes": [0x00, 0x80], "amax": 0.0, "scale": math.inf},
+            {"amax": 0.0, "scale_min": math.inf, "scale_max": math.inf, "saturated": 0.0, "flushed": 1.0},
+            id="an infinite scale",
+        ),
+        pytest.param(
+            {"code_bytes": [0x38], "scale": math.nan}, {"scale_min": math.inf, "scale_max": math.inf}, id="NaN"
+        ),
+        pytest.param(
+            {"code_bytes": [0x7E, 0x7E, 0x38, 0x00], "scale": [[4.0, 2.0], [8.0, math.nan]], "amax": 224.0},
+            {"amax": 224.0, "scale_min": 2.0, "scale_max": 8.0, "saturated": 0.0, "flushed": 1 / 4},
+            id="block scales: the largest block is 448, padding does not count",
+        ),
+    ],
+)
+def test_a_tensor_is_counted_as_by_hand(collector, given, expected):
+    found = observed(collector, (FC1, Phase.forward, (operand(Role.input, **given), operand(Role.weight, [0x38]))))
+    tensor = found[FC1, "input"]
+
+    assert {name: getattr(tensor, name) for name in expected} == expected
+
+
+def test_shares_are_means_over_the_values_of_all_microbatches_and_weights_count_once(collector):
+    first = (operand(Role.input, [0x7E, 0x00], amax=500.0), operand(Role.weight, [0x00, 0x38, 0x38, 0x38], amax=3.0))
+    second = (
+        operand(Role.input, [0x38, 0x38, 0x38, 0x38, 0x38, 0x00], scale=2.0, amax=2.0),
+        operand(Role.weight, [0x00, 0x00, 0x00, 0x00], amax=9.0),
+    )
+    gradient = operand(Role.output_gradient, [0x7B, 0x3C, 0x00, 0x00], amax=1e5, format="e5m2")
+    products = [
+        (FC2, Phase.forward, first),
+        (FC2, Phase.dgrad, (gradient, first[1])),
+        # Nothing of the second product of a tensor counts again.
+        (FC2, Phase.wgrad, (replace(gradient, amax=torch.tensor([1e9])), replace(first[0], amax=torch.tensor([1e9])))),
+        (FC2, Phase.forward, second),
+        (FC2, Phase.dgrad, (gradient, second[1])),
+        (FC1, Phase.forward, (operand(Role.input, [0x38]), operand(Role.weight, [0x38]))),
+        ("output_layer", Phase.forward, (Operand(role=Role.input, **HIGH), Operand(role=Role.weight, **HIGH))),
+        ("some.other.module", Phase.forward, first),
+    ]
+    found = observed(collector, *products)
+
+    # In forward order of the model, whatever the order of the calls.
+    assert list(found) == [
+        (FC1, "input"),
+        (FC1, "weight"),
+        (FC2, "input"),
+        (FC2, "weight"),
+        (FC2, "output_gradient"),
+    ]
+    whole = {"layer": FC2, "amax_history_used": None}
+    one_scale = {"scale_min": 1.0, "scale_max": 1.0}
+    assert found[FC2, "input"] == TensorStatistics(
+        tensor="input", amax=500.0, scale_min=1.0, scale_max=2.0, saturated=1 / 8, flushed=2 / 8, **whole
+    )
+    assert found[FC2, "weight"] == TensorStatistics(
+        tensor="weight", amax=3.0, saturated=0.0, flushed=1 / 4, **one_scale, **whole
+    )
+    assert found[FC2, "output_gradient"] == TensorStatistics(
+        tensor="output_gradient", amax=1e5, saturated=1 / 4, flushed=2 / 4, **one_scale, **whole
+    )
+
+
+def test_a_step_knows_nothing_of_the_one_before_and_is_read_once(collector):
+    product = (FC1, Phase.forward, (operand(Role.input, [0x00], amax=9.0), operand(Role.weight, [0x38])))
+    observed(collector, product)
+    again = (FC1, Phase.forward, (operand(Role.input, [0x38], amax=2.0), operand(Role.weight, [0x38])))
+    found = observed(collector, again)
+
+    assert (found[FC1, "input"].amax, found[FC1, "input"].flushed) == (2.0, 0.0)
+    assert (FC1, "weight") in found
+    assert collector.read() == []
+
+
+def test_a_step_that_fails_is_not_counted(collector):
+    with pytest.raises(RuntimeError), collector.observe(3):
+        raise RuntimeError
+    assert collector.read() == []
+
+
+def test_the_history_of_a_layer_of_transformer_engine_is_found():
+    forward, backward = torch.arange(12.0).reshape(4, 3), torch.arange(8.0).reshape(4, 2)
+    meta = {
+        "scaling_fwd": SimpleNamespace(amax_history=forward),
+        "scaling_bwd": SimpleNamespace(amax_history=backward),
+    }
+    layer, plain = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    layer.fp8_meta = meta
+    plain.fp8_meta = {"scaling_fwd": SimpleNamespace(scale=torch.ones(3))}
+
+    assert [amax_history(layer, role)[-1].item() for role in Role] == [9.0, 10.0, 6.0]
+    assert [amax_history(module, role) for module in (plain, torch.nn.Linear(1, 1)) for role in Role] == [None] * 6
+
+
+def test_ranks_join_their_tables_and_one_has_no_fp8(tmp_path):
+    done = run_ranks(2, ["tests/programs/fp8_statistics_of_ranks.py", str(tmp_path)], timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
+
+    assert first == second, "every rank knows the whole"
+    # Layer 0 is on both ranks, with 2 and 6 values; layer 1 on rank 1 alone; step 2 is seen by rank 0 alone.
+    shared = {"layer": FC1, "scale_min": 0.5, "scale_max": 2.0, "amax_history_used": None}
+    assert first == [
+        [
+            1,
+            [
+                {**shared, "tensor": "input", "amax": 1000.0, "saturated": 1 / 8, "flushed": 4 / 8},
+                {**shared, "tensor": "weight", "amax": "inf", "saturated": 1 / 8, "flushed": 4 / 8},
+                {**shared, "layer": FC2, "tensor": "input", "scale_min": 2.0, "amax": 3.0, "saturated": 0.0,
+                 "flushed": 4 / 6},
+                {**shared, "layer": FC2, "tensor": "weight", "scale_min": 2.0, "amax": "inf", "saturated": 0.0,
+                 "flushed": 4 / 6},
+            ],
+        ],
+        [
+            2,
+            [
+                {**shared, "tensor": "input", "scale_max": 0.5, "amax": 1000.0, "saturated": 1 / 2, "flushed": 0.0},
+                {**shared, "tensor": "weight", "scale_max": 0.5, "amax": 1000.0, "saturated": 1 / 2, "flushed": 0.0},
+            ],
+        ],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", [[], ["fp8=delayed"]])
+def test_nothing_is_watched_unless_asked_for(compose_config, overrides):
+    config = compose_config(*overrides)
+    watch = Fp8Watch(config, SimpleNamespace(gpt_chunks=[]), torch.device("cpu"))
+
+    assert all(isinstance(watch.step(step), nullcontext) for step in (0, 1, 100))
+    assert list(watch.records()) == []
+
+
+def test_steps_are_observed_at_the_interval_and_become_records(single_process, compose_config):
+    config = compose_config("fp8=delayed", "logging.fp8_statistics_interval=3")
+    watch = Fp8Watch(config, SimpleNamespace(gpt_chunks=[]), torch.device("cpu"))
+    observed_steps = []
+    for step in range(1, 8):
+        context = watch.step(step)
+        with context:
+            pass
+        if not isinstance(context, nullcontext):
+            observed_steps.append(step)
+
+    assert observed_steps == [3, 6]
+    assert [(record.step, record.tensors, record.warnings) for record in watch.records()] == [(3, (), ()), (6, (), ())]
+    assert list(watch.records()) == []
