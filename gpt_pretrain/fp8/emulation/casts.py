@@ -1,0 +1,150 @@
+r"""Casts to FP8: values times a scale, saturated, rounded to the nearest code; and back.
+
+An FP8 number has few values: E4M3 ±448 with three bits of mantissa, E5M2 ±57,344 with two. A scale moves a tensor, or
+a block of it, into that range:
+
+    code = round(saturate(x · scale))        x ≈ code / scale
+
+The product x · scale is taken in fp32, what lies beyond the largest code becomes the largest code, infinities too, and
+rounding goes to the nearest code, ties to even; NaN stays NaN. Values below half the smallest subnormal code
+(2^-9 in E4M3, 2^-16 in E5M2) become zero.
+
+Where the scale comes from makes the recipe. From the tensor itself (`scale_from_amax`) it is the largest code over the
+largest magnitude, "amax". From blocks of the tensor it is one per block, kept to powers of two, so that scaling is
+exact: rounded down from the same quotient on Hopper (`power_of_two_scale`), or stored as an exponent alone
+(`e8m0_scale`). Delayed scaling brings its own (`delayed.py`).
+
+The rules are those of Transformer Engine 2.12's kernels: common/recipe/recipe_common.cuh (`compute_scale_from_amax`),
+common/transpose/quantize_transpose_*_blockwise.cu, common/cast/mxfp8 and `float_to_e8m0` of common/util/ptx.cuh. As
+there, amax passes over NaN. Nothing here waits for the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gpt_pretrain.config.fp8 import FORMAT_MAX
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FP32_MAX = torch.finfo(torch.float32).max
+
+# fp32 is one bit of sign, eight of exponent (biased by 127), 23 of mantissa.
+_MANTISSA_BITS = 23
+_MANTISSA_MASK = 0x007FFFFF
+_LARGEST_E8M0 = 254
+
+# (amax of each block, format, type of the values) → scale of each block, fp32.
+ScaleRule = Callable[[torch.Tensor, str, torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantised:
+    """A matrix in FP8."""
+
+    format: str
+    """"e4m3" or "e5m2"."""
+    codes: torch.Tensor
+    """[rows, columns], float8_e4m3fn or float8_e5m2."""
+    scale: torch.Tensor
+    """fp32: what the values were multiplied by; [1], or [blocks of rows, blocks of columns]."""
+    amax: torch.Tensor
+    """fp32 [1]: the largest magnitude of the values."""
+    block: tuple[int, int] | None
+    """Rows and columns of a block; None where the tensor has one scale."""
+
+    def values(self) -> torch.Tensor:
+        """What the codes stand for, fp32 [rows, columns]: code times the reciprocal of the scale, as TE stores it."""
+        inverse = self.scale.reciprocal()
+        if self.block is not None:
+            rows, columns = self.codes.shape
+            inverse = inverse.repeat_interleave(self.block[0], 0)[:rows]
+            inverse = inverse.repeat_interleave(self.block[1], 1)[:, :columns]
+        return self.codes.float() * inverse
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of a tensor, NaN passed over; fp32 [1]."""
+    return _magnitudes(x).amax().float().reshape(1)
+
+
+def _magnitudes(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().nan_to_num(nan=0.0, posinf=torch.inf)
+
+
+def scale_from_amax(amax: torch.Tensor, format: str, largest: float = FP32_MAX) -> torch.Tensor:
+    """The largest code over amax; 1 where amax is zero or infinite.
+
+    Args:
+        amax: fp32, any shape.
+        format: Of the codes.
+        largest: Takes the place of a quotient beyond fp32.
+    """
+    # A number over a tensor would be computed as the number times the reciprocal, which rounds twice.
+    scale = torch.full_like(amax, FORMAT_MAX[format]) / amax
+    scale = torch.where(torch.isinf(scale), largest, scale)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
+
+
+def power_of_two_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
+    """`scale_from_amax`, rounded down to a power of two by dropping the mantissa.
+
+    Args:
+        amax: fp32, any shape.
+        format: Of the codes.
+        dtype: Of the values, whose largest finite number stands for a quotient beyond fp32.
+    """
+    scale = scale_from_amax(amax, format, largest=torch.finfo(dtype).max)
+    return (scale.view(torch.int32) & ~_MANTISSA_MASK).view(torch.float32)
+
+
+def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
+    """2^-e for the smallest e with amax / 2^e within the format: E8M0 stores e + 127 in eight bits, rounded up.
+
+    Args:
+        amax: fp32, any shape.
+        format: Of the codes.
+        dtype: Of the values; the rule does not depend on it.
+    """
+    needed = (amax * torch.full_like(amax, FORMAT_MAX[format]).reciprocal()).view(torch.int32)
+    exponent, mantissa = needed >> _MANTISSA_BITS, needed & _MANTISSA_MASK
+    rounds_up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
+    exponent = (exponent + rounds_up).clamp(max=_LARGEST_E8M0)
+    scale = ((_LARGEST_E8M0 - exponent) << _MANTISSA_BITS).view(torch.float32)
+    # A block of zeros, or of values that no scale brings back.
+    return torch.where(exponent == 0, 1.0, scale)
+
+
+def _codes(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
+    largest = FORMAT_MAX[format]
+    return (x.float() * scale).clamp(-largest, largest).to(DTYPES[format])
+
+
+def cast_tensor(x: torch.Tensor, format: str, scale: torch.Tensor, amax: torch.Tensor) -> Quantised:
+    """Casts a matrix [rows, columns] with one given scale [1]; `amax` [1] is kept beside it."""
+    return Quantised(format=format, codes=_codes(x, scale, format), scale=scale, amax=amax, block=None)
+
+
+def cast_blocks(x: torch.Tensor, format: str, block: tuple[int, int], rule: ScaleRule) -> Quantised:
+    """Casts a matrix with one scale for each block of it.
+
+    Args:
+        x: [rows, columns]; blocks at the lower and right edge may be smaller.
+        format: Of the codes.
+        block: Rows and columns of a block.
+        rule: From the blocks' amax to their scales.
+    """
+    (rows, columns), (height, width) = x.shape, block
+    # Zeros change no amax.
+    padded = torch.nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
+    tiles = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    amax = _magnitudes(tiles).amax(dim=(1, 3), keepdim=True).float()
+    scale = rule(amax, format, x.dtype)
+    codes = _codes(tiles, scale, format).reshape(padded.shape)[:rows, :columns]
+    return Quantised(
+        format=format,
+        codes=codes,
+        scale=scale.reshape(scale.shape[0], scale.shape[2]),
+        amax=amax.amax().reshape(1),
+        block=block,
+    )
