@@ -1,0 +1,211 @@
+r"""Delayed scaling: the scale of a cast comes from the magnitudes that earlier casts saw.
+
+Each linear layer keeps, for its input, weight and output (`scaling_fwd`) and for the gradients of its output and input
+(`scaling_bwd`), a scale and a history of amaxes, of which row 0 belongs to the pass under way. A cast uses the scale as
+it is and raises row 0 to its own amax. Then, once per pass:
+
+    row 0  ← maximum over the amax reduction group
+    amax   = max(history)  or  row 0 (most_recent)
+    scale  ← (largest code / 2^margin) / amax
+    history rolls: row i ← row i + 1, the last ← row 0, row 0 ← 0
+
+A tensor that was not cast since the last update (row 0 is zero) keeps scale and history: a weight is cast in a step's
+first microbatch alone. An infinite amax keeps the scale. Outputs and input gradients are never cast; their columns are
+there because Transformer Engine's are.
+
+When the passes end, in TE 2.12 as here: for inputs and weights at the end of the forward pass of the transformer block
+(the exit of the outermost autocast), if it computes gradients; validation leaves its amaxes in row 0 for the next
+training pass. For gradients at the end of the backward pass of the layer that ran first in the forward pass. Either
+updates all layers of the process, of other model chunks too. Under activation recomputation the second forward pass
+casts with the scales of the first and records nothing, and every recomputed layer updates at the end of its backward
+pass; its forward update finds nothing recorded, so it is left out here.
+
+Sources: TE's pytorch/quantization.py (FP8GlobalStateManager), common/recipe/delayed_scaling.cu
+(`amax_and_scale_update_after_reduction`) and megatron-core's transformer_block.py.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.fp8 import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.config.schema import AmaxComputeAlgo
+from gpt_pretrain.fp8.emulation.casts import FP32_MAX, cast_tensor, tensor_amax
+from gpt_pretrain.fp8.emulation.recipes import Directions, role_format
+from gpt_pretrain.fp8.gemms import Role
+
+_COLUMNS = {Role.input: 0, Role.weight: 1, Role.output_gradient: 0}
+
+
+class Scaling:
+    """Scales [n] and amax history [length, n] of n tensors of one format, fp32."""
+
+    def __init__(self, num_tensors: int, format: str, settings: Fp8Settings) -> None:
+        device = torch.cuda.current_device()
+        self._largest = FORMAT_MAX[format] * 2.0**-settings.margin
+        self._takes_maximum = settings.amax_compute_algo is AmaxComputeAlgo.max
+        self.scale = torch.ones(num_tensors, dtype=torch.float32, device=device)
+        self.amax_history = torch.zeros(settings.amax_history_len, num_tensors, dtype=torch.float32, device=device)
+
+    def record(self, column: int, amax: torch.Tensor) -> None:
+        """Raises the amax of the pass under way to that of a cast, [1]."""
+        row = self.amax_history[0, column : column + 1]
+        torch.maximum(row, amax, out=row)
+
+    def reduce(self, group: torch.distributed.ProcessGroup) -> None:
+        """Makes the amaxes of the pass under way those of all ranks of the group."""
+        if group.size() > 1:
+            torch.distributed.all_reduce(self.amax_history[0], op=torch.distributed.ReduceOp.MAX, group=group)
+
+    def update(self) -> None:
+        """New scales, and a rolled history, for the tensors that were cast since the last update."""
+        history = self.amax_history
+        was_cast = history[0] != 0
+        amax = history.amax(dim=0) if self._takes_maximum else history[0].clone()
+        scale = (torch.full_like(amax, self._largest) / amax).clamp(max=FP32_MAX)
+        self.scale.copy_(torch.where(was_cast & torch.isfinite(amax), scale, self.scale))
+        rolled = history.roll(-1, 0)
+        rolled[0] = 0
+        history.copy_(torch.where(was_cast, rolled, history))
+
+    def take_place(self, whole: "Scaling", offset: int) -> None:
+        """Moves into the columns of a larger one, so that one update serves many layers."""
+        columns = slice(offset, offset + self.scale.numel())
+        whole.scale[columns] = self.scale
+        whole.amax_history[:, columns] = self.amax_history
+        self.scale, self.amax_history = whole.scale[columns], whole.amax_history[:, columns]
+
+
+class DelayedScaling:
+    """Scales and histories of all emulated layers of this process, and when they are updated."""
+
+    def __init__(self, settings: Fp8Settings, group: torch.distributed.ProcessGroup) -> None:
+        self.settings = settings
+        self._group = group
+        self._layers: list[LayerScaling] = []
+        self._forward, self._backward = self._joined(0)
+        self._in_training_pass = False
+        self._has_first_layer = False
+
+    def _joined(self, num_layers: int) -> tuple[Scaling, Scaling]:
+        forward_format, gradient_format = self.settings.forward_format, self.settings.gradient_format
+        return (
+            Scaling(3 * num_layers, forward_format, self.settings),
+            Scaling(2 * num_layers, gradient_format, self.settings),
+        )
+
+    def new_layer(self) -> "LayerScaling":
+        """State of one more layer."""
+        self._layers.append(LayerScaling(self, *self._joined(1)))
+        return self._layers[-1]
+
+    def attach(self, block: TransformerBlock) -> None:
+        """Follows the forward passes of a model chunk, whose layers have been built."""
+        self._forward, self._backward = self._joined(len(self._layers))
+        for index, layer in enumerate(self._layers):
+            layer.forward.take_place(self._forward, 3 * index)
+            layer.backward.take_place(self._backward, 2 * index)
+        block.register_forward_pre_hook(lambda *_: self._begin_forward())
+        block.register_forward_hook(lambda *_: self._end_forward())
+
+    def _begin_forward(self) -> None:
+        self._in_training_pass = torch.is_grad_enabled()
+        self._has_first_layer = False
+
+    def _end_forward(self) -> None:
+        # Reducing what validation recorded changes no later maximum, and leaves all ranks with the state that rank 0
+        # writes into a checkpoint.
+        self._forward.reduce(self._group)
+        if self._in_training_pass:
+            self._forward.update()
+        self._in_training_pass = False
+
+    def end_backward(self) -> None:
+        """Updates the gradients' scales; for the layers that `LayerScaling.ends_backward` names."""
+        self._backward.reduce(self._group)
+        self._backward.update()
+
+    @property
+    def in_training_pass(self) -> bool:
+        """Within the forward pass of a block whose gradients will be computed, be it now or by recomputation."""
+        return self._in_training_pass
+
+    def claim_first_layer(self) -> bool:
+        """True once per forward pass of a block."""
+        is_first, self._has_first_layer = not self._has_first_layer, True
+        return is_first
+
+
+class LayerScaling:
+    """Delayed scaling of one linear layer."""
+
+    def __init__(self, scaling: DelayedScaling, forward: Scaling, backward: Scaling) -> None:
+        self._all = scaling
+        self.forward = forward
+        """Input, weight, output."""
+        self.backward = backward
+        """Gradients of output and input."""
+        # Scales of inputs that will be computed again, oldest first; backward passes come in the forward's order.
+        self._to_recompute: deque[torch.Tensor] = deque()
+        self.ends_backward = False
+        """Whether the backward pass of what was cast last ends with an update."""
+
+    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
+        """Casts a matrix with the scale of earlier passes; `x` is detached, so the mode tells why it is cast."""
+        scaling = self.backward if role is Role.output_gradient else self.forward
+        column = _COLUMNS[role]
+        # The update writes scales in place, while codes live until the backward pass.
+        scale, amax = scaling.scale[column : column + 1].clone(), tensor_amax(x)
+        is_recomputed = False
+        if role is Role.input:
+            with_gradients, in_training_pass = torch.is_grad_enabled(), self._all.in_training_pass
+            is_recomputed = with_gradients and not in_training_pass and bool(self._to_recompute)
+            if is_recomputed:
+                scale = self._to_recompute.popleft()
+            elif in_training_pass and not with_gradients:
+                self._to_recompute.append(scale)
+            self.ends_backward = is_recomputed or (
+                with_gradients and in_training_pass and self._all.claim_first_layer()
+            )
+        if not is_recomputed:
+            scaling.record(column, amax)
+        quantised = cast_tensor(x, role_format(self._all.settings, role), scale, amax)
+        return Directions(quantised, quantised)
+
+    def end_backward(self) -> None:
+        """Updates the gradients' scales of all layers."""
+        self._all.end_backward()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies by the names of TE's extra state."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
+
+    def load(self, state: dict[str, Any], module: str) -> None:
+        """Restores `state`.
+
+        Args:
+            state: From a checkpoint.
+            module: Name of the layer, for the message.
+
+        Raises:
+            UserError: The history has another length.
+        """
+        for name, tensor in self._tensors().items():
+            if state[name].shape != tensor.shape:
+                length = self._all.settings.amax_history_len
+                raise UserError(
+                    f"model.fp8_amax_history_len={length}: the checkpoint holds {len(state[name])} rows of {name} of "
+                    f"{module}; resume with the saved length, or give another run_dir"
+                )
+            tensor.copy_(state[name])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            "scale_fwd": self.forward.scale,
+            "amax_history_fwd": self.forward.amax_history,
+            "scale_bwd": self.backward.scale,
+            "amax_history_bwd": self.backward.amax_history,
+        }
