@@ -64,6 +64,9 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
             return FusedLayerNorm  # type: ignore[no-any-return]
         return TorchNorm
 
+    def attach(self, chunk: GPTModel) -> None:
+        """Called with each model chunk that was built from these layers; for layers that follow its passes."""
+
 
 def build_layer_spec(
     config: TransformerConfig, kernels: Kernels, local_layers: LocalLayers, vp_stage: int | None

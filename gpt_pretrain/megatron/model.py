@@ -57,6 +57,7 @@ def build_gpt_chunks(
             vp_stage=stage,
         )
         apply_quantization_overrides(chunk)
+        local_layers.attach(chunk)
         chunks.append(chunk.to(platform.device))
     initialize_weights(chunks, model)
     return chunks

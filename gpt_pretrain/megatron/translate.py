@@ -55,6 +55,10 @@ def _fp8_fields(settings: Fp8Settings | None) -> dict[str, Any]:
     """Every FP8 field of TransformerConfig: megatron-core's defaults are not Transformer Engine's, nor NeMo's."""
     if settings is None:
         return {"fp8": None}
+    if settings.emulate:
+        # Emulated layers bring their own FP8. An override, though it matches no module, is what lets megatron-core tell
+        # them of a step's first microbatch (MegatronModule.set_is_first_microbatch).
+        return {"fp8": None, "quant_recipe": RecipeConfig([], {})}
     return {
         "fp8": "hybrid" if settings.hybrid else "e4m3",
         "fp8_recipe": settings.recipe.value,
@@ -123,7 +127,7 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        **_fp8_fields(_transformer_engine_fp8(model)),
+        **_fp8_fields(fp8_settings(model)),
         deterministic_mode=config.trainer.deterministic,
         # A mean over unmasked tokens, exact at every layout. Without a mask the cheaper mean of means is the same.
         calculate_per_token_loss=model.data.eod_mask_loss,

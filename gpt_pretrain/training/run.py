@@ -14,11 +14,13 @@ import torch
 from gpt_pretrain.checkpoint.store import Progress, Trainable, find_newest_checkpoint, load_checkpoint
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus, prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
@@ -138,7 +140,9 @@ class _Run:
         self._resumed_from = resumed_from
         self._checkpoints = run_dir / "checkpoints"
         self._kernels = plan_kernels(config, platform)
-        model = build_model(config, platform, self._kernels)
+        fp8 = fp8_settings(config.model)
+        emulated = None if fp8 is None or not fp8.emulate else emulated_layers(config, platform, fp8)
+        model = build_model(config, platform, self._kernels, emulated)
         optimizer = build_optimizer(config, model, platform)
         self._trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
         self._start = Progress(step=0, consumed_samples=0)
