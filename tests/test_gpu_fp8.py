@@ -39,7 +39,7 @@ RUNS = {
         "model.activations_checkpoint_method=uniform",
         "model.activations_checkpoint_num_layers=1",
     ),
-    "delayed attention": ("fp8=delayed", "model.fp8_dot_product_attention=true"),
+    "delayed attention": ("fp8=delayed", "model.fp8_dot_product_attention=true", "model.kv_channels=128"),
 }
 
 

@@ -52,7 +52,7 @@ class _Shard:
 
 def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer) and part.ddp_config.fp8_param_gather:
+        if isinstance(part, DistributedOptimizer):
             for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
                 if master is not None:
                     yield _Shard(weight=weight, master=master, start=start)
