@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.quantization.quant_config import RecipeConfig
 
 import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
@@ -38,6 +39,7 @@ FULL = "model.activations_checkpoint_granularity=full"
 UNIFORM = "model.activations_checkpoint_method=uniform"
 ONE_LAYER = "model.activations_checkpoint_num_layers=1"
 OVERLAP = "model.overlap_param_gather=true"
+FP8, TENSORWISE, KEPT = "model.fp8=true", "model.fp8_recipe=tensorwise", "model.first_last_layers_bf16=true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,17 @@ def normal(std: float) -> dict[str, float]:
     return {"mean": 0.0, "std": std}
 
 
+NO_FP8: dict[str, dict[str, Any]] = {
+    "transformer": {
+        "fp8": None,
+        "fp8_amax_history_len": 1,
+        "fp8_amax_compute_algo": "most_recent",
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+        "quant_recipe": [],
+    },
+    "optimizer": {"fp8_recipe": None},
+}
 ROWS = [
     Row(
         override="model.num_layers=8",
@@ -207,6 +220,97 @@ ROWS = [
         optimizer={"bf16": True, "params_dtype": torch.bfloat16},
     ),
     Row(override="trainer.deterministic=true", transformer={"deterministic_mode": True}),
+    # megatron-core's own defaults stay where there is no FP8: a history of 1, one layer at each end.
+    Row(
+        override=FP8,
+        transformer={
+            "fp8": "hybrid",
+            "fp8_amax_history_len": 1024,
+            "fp8_amax_compute_algo": "max",
+            "num_layers_at_start_in_bf16": 0,
+            "num_layers_at_end_in_bf16": 0,
+        },
+        optimizer={"fp8_recipe": "delayed"},
+    ),
+    Row(
+        override=TENSORWISE,
+        context=(FP8,),
+        transformer={"fp8_recipe": "tensorwise"},
+        optimizer={"fp8_recipe": "tensorwise"},
+    ),
+    Row(
+        override="model.fp8_recipe=blockwise",
+        context=(FP8,),
+        transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"},
+        optimizer={"fp8_recipe": "blockwise"},
+    ),
+    Row(
+        override="model.fp8_hybrid=true",
+        context=(FP8, "model.fp8_recipe=blockwise"),
+        transformer={"fp8": "hybrid"},
+    ),
+    Row(override="model.fp8_e4m3=true", context=(FP8,), transformer={"fp8": "e4m3"}),
+    Row(override="model.fp8_e4m3=true", context=(FP8, "model.fp8_hybrid=true"), transformer={"fp8": "e4m3"}),
+    Row(override="model.fp8_margin=2", context=(FP8,), transformer={"fp8_margin": 2}),
+    Row(override="model.fp8_amax_history_len=16", context=(FP8,), transformer={"fp8_amax_history_len": 16}),
+    Row(
+        override="model.fp8_amax_compute_algo=most_recent",
+        context=(FP8,),
+        transformer={"fp8_amax_compute_algo": "most_recent"},
+    ),
+    Row(override="model.fp8_wgrad=false", context=(FP8,), transformer={"fp8_wgrad": False}),
+    Row(
+        override="model.fp8_params=true",
+        context=(FP8,),
+        transformer={"fp8_param": True},
+        ddp={"fp8_param_gather": True, "use_distributed_optimizer": True},
+        optimizer={"use_distributed_optimizer": True},
+    ),
+    Row(
+        override="model.fp8_params=true",
+        context=(FP8, "model.fp8_recipe=mxfp8", "model.use_distributed_optimizer=true"),
+        transformer={"fp8_param": True},
+        ddp={"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
+        optimizer={"reuse_grad_buf_for_mxfp8_param_ag": True},
+    ),
+    Row(
+        override="model.fp8_dot_product_attention=true",
+        context=(FP8,),
+        transformer={"fp8_dot_product_attention": True},
+    ),
+    Row(
+        override="model.fp8_multi_head_attention=true",
+        context=(FP8,),
+        transformer={"fp8_multi_head_attention": True},
+    ),
+    Row(
+        override=KEPT,
+        context=(FP8, TENSORWISE),
+        transformer={
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": 1,
+            "num_layers_at_end_in_bf16": 1,
+        },
+    ),
+    Row(
+        override="model.num_layers_at_start_in_bf16=2",
+        context=(FP8, TENSORWISE, KEPT),
+        transformer={"num_layers_at_start_in_bf16": 2},
+    ),
+    Row(
+        override="model.num_layers_at_end_in_bf16=0",
+        context=(FP8, TENSORWISE, KEPT),
+        transformer={"num_layers_at_end_in_bf16": 0},
+    ),
+    Row(
+        override="model.fp8_exclude=[decoder.layers.0.*,*.linear_fc2]",
+        context=(FP8,),
+        transformer={"quant_recipe": ["decoder.layers.0.*", "*.linear_fc2"]},
+    ),
+    # What megatron-core is told of emulated FP8 is nothing; an override that matches no module makes it tell layers of
+    # a step's first microbatch.
+    Row(override="model.fp8_emulate=true", context=(FP8,), **NO_FP8),
+    Row(override="model.fp8_emulate=true", context=(FP8, "model.fp8_exclude=['*']"), **NO_FP8),
 ]
 
 # Keys that none of the three translations handles: the module or room (relative to gpt_pretrain) that reads them.
@@ -219,8 +323,8 @@ ELSEWHERE = {
         "model.optim.sched.warmup_steps",
         "trainer.max_time",
     ),
-    # Refused until FP8 layers are wired.
-    "config/rules_model.py": ("model.fp8",),
+    # Refused, but for its only value, which is a constant of the translation.
+    "config/rules_fp8.py": ("model.fp8_interval",),
     # Compared with what the launcher started.
     "config/rules_training.py": ("trainer.devices", "trainer.num_nodes"),
     "megatron/model.py": (
@@ -266,7 +370,9 @@ ELSEWHERE = {
 
 
 def describe(value: Any) -> Any:
-    """A partial compares by identity; its arguments say what it computes."""
+    """Partials and overrides compare by identity; arguments and patterns say what they do."""
+    if isinstance(value, RecipeConfig):
+        return [matcher.pattern for matcher in value.matchers]
     return value.keywords if isinstance(value, partial) else value
 
 
@@ -297,8 +403,8 @@ def test_key_changes_exactly_its_fields(row: Row) -> None:
     assert {name: value for name, value in after.items() if value != before[name]} == row.expected
 
 
-def test_every_key_of_model_and_trainer_lands_somewhere() -> None:
-    keys = {path for path in schema_keys() if path.startswith(("model.", "trainer."))}
+def test_every_key_of_model_trainer_and_plan_lands_somewhere() -> None:
+    keys = {path for path in schema_keys() if path.startswith(("model.", "trainer.", "plan."))}
     in_table = {row.key for row in ROWS}
     elsewhere = [key for place in ELSEWHERE.values() for key in place]
     assert len(set(elsewhere)) == len(elsewhere)
@@ -359,3 +465,11 @@ def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
 def test_precision_decides_the_parameters_type(precision: str, cuda: bool, expected: torch.dtype) -> None:
     config = load_config([*BASE, f"trainer.precision={precision}"])
     assert params_dtype(config, replace(CPU, cuda=cuda)) is expected
+
+
+def test_nothing_known_to_be_wrong_is_ever_chosen() -> None:
+    """TE's fused cross entropy is known to be wrong; a precision-aware optimizer may hold masters in FP16."""
+    for overrides in ((), (FP8,), (FP8, "model.fp8_params=true"), ("model.cross_entropy_loss_fusion=true",)):
+        fields_of_run = translated(*overrides)
+        assert fields_of_run["transformer.cross_entropy_fusion_impl"] == "native"
+        assert fields_of_run["optimizer.use_precision_aware_optimizer"] is False
