@@ -167,7 +167,7 @@ class StatisticsCollector:
 def amax_history(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
     """A tensor's amax history, fp32 [fp8_amax_history_len], as Transformer Engine's linear layers keep it.
 
-    None for modules without FP8 and for recipes without a history.
+    Emulated layers keep it likewise. None for modules without FP8 and for recipes without a history.
     """
     state, column = _HISTORY_OF[role]
     history = getattr(getattr(module, "fp8_meta", {}).get(state), "amax_history", None)
