@@ -28,7 +28,6 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model
 
 _FP8_FORMATS = ("e4m3", "e5m2")
-_ROWS_SHOWN = 20
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
@@ -74,14 +73,18 @@ class ProofError(UserError):
 
 
 def _table(differences: list[Difference]) -> str:
-    rows = [("layer", "what", "planned", "live")]
-    rows += [(each.module, each.what, each.planned, each.live) for each in differences[:_ROWS_SHOWN]]
+    """One row for all layers that differ in the same way."""
+    places: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for each in differences:
+        places[each.what, each.planned, each.live].append(each.module)
+    rows = [("what", "planned", "live", "where")]
+    for (what, planned, live), modules in places.items():
+        rest = len(modules) - 1
+        rows.append((what, planned, live, f"{modules[0]} and {rest} more" if rest else modules[0]))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
+    return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
-    ]
-    rest = len(differences) - _ROWS_SHOWN
-    return "\n".join([*lines, f"… and {rest} more"] if rest > 0 else lines)
+    )
 
 
 class Proof:
@@ -220,7 +223,9 @@ def _planned_formats(linear: Linear, settings: Fp8Settings, high: str) -> dict[P
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
     planned = planned_recipe(settings) if linear.precision == "fp8" else NOT_IN_FP8
     live = live_recipe(module)
-    for what in sorted({*planned, *live}):
+    # Another recipe has other fields, which say nothing more.
+    same = planned["recipe"] == live["recipe"]
+    for what in sorted({*planned, *live}) if same else ["recipe"]:
         if planned.get(what) != live.get(what):
             yield Difference(
                 module=linear.module, what=what, planned=planned.get(what, "none"), live=live.get(what, "none")
