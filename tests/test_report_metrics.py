@@ -166,7 +166,7 @@ def test_the_document_describes_no_kind_that_does_not_exist():
         train(10, grad_norm=None, loss=math.inf),
         validation(100, 4.25),
         summary(sample_prompt="def ", sample_text="f():\n    return 'ü'\u2028"),
-        Fp8CoverageRecord(step=1, gemm_flops_share=0.75, parameter_bytes_share=0.0),
+        Fp8CoverageRecord(step=1, gemm_flops_share=0.75, parameter_bytes_share=0.0, time_s=0.1),
         Fp8Record(step=1, tensors=(), warnings=()),
         fp8(10, tensor="weight", amax=math.inf, saturated=None, amax_history_used=None),
     ],
@@ -208,7 +208,9 @@ def test_a_resumed_run_supersedes_what_the_cut_one_wrote_after_the_checkpoint(tm
 
 
 def test_fp8_records_follow_the_history_of_their_run(tmp_path):
-    coverage = [Fp8CoverageRecord(step=step, gemm_flops_share=0.5, parameter_bytes_share=0.0) for step in (1, 21)]
+    coverage = [
+        Fp8CoverageRecord(step=step, gemm_flops_share=0.5, parameter_bytes_share=0.0, time_s=0.1) for step in (1, 21)
+    ]
     write(tmp_path, StartRecord(step=0, time_unix=1.0), coverage[0], fp8(10), fp8(20), fp8(30))
     assert load_metrics(tmp_path).fp8_coverage == coverage[0]
     write(tmp_path, StartRecord(step=20, time_unix=2.0))

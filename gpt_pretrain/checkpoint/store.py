@@ -4,6 +4,7 @@ A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300` that all ranks w
 under a temporary name and renamed when it is complete, and `RUN_DIR/checkpoints/latest` names the newest one.
 """
 
+import importlib.metadata
 import os
 import random
 import shutil
@@ -23,7 +24,8 @@ from megatron.core.transformer import TransformerConfig
 
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig, PositionEmbedding
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import load_optimizer_state, prepare_for_loading
 
@@ -48,6 +50,8 @@ _ARCHITECTURE_KEYS = (
     "qkv_bias",
     "share_embeddings_and_output_weights",
 )
+# Where Transformer Engine keeps scales and amax histories, and emulated layers as well.
+_EXTRA_STATE = "_extra_state"
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -96,6 +100,41 @@ def _architecture(model: ModelConfig, transformer_config: TransformerConfig) -> 
         "layers": transformer_config.transformer_impl,
         "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
     }
+
+
+def _fp8_state(model: ModelConfig) -> dict[str, str]:
+    """What decides the shape and the meaning of scales and amax histories."""
+    settings = fp8_settings(model)
+    if settings is None:
+        return {"model.fp8": "false"}
+    described = {
+        "model.fp8": "true",
+        "model.fp8_recipe": settings.recipe.name,
+        "gradients": settings.gradient_format,
+        "model.fp8_emulate": str(settings.emulate).lower(),
+    }
+    if settings.recipe is Fp8RecipeName.delayed:
+        described["model.fp8_amax_history_len"] = str(settings.amax_history_len)
+    if not settings.emulate:
+        described["Transformer Engine"] = importlib.metadata.version("transformer_engine")
+    return described
+
+
+def _keeps_fp8_state(path: Path, current: dict[str, str], saved: dict[str, str], *, reset: bool) -> bool:
+    """Whether scales and histories are restored: without FP8 on either side there are none.
+
+    Raises:
+        UserError: The checkpoint's are of another kind, which Transformer Engine would take or drop without a word.
+    """
+    if reset or "false" in (current["model.fp8"], saved["model.fp8"]):
+        return False
+    different = _differences(current, saved)
+    if different:
+        raise UserError(
+            f"{path} holds the FP8 scales of another recipe: {different}; resume with the saved values, or let scales "
+            "and amax histories start anew with checkpoint.reset_fp8_state=true"
+        )
+    return True
 
 
 def _layout(model: ModelConfig) -> dict[str, str]:
@@ -174,6 +213,7 @@ def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, m
     state["progress"] = asdict(progress)
     state["architecture"] = _architecture(model, trainable.model.transformer_config)
     state["layout"] = _layout(model)
+    state["fp8"] = _fp8_state(model)
     dist_checkpointing.save(state, str(unfinished), content_metadata=dict(_METADATA))
     torch.distributed.barrier()
     if writer:
@@ -184,6 +224,14 @@ def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, m
         os.replace(pointer, directory / _POINTER)
     torch.distributed.barrier()
     return path
+
+
+def _take_extra_states(state: dict[str, Any]) -> list[str]:
+    """Takes the entries of FP8 scales and histories out of a model's state, and names them."""
+    keys = [key for key in state if key.endswith(_EXTRA_STATE)]
+    for key in keys:
+        del state[key]
+    return keys
 
 
 def find_newest_checkpoint(directory: Path) -> Path | None:
@@ -204,19 +252,20 @@ def find_newest_checkpoint(directory: Path) -> Path | None:
     return path
 
 
-def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Progress:
+def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig, *, reset_fp8_state: bool = False) -> Progress:
     """Restores a checkpoint into freshly built objects; every rank calls it.
 
     Args:
         path: A checkpoint's directory.
         trainable: What to restore into.
-        model: Gives the parallel layout, which must be the checkpoint's.
+        model: Gives the parallel layout and the FP8 recipe, which must be the checkpoint's.
+        reset_fp8_state: Leave scales and amax histories at their start.
 
     Returns:
         How far the saved run was.
 
     Raises:
-        UserError: The directory is no checkpoint, or was saved by another parallel layout or another model.
+        UserError: The directory is no checkpoint, or was saved by another parallel layout, model or FP8 recipe.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise UserError(f"{path} is not a checkpoint of this application (no metadata.json in it)")
@@ -231,20 +280,25 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig) -> Pro
     different = _differences(_layout(model), common["layout"])
     if different:
         raise UserError(f"{path} was saved by another parallel layout: {different}; resume with the saved one")
+    keeps_fp8_state = _keeps_fp8_state(
+        path, _fp8_state(model), common.get("fp8", {"model.fp8": "false"}), reset=reset_fp8_state
+    )
     prepare_for_loading(trainable.optimizer)
     # megatron-core's "missing" are keys of the checkpoint that were not asked for, "unexpected" those it does not have.
-    state, not_asked_for, not_there = dist_checkpointing.load(
-        _sharded_state(trainable, is_loading=True), str(path), strict=StrictHandling.RETURN_ALL
-    )
+    wanted = _sharded_state(trainable, is_loading=True)
+    keys = _model_keys(len(trainable.model.gpt_chunks))
+    not_restored = {key: [] if keeps_fp8_state else _take_extra_states(wanted[key]) for key in keys}
+    state, not_asked_for, not_there = dist_checkpointing.load(wanted, str(path), strict=StrictHandling.RETURN_ALL)
+    if not keeps_fp8_state:
+        not_asked_for = {key for key in not_asked_for if _EXTRA_STATE not in key}
     # Each rank knows only of the keys that it asked for itself.
     found: list[tuple[set[str], set[str]]] = [(set(), set())] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, (set(not_asked_for), set(not_there)))
     surplus, lacking = (set[str]().union(*sets) for sets in zip(*found, strict=True))
     if surplus or lacking:
         raise UserError(f"{path} holds another model: {_listed('it has', surplus)}{_listed('this model has', lacking)}")
-    chunks = trainable.model.gpt_chunks
-    for key, chunk in zip(_model_keys(len(chunks)), chunks, strict=True):
-        chunk.load_state_dict(state[key])
+    for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
+        chunk.load_state_dict(state[key] | dict.fromkeys(not_restored[key]))
     load_optimizer_state(trainable.optimizer, state["optimizer"])
     trainable.scheduler.load_state_dict(common["scheduler"])
     _restore_random_states(state["random_states"])

@@ -381,6 +381,8 @@ class CheckpointConfig:
     """Write a checkpoint when the run ends, also by Ctrl-C or max_time."""
     resume: str
     """auto (from the newest checkpoint of run_dir, if it has one), never, or the path of a checkpoint."""
+    reset_fp8_state: bool
+    """Resume with fresh FP8 scales and amax histories, on purpose: after a change of recipe, history or TE version."""
 
 
 @dataclass(kw_only=True, slots=True)

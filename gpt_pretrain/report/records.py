@@ -108,6 +108,8 @@ class Fp8CoverageRecord(Record):
     """Share of the FLOPs of a step's matrix products, attention and LM head included, that FP8 did, 0 to 1."""
     parameter_bytes_share: float
     """Share of the bytes of all parameters that is stored in FP8, 0 to 1; above 0 with model.fp8_params only."""
+    time_s: float
+    """Seconds that reading back and comparing took, the step itself left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,10 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
     uses_distributed_optimizer,
 )
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.gemms import fp8_flops_share, linears
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema import Config, Fp8RecipeName, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset
 from gpt_pretrain.megatron.platform import Kernels, Platform, describe_kernels
@@ -32,6 +34,24 @@ def describe_data(config: Config, corpus: Corpus, train_data: SampleDataset) -> 
     if corpus.tokenizer is not None:
         described["tokenizer"] = f"{config.model.tokenizer.library.name}, {corpus.tokenizer.vocab_size:,} tokens"
     return described
+
+
+def describe_fp8(model: ModelConfig) -> str:
+    """The FP8 of a run in a line: recipe, formats, what it covers."""
+    settings = fp8_settings(model)
+    if settings is None:
+        return "off"
+    parts = [settings.recipe.name, "E4M3 forward, E5M2 gradients" if settings.hybrid else "E4M3"]
+    if settings.recipe is Fp8RecipeName.delayed:
+        parts.append(f"amax history {settings.amax_history_len} ({settings.amax_compute_algo.name})")
+        parts += [f"margin {settings.margin}"] if settings.margin else []
+    parts += ["weights stored and gathered in FP8"] if settings.params else []
+    parts += ["FP8 attention"] if settings.dot_product_attention else []
+    parts += [] if settings.wgrad else ["weight gradients not in FP8"]
+    kept = sum(linear.layer >= 0 and linear.precision != "fp8" for linear in linears(model))
+    parts += [f"{kept} linear layers kept out"] if kept else []
+    parts.append(f"{fp8_flops_share(model):.1%} of the FLOPs of matrix products")
+    return ("emulated, " if settings.emulate else "") + ", ".join(parts)
 
 
 def describe_run(
@@ -72,7 +92,7 @@ def describe_run(
         "precision": {
             "parameters": str(params_dtype(config, platform)).removeprefix("torch."),
             "gradients": "float32" if model.grad_reduce_in_fp32 else "as parameters",
-            "fp8": "on" if model.fp8 else "off",
+            "fp8": describe_fp8(model),
         },
         "batch": {
             "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens "

@@ -147,7 +147,9 @@ class _Run:
         self._trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
         self._start = Progress(step=0, consumed_samples=0)
         if resumed_from is not None:
-            self._start = load_checkpoint(resumed_from, self._trainable, config.model)
+            self._start = load_checkpoint(
+                resumed_from, self._trainable, config.model, reset_fp8_state=config.checkpoint.reset_fp8_state
+            )
         steps_left = max(0, config.trainer.max_steps - self._start.step)
         self._train_data, self._valid_data = build_datasets(
             config,

@@ -138,6 +138,7 @@ class Trainer:
                 step=self.progress.step + 1,
                 gemm_flops_share=proven.fp8_flops_share,
                 parameter_bytes_share=proven.fp8_parameter_bytes_share,
+                time_s=proven.time_s,
             )
         )
 
