@@ -24,6 +24,7 @@ from gpt_pretrain.config.help import print_help
 from gpt_pretrain.config.keys import did_you_mean, nearest_name, schema_keys, schema_sections
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import (
     HYDRA_VERSION_BASE,
     Source,
@@ -103,8 +104,13 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     return Request(options=options, source=source, overrides=tuple(options.overrides))
 
 
-def check_request(request: Request, launch: Launch) -> list[Job]:
+def check_request(request: Request, launch: Launch, rules: Callable[[Config], list[str]] | None = None) -> list[Job]:
     """Checks everything a command line asks for, before any of it happens.
+
+    Args:
+        request: What the command line asks for.
+        launch: This process's place in the run.
+        rules: The cross-field rules; those of training in `launch` when not given.
 
     Returns:
         The jobs that it runs; what only shows something may have none.
@@ -123,7 +129,7 @@ def check_request(request: Request, launch: Launch) -> list[Job]:
         request.overrides,
         multirun=options.multirun,
         complete=request.runs,
-        rules=(lambda config: config_problems(config, launch)) if request.runs else None,
+        rules=(rules or (lambda config: config_problems(config, launch))) if request.runs else None,
     )
     if options.package not in (None, "_global_"):
         composed = compose(build_loader(request.source), request.source, request.overrides)

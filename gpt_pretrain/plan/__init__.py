@@ -1,1 +1,1 @@
-"""What a configuration would do, told without a GPU: where each key lands, every GEMM, memory, speed and the verdict."""
+"""What a run would do, told without a GPU: where each key lands, every matrix product, memory and speed."""

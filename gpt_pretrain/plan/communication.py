@@ -5,7 +5,7 @@ whose ranks lie on one node talks over NVLink, any other over the network.
 """
 
 from gpt_pretrain.config.derived import uses_distributed_optimizer
-from gpt_pretrain.config.fp8 import Fp8Settings
+from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import FC1, QKV, Linear
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.hardware import GPUS_PER_NODE
@@ -43,9 +43,7 @@ def tensor_parallel_s(
     return moved / rate + 10 * machine.efficiency.kernel_s
 
 
-def data_parallel_s(
-    machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, settings: Fp8Settings | None, backward_s: float
-) -> float:
+def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, *, backward_s: float) -> float:
     """Seconds per step of gradient reduction and parameter gathering that computation does not hide.
 
     Args:
@@ -53,11 +51,11 @@ def data_parallel_s(
         model: The checked configuration.
         layout: How it is spread over GPUs.
         stage: The pipeline stage.
-        settings: FP8, or None.
         backward_s: The backward pass of the last microbatch, which overlapped reduction hides behind.
     """
     if layout.shards == 1:
         return 0.0
+    settings = fp8_settings(model)
     share = (layout.shards - 1) / layout.shards
     rate = link_bytes_per_s(machine, layout.tp * layout.shards)
     gradient = 4 if model.grad_reduce_in_fp32 else 2

@@ -1,4 +1,4 @@
-"""The GPUs that a plan can be made for: what their data sheets promise, and how much of it training has been seen to get.
+"""The GPUs that a plan can be made for: what their data sheets promise, and how much of it training gets.
 
 The peaks are dense (half of what is quoted with sparsity). Sources:
 NVIDIA H100 Tensor Core GPU data sheet (SXM5), H200 data sheet (SXM5), and HGX B200 (1,000 W): NVIDIA Blackwell
@@ -80,7 +80,7 @@ GPUS = {
 class Efficiency:
     """Shares of the peaks that training reaches, and costs that no peak describes.
 
-    Calibrated on an H200 (see `MEASURED`), taken over for H100 and B200, where nothing has been measured.
+    Calibrated on an H200 (`tests/test_plan_speed.py` names the runs), taken over for H100 and B200 unmeasured.
     """
 
     bf16: float
@@ -104,7 +104,7 @@ class Efficiency:
     host_s_per_fp8_layer: float
     """The same with FP8's casts and scales. Assumed."""
     fp8_params_s_per_parameter: float
-    """What it costs to cast one master to its FP8 weight, of a rank's shard: Transformer Engine casts a shard as one row."""
+    """Casting one master of a rank's shard to its FP8 weight: Transformer Engine casts a shard as one row."""
 
 
 EFFICIENCY = Efficiency(

@@ -26,6 +26,21 @@ NCCL_GIB = 1.0
 # What the allocator holds and cannot use. Assumed.
 FRAGMENTATION = 0.03
 
+# What memory is forecast for, in the order in which it is told.
+ITEMS = (
+    "weights",
+    "FP8 weights",
+    "FP8 copies of weights",
+    "gradients",
+    "masters",
+    "moments",
+    "activations",
+    "logits and loss",
+    "backward pass",
+    "gradients in fp32",
+    "workspaces",
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:

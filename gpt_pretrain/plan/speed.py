@@ -109,7 +109,7 @@ def predict_speed(
     add(total, {"pipeline bubble": bubble})
     add(total, _optimizer_s(machine, model, layout, stages[slowest]))
     hidden = times[slowest] * BACKWARD_SHARE
-    communication = data_parallel_s(machine, model, layout, stages[slowest], fp8_settings(model), hidden)
+    communication = data_parallel_s(machine, model, layout, stages[slowest], backward_s=hidden)
     add(total, {"data parallel": communication})
     step_s = sum(total.values())
     tokens = model.global_batch_size * model.encoder_seq_length

@@ -9,6 +9,11 @@ from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.plan.hardware import GPUS_PER_NODE
 
+# The plan itself is one process, whatever started the shell that it is typed in.
+NO_LAUNCHER = Launch(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0, launcher="none"
+)
+
 
 def planned_world_size(config: Config) -> int:
     """Processes of the planned run, one per GPU.

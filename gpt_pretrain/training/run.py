@@ -1,12 +1,9 @@
 """A run from start to end: refuse what cannot work, prepare data, build, restore, train, sum up."""
 
-import contextlib
 import gc
-import itertools
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -17,6 +14,7 @@ from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
+from gpt_pretrain.config.run_dir import make_run_dir
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus, prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
@@ -94,11 +92,7 @@ def _open_run_dir(config: Config) -> tuple[Path, Path | None]:
     Raises:
         UserError: `checkpoint.resume=never` would overwrite a run, or `latest` names a checkpoint that is not there.
     """
-    if config.run_dir is None:
-        run_dir = _new_directory(Path(f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{config.name}").absolute())
-    else:
-        run_dir = Path(config.run_dir).absolute()
-        run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir = make_run_dir(config)
     resume = config.checkpoint.resume
     newest = None if resume not in ("auto", "never") else find_newest_checkpoint(run_dir / "checkpoints")
     if resume == "never" and newest is not None:
@@ -107,16 +101,6 @@ def _open_run_dir(config: Config) -> tuple[Path, Path | None]:
             "give another run_dir, or checkpoint.resume=auto to go on with it"
         )
     return run_dir, newest if resume in ("auto", "never") else Path(resume).absolute()
-
-
-def _new_directory(path: Path) -> Path:
-    """The path, or the first of path_2, path_3, …: two runs that start in one second are two runs."""
-    for number in itertools.count(1):
-        candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")
-        with contextlib.suppress(FileExistsError):
-            candidate.mkdir(parents=True)
-            return candidate
-    raise AssertionError("itertools.count ends never")
 
 
 class _Run:

@@ -1,0 +1,84 @@
+"""`python -m gpt_pretrain.plan`: what a training command would do, on a machine without a GPU.
+
+    command line → training's gate → the planned machine → plan → tables, and plan.json in the run directory
+
+It takes every command line that `python -m gpt_pretrain` takes, sweeps included. What a run would be refused for is
+told in the same words with exit code 2; otherwise the exit code is 0. `plan.gpu` and `plan.num_gpus` name the machine.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
+from gpt_pretrain.config.environment import quiet_libraries
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.gate import Job
+from gpt_pretrain.config.messages import print_error, print_job
+from gpt_pretrain.config.rules import config_problems
+from gpt_pretrain.config.run_dir import make_run_dir
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+
+def rules(config: Config) -> list[str]:
+    """Everything that training would refuse before it looks at the machine."""
+    if config.plan.num_gpus is not None and config.plan.num_gpus < 1:
+        return [
+            f"plan.num_gpus={config.plan.num_gpus} is not positive; use 1 or more, or null for the fewest of the layout"
+        ]
+    return config_problems(config, planned_launch(config))
+
+
+def plan_jobs(jobs: Sequence[Job]) -> None:
+    """Plans each job of a checked command line.
+
+    Raises:
+        ConfigError: The planned machine refuses one of them.
+    """
+    quiet_libraries()
+    # torch and megatron-core take seconds to load: not before the gate has let the command line through.
+    from gpt_pretrain.plan.console import print_plan
+    from gpt_pretrain.plan.document import write_plan
+    from gpt_pretrain.plan.forecast import build_plan
+    from gpt_pretrain.plan.machine import platform_problems
+
+    names = [" ".join(job.overrides) for job in jobs]
+    problems = [
+        problem + (f" [{name}]" if len(jobs) > 1 else "")
+        for job, name in zip(jobs, names, strict=True)
+        for problem in platform_problems(job.config, planned_launch(job.config))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    for number, job in enumerate(jobs):
+        print_job(number, names)
+        plan = build_plan(job.config, planned_launch(job.config))
+        print_plan(plan)
+        sys.stdout.write(f"\nwritten: {write_plan(plan, make_run_dir(job.config))}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plans a command line and returns the exit code.
+
+    Args:
+        arguments: What follows `python -m gpt_pretrain.plan`; `sys.argv` when not given.
+    """
+    try:
+        request: Request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        jobs = check_request(request, NO_LAUNCHER, rules)
+        if request.runs:
+            plan_jobs(jobs)
+        else:
+            show_help(request) if request.options.help else run_hydra(request, lambda _: None)
+    except UserError as error:
+        print_error(error)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

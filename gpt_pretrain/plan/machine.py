@@ -1,0 +1,44 @@
+"""The machine that is planned for: the chosen GPU with Transformer Engine, as training would find it.
+
+The same checks and the same translations as training's get it in place of the machine that the plan is made on.
+"""
+
+import os
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.platform import Platform, check_platform
+from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES
+from gpt_pretrain.plan.hardware import GPUS
+
+# What this project is tested with (pyproject.toml, constraints.txt).
+TRANSFORMER_ENGINE, TORCH_CUDA = "2.12.0", "13.0"
+
+
+def planned_platform(config: Config, launch: Launch) -> Platform:
+    """A node with the planned GPUs, Transformer Engine and no apex; with the environment that the plan is made in."""
+    gpu = GPUS[config.plan.gpu]
+    return Platform(
+        cuda=True,
+        num_gpus=launch.local_world_size,
+        device_name=gpu.name,
+        compute_capability=gpu.compute_capability,
+        torch_cuda=TORCH_CUDA,
+        transformer_engine=TRANSFORMER_ENGINE,
+        transformer_engine_problem=None,
+        recipe_variables={name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ},
+        apex_layer_norm=False,
+        apex_optimizer=False,
+        apex_softmax=False,
+        apex_weight_gradient=False,
+    )
+
+
+def platform_problems(config: Config, launch: Launch) -> list[str]:
+    """What the planned machine would refuse."""
+    try:
+        check_platform(config, planned_platform(config, launch), launch)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
