@@ -131,8 +131,9 @@ def test_a_warning_comes_once_until_its_tensor_recovers(compose_config, override
         (
             ["fp8=tensorwise"],
             50,
-            "its scale jumps, by a factor of 4 or more every 50 steps: 1, 4, 64, 8; training is unstable here: lower "
-            "model.optim.lr or lengthen model.optim.sched.warmup_steps",
+            "its scale jumps, by a factor of 4 or more every 50 steps: 1, 4, 64, 8; current scales follow, but the "
+            "tensor itself varies that much: where the loss spikes too, lower model.optim.lr or lengthen "
+            "model.optim.sched.warmup_steps",
         ),
     ],
 )
@@ -149,3 +150,20 @@ def test_each_tensor_has_warnings_of_its_own(compose_config):
 
     second = alarms.check(StepStatistics(step=2, tensors=both))
     assert [message.split(": ")[1] for message in second] == [f"weight of {FC1}", f"input of {FC2}"]
+
+
+def test_layers_that_begin_to_show_the_same_share_a_warning(compose_config):
+    alarms = Alarms(fp8_settings(compose_config("fp8=delayed").model), 1e-3, 1)
+    layers = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(6)]
+    shares = [0.01, 0.01, 0.05, 0.0, 0.01, 0.01]
+
+    def check(step, shares):
+        tensors = [tensor(layer=layer, saturated=share) for layer, share in zip(layers, shares, strict=True)]
+        return alarms.check(StepStatistics(step=step, tensors=tensors))
+
+    [message] = check(1, shares)
+    assert message.startswith(f"FP8 at step 1: input of {layers[2]}: 5% of its values are saturated")
+    assert message.endswith(f'["{layers[2]}"]; likewise {layers[0]}, {layers[1]}, {layers[4]} and 1 more')
+    [message] = check(2, [0.01] * 6)
+    assert message.startswith(f"FP8 at step 2: input of {layers[3]}: 1%"), "the others have been warned of"
+    assert "likewise" not in message

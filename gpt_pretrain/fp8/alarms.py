@@ -1,8 +1,9 @@
 """What the statistics of FP8 tensors warn of, and what to do about it.
 
-Each warning is given once, and again only after its tensor had recovered. Between two observations lie
-`logging.fp8_statistics_interval` steps: what happens and passes in between is not seen, and a scale that "jumps every
-time" has been seen to differ from one observation to the next, not from step to step.
+Each warning is given once, and again only after its tensor had recovered; layers that begin to show the same at the
+same step share one. Between two observations lie `logging.fp8_statistics_interval` steps: what happens and passes in
+between is not seen, and a scale that "jumps every time" has been seen to differ from one observation to the next, not
+from step to step.
 """
 
 import math
@@ -19,6 +20,8 @@ from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
 # Observations in a row whose scales must differ, each by at least so many powers of two from the one before.
 JUMP_OBSERVATIONS = 4
 JUMP_BINADES = 2
+# Layers that a warning names besides the one that it is about.
+LAYERS_NAMED = 3
 # What Transformer Engine takes for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
 _INFINITE = torch.finfo(torch.float32).max
 
@@ -44,16 +47,17 @@ class Alarms:
         return self._settings.recipe in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise)
 
     def check(self, statistics: StepStatistics) -> list[str]:
-        """The new warnings of a step, layers in forward order."""
-        found: dict[tuple[str, str, str], str] = {}
+        """The new warnings of a step: one for all layers whose same tensor has begun to show the same condition."""
+        active: set[tuple[str, str, str]] = set()
+        new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
         for tensor in statistics.tensors:
             for condition, message in self._conditions(tensor):
-                found[tensor.layer, tensor.tensor, condition] = (
-                    f"FP8 at step {statistics.step}: {tensor.tensor} of {tensor.layer}: {message}"
-                )
-        new = [message for key, message in found.items() if key not in self._active]
-        self._active = set(found)
-        return new
+                key = tensor.layer, tensor.tensor, condition
+                active.add(key)
+                if key not in self._active:
+                    new[tensor.tensor, condition].append((tensor, message))
+        self._active = active
+        return [_joined(statistics.step, found) for found in new.values()]
 
     def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str]]:
         """Each condition that holds of a tensor, with its message."""
@@ -130,8 +134,9 @@ class Alarms:
         every = "step" if self._interval == 1 else f"{self._interval} steps"
         message = f"its scale jumps, by a factor of {2**JUMP_BINADES} or more every {every}: {seen}; "
         if settings.recipe is Fp8RecipeName.tensorwise:
-            return (
-                message + "training is unstable here: lower model.optim.lr or lengthen model.optim.sched.warmup_steps"
+            return message + (
+                "current scales follow, but the tensor itself varies that much: where the loss spikes too, lower "
+                "model.optim.lr or lengthen model.optim.sched.warmup_steps"
             )
         if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
             message += "set model.fp8_amax_compute_algo=max, "
@@ -141,6 +146,17 @@ class Alarms:
 
     def _without(self, tensor: TensorStatistics) -> str:
         return f'model.fp8_exclude=["{tensor.layer}"]'
+
+
+def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
+    """One warning of several layers: the message of the one that saturates most, and the names of some others."""
+    worst, message = max(found, key=lambda each: each[0].saturated or 0.0)
+    others = [tensor.layer for tensor, _ in found if tensor is not worst]
+    text = f"FP8 at step {step}: {worst.tensor} of {worst.layer}: {message}"
+    if not others:
+        return text
+    unnamed = len(others) - LAYERS_NAMED
+    return f"{text}; likewise {', '.join(others[:LAYERS_NAMED])}" + (f" and {unnamed} more" if unnamed > 0 else "")
 
 
 def _number(value: float | None) -> str:
