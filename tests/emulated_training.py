@@ -1,0 +1,124 @@
+"""A tiny GPT with emulated FP8 layers in this process: what the application builds, and batches that can be learned."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from gpt_pretrain.checkpoint.store import Trainable
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.launch import Launch, read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.layers import whole_model_modules
+from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.training.step import StepResult, data_iterators, mean_loss, train_step, validate
+
+# Two layers, four heads of 16; a step is two microbatches of two sequences.
+TINY = (
+    "data=mock",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.num_attention_heads=4",
+    "model.vocab_size=128",
+    "model.encoder_seq_length=32",
+    "model.max_position_embeddings=32",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=4",
+    "model.optim.lr=3e-3",
+    "model.optim.sched.name=constant",
+    "model.optim.sched.warmup_steps=0",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A model, its optimizer, and this rank's microbatches."""
+
+    config: Config
+    trainable: Trainable
+
+    @property
+    def chunks(self) -> Sequence[Any]:
+        return self.trainable.model.gpt_chunks
+
+    def layers(self) -> dict[str, torch.nn.Module]:
+        """The emulated layers by their names in the whole model."""
+        return {
+            name: module
+            for chunk in self.chunks
+            for name, module in whole_model_modules(chunk)
+            if hasattr(module, "product_listener")
+        }
+
+    def step(self) -> float:
+        """One optimizer step on the global batch, the same every time; returns its loss."""
+        result: StepResult = train_step(
+            self.trainable, self._iterators(first_sample=0), self.config.model, self._num_microbatches
+        )
+        return mean_loss(result.loss_sum_and_tokens)
+
+    def validate(self) -> float:
+        """Loss on other samples, without gradients."""
+        iterators = self._iterators(first_sample=self.config.model.global_batch_size)
+        return validate(self.trainable.model, iterators, self.config.model, self._num_microbatches, 1)
+
+    @property
+    def _num_microbatches(self) -> int:
+        model = self.config.model
+        return model.global_batch_size // model.micro_batch_size // parallel_state.get_data_parallel_world_size()
+
+    def _iterators(self, first_sample: int) -> list[Iterator[Batch] | None]:
+        return data_iterators(self.trainable.model, lambda: iter(self._batches(first_sample)))
+
+    def _batches(self, first_sample: int) -> list[Batch]:
+        model = self.config.model
+        length = model.encoder_seq_length
+        # Each sequence is four tokens over and over, so that there is something to learn.
+        period = torch.randint(model.vocab_size, (1000, 4), generator=torch.Generator().manual_seed(7))
+        samples = period.repeat(1, length // 4 + 1)[:, : length + 1]
+        # Microbatch i of data parallel rank r: the ranks' microbatches lie one behind the other.
+        ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        starts = [
+            first_sample + (index * ranks + rank) * model.micro_batch_size for index in range(self._num_microbatches)
+        ]
+        return [
+            Batch(
+                tokens=part[:, :-1].contiguous(),
+                labels=part[:, 1:].contiguous(),
+                loss_mask=torch.ones(model.micro_batch_size, length),
+                position_ids=torch.arange(length).expand(model.micro_batch_size, length),
+            )
+            for part in (samples[start : start + model.micro_batch_size] for start in starts)
+        ]
+
+
+@contextmanager
+def emulated_training(*overrides: str, launch: Launch | None = None) -> Iterator[Training]:
+    """Builds what `training.run` builds; emulated where `model.fp8` is on, whatever else the overrides say."""
+    install_cpu_device()
+    config = load_config([*TINY, *overrides])
+    platform = detect_platform()
+    with process_groups(config.model, launch or read_launch({}), platform):
+        settings = fp8_settings(config.model)
+        layers = None if settings is None else emulated_layers(config, platform, settings)
+        model = build_model(config, platform, plan_kernels(config, platform), layers)
+        optimizer = build_optimizer(config, model, platform)
+        trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
+        model.train()
+        yield Training(config=config, trainable=trainable)
+
+
+def emulate(recipe: str, *overrides: str) -> tuple[str, ...]:
+    """Overrides of an emulated run."""
+    return (f"fp8={recipe}", "model.fp8_emulate=true", *overrides)
