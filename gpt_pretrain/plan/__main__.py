@@ -17,18 +17,14 @@ from gpt_pretrain.config.messages import print_error, print_job
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.run_dir import make_run_dir
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch
+from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch, planned_world_problems
 
 USER_ERROR, INTERRUPTED = 2, 130
 
 
 def rules(config: Config) -> list[str]:
     """Everything that training would refuse before it looks at the machine."""
-    if config.plan.num_gpus is not None and config.plan.num_gpus < 1:
-        return [
-            f"plan.num_gpus={config.plan.num_gpus} is not positive; use 1 or more, or null for the fewest of the layout"
-        ]
-    return config_problems(config, planned_launch(config))
+    return list(planned_world_problems(config)) or config_problems(config, planned_launch(config))
 
 
 def plan_jobs(jobs: Sequence[Job]) -> None:

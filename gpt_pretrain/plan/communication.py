@@ -1,6 +1,6 @@
 """How long collectives take: bytes over the links that a group's ranks share, and what of it is not hidden.
 
-Ranks are laid out with TP fastest, then CP, DP and PP (`gpt_pretrain.megatron.parallel`), eight to a node: a group
+Ranks are laid out with TP fastest, then CP, DP and PP (`gpt_pretrain.megatron.parallel`): a group
 whose ranks lie on one node talks over NVLink, any other over the network.
 """
 
@@ -8,15 +8,14 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import FC1, QKV, Linear
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.hardware import GPUS_PER_NODE
 from gpt_pretrain.plan.kernels import Machine
 from gpt_pretrain.plan.stages import Layout, Stage
 
 
-def link_bytes_per_s(machine: Machine, span: int) -> float:
+def link_bytes_per_s(machine: Machine, layout: Layout, span: int) -> float:
     """Bytes per second and direction of a group whose first and last rank lie `span` ranks apart, counted with both."""
     gpu = machine.gpu
-    return (gpu.nvlink_gb_s if span <= GPUS_PER_NODE else gpu.network_gb_s) * 1e9 * machine.efficiency.links
+    return (gpu.nvlink_gb_s if span <= layout.gpus_per_node else gpu.network_gb_s) * 1e9 * machine.efficiency.links
 
 
 def tensor_parallel_s(
@@ -32,7 +31,7 @@ def tensor_parallel_s(
         return 0.0
     share = (layout.tp - 1) / layout.tp
     values = layer[0].tokens * model.hidden_size
-    rate = link_bytes_per_s(machine, layout.tp)
+    rate = link_bytes_per_s(machine, layout, layout.tp)
     if not model.sequence_parallel:
         return 4 * 2 * share * values * 2 / rate + 4 * machine.efficiency.kernel_s
     moved = 0.0
@@ -57,7 +56,7 @@ def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage:
         return 0.0
     settings = fp8_settings(model)
     share = (layout.shards - 1) / layout.shards
-    rate = link_bytes_per_s(machine, layout.tp * layout.shards)
+    rate = link_bytes_per_s(machine, layout, layout.tp * layout.shards)
     gradient = 4 if model.grad_reduce_in_fp32 else 2
     if not uses_distributed_optimizer(model):
         reduce_s, gather_s = 2 * share * stage.num_parameters * gradient / rate, 0.0
@@ -82,7 +81,7 @@ def context_parallel_s(
     )
     # Forward once, backward keys and values and their gradients.
     moved = 3 * (layout.cp - 1) * layer[0].tokens * key_values * 2
-    return max(0.0, moved / link_bytes_per_s(machine, layout.tp * layout.cp) - attention_s)
+    return max(0.0, moved / link_bytes_per_s(machine, layout, layout.tp * layout.cp) - attention_s)
 
 
 def pipeline_send_s(machine: Machine, model: ModelConfig, layout: Layout, tokens: int) -> float:
@@ -91,4 +90,4 @@ def pipeline_send_s(machine: Machine, model: ModelConfig, layout: Layout, tokens
         return 0.0
     spread = layout.tp if model.sequence_parallel else 1
     sent = 2 * tokens // spread * model.hidden_size * 2
-    return sent / link_bytes_per_s(machine, layout.world_size // layout.pp + 1)
+    return sent / link_bytes_per_s(machine, layout, layout.world_size // layout.pp + 1)

@@ -61,8 +61,9 @@ def _header(plan: Plan) -> RenderableType:
         f"{model.global_batch_size} samples ({_count(tokens)} tokens) a step: {layout.num_microbatches} microbatch(es) "
         f"of {model.micro_batch_size} per data-parallel rank",
     )
+    emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
     layers = "Transformer Engine" if plan.kernels.transformer_engine else "megatron-core's local layers"
-    grid.add_row("layers", f"{layers}; {plan.fp8_flops_share:.0%} of the matrix operations in FP8")
+    grid.add_row("layers", f"{layers}; {plan.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8")
     return Panel(grid, title=Text(f"plan: {plan.config.name}", style="bold"), title_align="left", width=WIDTH)
 
 
@@ -74,9 +75,9 @@ def _fields(setting: Setting) -> list[tuple[str, str]]:
     by_value: dict[str, list[str]] = {}
     own_name = setting.key.rpartition(".")[2]
     for index, (field, value) in enumerate(setting.effective.items()):
-        if index > 0 and value == "false" and value not in by_value:
-            continue
         owner, _, name = field.partition(".")
+        if index > 0 and value == "false" and name != own_name:
+            continue
         short = f"{_SHORT[owner]}.{'…' if name == own_name else name}" if owner in _SHORT else field
         by_value.setdefault(value, []).append(short)
     return [(", ".join(shorts), value) for value, shorts in by_value.items()]

@@ -189,7 +189,7 @@ def effective_settings(config: Config, platform: Platform, kernels: Kernels) -> 
         effective = {name: _shown(fields[name]) for name in names}
         if settings is not None and settings.emulate and key in (*FP8_KEYS, "model.fp8"):
             # megatron-core is told of no FP8 then.
-            effective |= _emulated(key, settings)
+            effective = _emulated(key, settings) or effective
         elif key in FP8_KEYS and settings is None:
             effective = {}
         yield Setting(

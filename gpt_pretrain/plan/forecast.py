@@ -73,7 +73,7 @@ def _num_parameters(config: Config) -> int:
         context_parallel_size=1,
         sequence_parallel=False,
     )
-    (stage,) = plan_stages(whole, Layout(tp=1, pp=1, vp=1, cp=1, dp=1, num_microbatches=1))
+    (stage,) = plan_stages(whole, Layout(tp=1, pp=1, vp=1, cp=1, dp=1, num_microbatches=1, gpus_per_node=1))
     return stage.num_parameters
 
 
@@ -83,7 +83,7 @@ def _forecast_speed(config: Config, launch: Launch, machine: Machine, kernels: K
 
     def speed_of(varied: Config) -> Speed:
         fused = kernels.gradient_accumulation_fusion
-        return variant_speed(machine, varied.model, launch.world_size, fused_wgrad=fused)
+        return variant_speed(machine, varied.model, launch, fused_wgrad=fused)
 
     bf16 = speed_of(replace(config, model=without_fp8(model)))
     if model.fp8:
@@ -107,7 +107,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     model, gpu = config.model, GPUS[config.plan.gpu]
     platform = planned_platform(config, launch)
     kernels = plan_kernels(config, platform)
-    layout = plan_layout(model, launch.world_size)
+    layout = plan_layout(model, launch)
     stages = plan_stages(model, layout)
     storage = plan_storage(
         config,

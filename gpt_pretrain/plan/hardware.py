@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpt_pretrain.config.schema import Fp8RecipeName, PlanGpu
 
-# Ranks that NVLink connects: one HGX board. A group that spans more goes over the network between nodes.
+# Ranks that NVLink connects: one HGX board.
 GPUS_PER_NODE = 8
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig, OptimizerName, RecomputeGranularity
 from gpt_pretrain.plan.communication import (
     context_parallel_s,
@@ -137,7 +138,7 @@ def with_delayed_fp8(model: ModelConfig) -> ModelConfig:
     return replace(model, fp8=True, fp8_recipe=Fp8RecipeName.delayed, fp8_hybrid=True, fp8_e4m3=None)
 
 
-def variant_speed(machine: Machine, model: ModelConfig, world_size: int, *, fused_wgrad: bool) -> Speed:
+def variant_speed(machine: Machine, model: ModelConfig, launch: Launch, *, fused_wgrad: bool) -> Speed:
     """The speed of a model from its configuration alone."""
-    layout = plan_layout(model, world_size)
+    layout = plan_layout(model, launch)
     return predict_speed(machine, model, layout, plan_stages(model, layout), fused_wgrad=fused_wgrad)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches, padded_vocab_size
 from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear, linears
+from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import ModelConfig, Normalization, PositionEmbedding
 
 
@@ -19,6 +20,7 @@ class Layout:
     dp: int
     num_microbatches: int
     """Per optimizer step and data-parallel rank."""
+    gpus_per_node: int
 
     @property
     def shards(self) -> int:
@@ -31,8 +33,9 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
 
-def plan_layout(model: ModelConfig, world_size: int) -> Layout:
+def plan_layout(model: ModelConfig, launch: Launch) -> Layout:
     """The layout of a checked configuration."""
+    world_size = launch.world_size
     return Layout(
         tp=model.tensor_model_parallel_size,
         pp=model.pipeline_model_parallel_size,
@@ -40,6 +43,7 @@ def plan_layout(model: ModelConfig, world_size: int) -> Layout:
         cp=model.context_parallel_size,
         dp=data_parallel_size(model, world_size),
         num_microbatches=num_microbatches(model, world_size),
+        gpus_per_node=launch.local_world_size,
     )
 
 

@@ -4,6 +4,7 @@ Needs no torch, so that a command line that breaks a rule is refused at once.
 """
 
 import math
+from collections.abc import Iterator
 
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
@@ -29,6 +30,20 @@ def planned_world_size(config: Config) -> int:
         return max(1, trainer.devices * (trainer.num_nodes or 1))
     # A number of nodes alone: as many whole replicas as it takes to give each node the same number of processes.
     return max(1, math.lcm(max(1, layout), max(1, trainer.num_nodes or 1)))
+
+
+def planned_world_problems(config: Config) -> Iterator[str]:
+    """What `plan.num_gpus` cannot be."""
+    num_gpus, trainer = config.plan.num_gpus, config.trainer
+    if num_gpus is None:
+        return
+    if num_gpus < 1:
+        yield f"plan.num_gpus={num_gpus} is not positive; use 1 or more, or null for the fewest that the layout needs"
+    elif trainer.devices is not None and trainer.devices > 0 and num_gpus % trainer.devices:
+        yield (
+            f"plan.num_gpus={num_gpus} is not a multiple of trainer.devices={trainer.devices}, the GPUs of one node; "
+            "use a multiple, or trainer.devices=null"
+        )
 
 
 def planned_launch(config: Config) -> Launch:
