@@ -101,12 +101,14 @@ BAD_INPUTS = {
         ],
     ),
     "FP8": (
-        ["model.fp8=true"],
-        ["model.fp8=true is not available: FP8 layers are not wired in this version; use model.fp8=false"],
+        ["fp8=delayed", "model.hidden_size=120"],
+        [
+            "model.hidden_size=120: the weight of self_attention.linear_qkv is 240×120, and FP8 products take multiples of 16; use 112 or 128"
+        ],
     ),
     "FP8 setting": (
         ["++model.fp8_margin=0"],
-        ["model.fp8_margin is not available: FP8 layers are not wired in this version; leave model.fp8=false"],
+        ["model.fp8_margin=0 has no effect with model.fp8=false; use model.fp8=true, or leave it out (fp8=none)"],
     ),
     "too few processes": (
         ["parallelism=tp2"],
@@ -175,7 +177,7 @@ BAD_INPUTS = {
         ["model.hiden_size=1", "model.bias=x", "fp8=non"],
         [
             "model.hiden_size is not a key; did you mean model.hidden_size?",
-            "fp8=non: fp8 has no option 'non'; did you mean none?; known: none",
+            "fp8=non: fp8 has no option 'non'; did you mean none?; known: blockwise, delayed, mxfp8, none, tensorwise",
             "model.bias='x' is neither true nor false",
         ],
     ),
@@ -206,7 +208,9 @@ def test_a_bad_input_ends_the_process_at_once(case):
     assert seconds < 3
 
 
-@pytest.mark.parametrize("arguments", [["model.hiden_size=1"], ["--help"], ["--cfg", "job"], ["model.fp8=true"]])
+@pytest.mark.parametrize(
+    "arguments", [["model.hiden_size=1"], ["--help"], ["--cfg", "job"], ["fp8=mxfp8", "model.fp8_margin=1"]]
+)
 def test_neither_gate_nor_help_imports_torch_or_megatron(arguments):
     program = (
         "import sys, gpt_pretrain.__main__ as entry\n"

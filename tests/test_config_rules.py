@@ -223,12 +223,6 @@ RULES = {
     ),
     "epsilon": (["model.layernorm_epsilon=0"], 1, "model.layernorm_epsilon=0.0 is not positive", []),
     "seed": (["model.seed=-1"], 1, "model.seed=-1 is negative; use 0 or more", ["model.seed=0"]),
-    "fp8": (
-        ["model.fp8=true"],
-        1,
-        "model.fp8=true is not available: FP8 layers are not wired in this version; use model.fp8=false",
-        ["model.fp8=false"],
-    ),
     "learning rate": (
         ["model.optim.lr=0", "model.optim.sched.min_lr=0"],
         1,
@@ -477,7 +471,7 @@ def test_layouts_break_no_rule(layout, world_size, broken_rules):
 
 
 def test_all_broken_rules_are_told_together(broken_rules):
-    problems = broken_rules("model.num_query_groups=3", "model.fp8=true", "trainer.max_steps=0", "sample.prompt=''")
+    problems = broken_rules("model.num_query_groups=3", "model.fp8_margin=1", "trainer.max_steps=0", "sample.prompt=''")
     assert len(problems) == 4
 
 

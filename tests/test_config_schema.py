@@ -6,8 +6,17 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.gate import flatten
-from gpt_pretrain.config.keys import ALIASES, nearest_key, schema_keys, schema_sections
+from gpt_pretrain.config.keys import (
+    ALIASES,
+    UNSUPPORTED,
+    UNSUPPORTED_VALUES,
+    nearest_key,
+    schema_keys,
+    schema_sections,
+    unknown_key,
+)
 from gpt_pretrain.config.load import config_to_yaml, load_config, load_saved_config
 from gpt_pretrain.config.schema import Activation, Normalization, PositionEmbedding, TokenizerLibrary
 from gpt_pretrain.config.source import Source, build_loader, compose, list_groups, list_options, open_repository
@@ -30,7 +39,9 @@ NEMO_KEYS = (
     "model.micro_batch_size model.global_batch_size model.encoder_seq_length model.max_position_embeddings "
     "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
     "model.tensor_model_parallel_size model.pipeline_model_parallel_size model.virtual_pipeline_model_parallel_size "
-    "model.context_parallel_size model.sequence_parallel model.transformer_engine model.fp8 model.seed "
+    "model.context_parallel_size model.sequence_parallel model.transformer_engine model.seed "
+    "model.fp8 model.fp8_e4m3 model.fp8_hybrid model.fp8_margin model.fp8_interval model.fp8_amax_history_len "
+    "model.fp8_amax_compute_algo model.fp8_params "
     "model.activations_checkpoint_granularity model.activations_checkpoint_method "
     "model.activations_checkpoint_num_layers model.data.data_prefix model.data.splits_string model.data.data_impl "
     "model.tokenizer.library model.tokenizer.model model.optim.name model.optim.lr model.optim.betas "
@@ -105,6 +116,22 @@ def test_names_of_other_codes_lead_to_a_key_and_are_none(alias, path):
     assert alias not in {known.rpartition(".")[2] for known in schema_keys()}
 
 
+@pytest.mark.parametrize(("name", "reason"), UNSUPPORTED.items())
+def test_names_of_other_codes_without_a_key_are_answered_with_the_reason(name, reason):
+    assert name not in ALIASES
+    assert name not in {known.rpartition(".")[2] for known in schema_keys()}
+    assert unknown_key(f"model.{name}") == f"model.{name} is not a key: {reason}"
+
+
+@pytest.mark.parametrize(("path", "value"), UNSUPPORTED_VALUES)
+def test_values_of_other_codes_are_answered_with_a_way_out(path, value):
+    with pytest.raises(ConfigError) as refused:
+        load_config([f"{path}={value}"])
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{path}={value!r} is ")
+    assert problem.endswith(f"; {UNSUPPORTED_VALUES[path, value]}")
+
+
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [
@@ -124,6 +151,10 @@ def test_names_of_other_codes_lead_to_a_key_and_are_none(alias, path):
         ("max_steps", "trainer.max_steps"),
         ("model.data.prefix", "model.data.data_prefix"),
         ("checkpoint.save_every", "checkpoint.save_interval"),
+        ("model.fp8_param", "model.fp8_params"),
+        ("model.fp8_param_gather", "model.fp8_params"),
+        ("model.fp8_amax_history", "model.fp8_amax_history_len"),
+        ("fp8.margin", "model.fp8_margin"),
         ("zzz.qqq", None),
     ],
 )

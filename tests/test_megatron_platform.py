@@ -16,7 +16,6 @@ from gpt_pretrain.megatron.platform import (
     plan_kernels,
     platform_notes,
 )
-from tests.launching import run_ranks
 from tests.platforms import CPU, H200, H200_WITHOUT_TE
 
 GPU_WITHOUT_TE, GPU = H200_WITHOUT_TE, H200

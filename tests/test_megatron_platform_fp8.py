@@ -1,0 +1,200 @@
+"""FP8 on a machine: what GPU, CUDA, Transformer Engine and environment must offer, and what is refused without."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, plan_kernels, platform_notes
+from tests.launching import run_ranks
+from tests.platforms import CPU, H200, H200_WITHOUT_TE
+
+GPU, GPU_WITHOUT_TE = H200, H200_WITHOUT_TE
+GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
+FP8 = "model.fp8=true"
+BLOCKWISE, MXFP8, TENSORWISE = "fp8=blockwise", "fp8=mxfp8", "fp8=tensorwise"
+ATTENTION = "model.fp8_dot_product_attention=true"
+EMULATE = "; model.fp8_emulate=true computes the same values here, exactly but slowly"
+A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
+L40S = replace(GPU, device_name="NVIDIA L40S", compute_capability=(8, 9))
+B200 = replace(GPU, device_name="NVIDIA B200", compute_capability=(10, 0))
+RTX5090 = replace(GPU, device_name="NVIDIA GeForce RTX 5090", compute_capability=(12, 0))
+
+
+def with_variables(**variables: str) -> Platform:
+    return replace(GPU, recipe_variables=variables)
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides", "problem"),
+    [
+        (
+            CPU,
+            [FP8],
+            "model.fp8=true needs a GPU with FP8 (Ada, Hopper or newer) and Transformer Engine, but there is no CUDA "
+            f"device{EMULATE}",
+        ),
+        (
+            A100,
+            [FP8],
+            "model.fp8=true needs a GPU with FP8 (compute capability 8.9 or newer), and this is NVIDIA A100, compute "
+            f"capability 8.0{EMULATE}",
+        ),
+        (
+            GPU_WITHOUT_TE,
+            [FP8],
+            "model.fp8=true needs Transformer Engine: it is not installed; pip install 'gpt_pretrain[te]'" + EMULATE,
+        ),
+        (
+            GPU_WITH_BROKEN_TE,
+            [FP8],
+            "model.fp8=true needs Transformer Engine: OSError: libcublas.so.13 is missing" + EMULATE,
+        ),
+        (
+            replace(GPU, transformer_engine="2.9.0+70f53666"),
+            [FP8],
+            "model.fp8=true needs Transformer Engine 2.12 or newer, and 2.9.0+70f53666 is installed; "
+            "pip install 'gpt_pretrain[te]'" + EMULATE,
+        ),
+        (
+            L40S,
+            [BLOCKWISE],
+            "model.fp8_recipe=blockwise needs compute capability 9.0 and CUDA 12.9 or newer, and this is NVIDIA L40S, "
+            "compute capability 8.9, CUDA 13.0" + EMULATE,
+        ),
+        (
+            replace(GPU, torch_cuda="12.8"),
+            [BLOCKWISE],
+            "model.fp8_recipe=blockwise needs compute capability 9.0 and CUDA 12.9 or newer, and this is NVIDIA H200, "
+            "compute capability 9.0, CUDA 12.8" + EMULATE,
+        ),
+        (
+            GPU,
+            [MXFP8],
+            "model.fp8_recipe=mxfp8 needs compute capability 10.x (Blackwell of the data centre), and this is NVIDIA "
+            "H200, compute capability 9.0" + EMULATE,
+        ),
+        (
+            RTX5090,
+            [MXFP8],
+            "model.fp8_recipe=mxfp8 needs compute capability 10.x (Blackwell of the data centre), and this is NVIDIA "
+            "GeForce RTX 5090, compute capability 12.0" + EMULATE,
+        ),
+        (
+            L40S,
+            [FP8, ATTENTION],
+            "model.fp8_dot_product_attention=true needs compute capability 9.x or 10.x, and this is NVIDIA L40S, "
+            "compute capability 8.9; use false",
+        ),
+        (
+            GPU,
+            [FP8, ATTENTION, "model=gpt2_124m"],
+            "model.fp8_dot_product_attention=true needs heads of 128 channels to train on Hopper, and "
+            "model.kv_channels=64; use false",
+        ),
+        (
+            B200,
+            [FP8, ATTENTION, "model.kv_channels=256"],
+            "model.fp8_dot_product_attention=true needs heads of a multiple of 16 up to 128 channels, and "
+            "model.kv_channels=256; use false",
+        ),
+        (
+            GPU,
+            [TENSORWISE, ATTENTION],
+            "model.fp8_dot_product_attention=true with model.fp8_recipe=tensorwise: cuDNN's FP8 attention takes "
+            "delayed scales only on Hopper; use false, or fp8=delayed, or set NVTE_DPA_FP8_RECIPE=DelayedScaling in "
+            "the environment for attention alone",
+        ),
+        (
+            with_variables(NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES="1"),
+            [TENSORWISE],
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 in the environment rounds scales to powers of two, which the "
+            "configuration does not say; unset it",
+        ),
+        (
+            with_variables(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1"),
+            [BLOCKWISE],
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 in the environment makes scales other numbers than powers of two, "
+            "which the configuration does not say; unset it",
+        ),
+        (
+            with_variables(NVTE_DPA_FP8_RECIPE="F16"),
+            [FP8, ATTENTION],
+            "NVTE_DPA_FP8_RECIPE=F16 in the environment gives attention another recipe, which the configuration does "
+            "not say; unset it",
+        ),
+        (
+            with_variables(NVTE_DPA_FP8_RECIPE="DelayedScaling", NVTE_DPA_FP8DS_AMAX_HISTLEN="16"),
+            [TENSORWISE, ATTENTION],
+            "NVTE_DPA_FP8DS_AMAX_HISTLEN=16 in the environment changes attention's amax history, which the "
+            "configuration does not say; unset it",
+        ),
+    ],
+)
+def test_fp8_that_the_machine_cannot_compute_is_refused(platform: Platform, overrides: list[str], problem: str) -> None:
+    config = load_config(["data=mock", "model=llama3_8b", *overrides])
+    with pytest.raises(ConfigError) as refused:
+        check_platform(config, platform, read_launch({}))
+    assert list(refused.value.problems) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("platform", "overrides"),
+    [
+        (GPU, [FP8]),
+        (GPU, [TENSORWISE]),
+        (GPU, [BLOCKWISE]),
+        (replace(GPU, torch_cuda="12.9"), [BLOCKWISE]),
+        (L40S, [TENSORWISE]),
+        (B200, [MXFP8]),
+        (B200, [BLOCKWISE]),
+        (replace(GPU, transformer_engine="2.12"), [FP8]),
+        (GPU, [FP8, ATTENTION]),
+        (B200, [TENSORWISE, ATTENTION]),
+        (with_variables(NVTE_DPA_FP8_RECIPE="DelayedScaling"), [TENSORWISE, ATTENTION]),
+        (with_variables(NVTE_DPA_FP8_RECIPE="DelayedScaling"), [FP8, ATTENTION]),
+        # What another recipe would read, or what says what is so anyway.
+        (with_variables(NVTE_FP8_BLOCK_SCALING_FP32_SCALES="1", NVTE_DPA_FP8_RECIPE="F16"), [TENSORWISE]),
+        (with_variables(NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES="0"), [TENSORWISE]),
+        # Emulated, anything can be computed anywhere.
+        *((anywhere, [MXFP8, "model.fp8_emulate=true"]) for anywhere in (CPU, A100, GPU_WITHOUT_TE, GPU, RTX5090)),
+        (with_variables(NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES="1"), [TENSORWISE, "model.fp8_emulate=true"]),
+    ],
+)
+def test_fp8_that_the_machine_can_compute_passes(platform: Platform, overrides: list[str]) -> None:
+    config = load_config(["data=mock", "model=llama3_8b", *overrides])
+    check_platform(config, platform, read_launch({}))
+    assert plan_kernels(config, platform).transformer_engine is not config.model.fp8_emulate
+
+
+def test_emulated_fp8_where_the_gpu_has_its_own_is_told() -> None:
+    config = load_config(["data=mock", TENSORWISE, "model.fp8_emulate=true"])
+    (note,) = platform_notes(config, GPU)
+    assert "leave model.fp8_emulate out to use the hardware" in note
+    for platform in (CPU, GPU_WITHOUT_TE, GPU_WITH_BROKEN_TE, A100):
+        assert platform_notes(config, platform) == []
+
+
+def test_variables_of_recipes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_DPA_FP8_RECIPE", "F16")
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    assert detect_platform().recipe_variables == {
+        "NVTE_DPA_FP8_RECIPE": "F16",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+    }
+
+
+def test_fp8_without_a_gpu_ends_the_program_with_the_way_out(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run_ranks(1, ["-m", "gpt_pretrain", "data=mock", FP8, f"run_dir={run_dir}"])
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: model.fp8=true needs a GPU with FP8 (Ada, Hopper or newer) and Transformer Engine, but there is no "
+        f"CUDA device{EMULATE}\n"
+    )
+    assert not run_dir.exists()
