@@ -288,7 +288,7 @@ class ModelConfig:
     fp8_e4m3: bool | None
     """E4M3 in both directions, also where fp8_hybrid is set; null: with blockwise and mxfp8, unless fp8_hybrid."""
     fp8_margin: int | None
-    """delayed: scales leave 2^margin of headroom; null: 0."""
+    """delayed: scales leave 2^margin of headroom, margin 0 to 14; null: 0."""
     fp8_interval: int | None
     """delayed: steps between new scales. Transformer Engine updates them at every step, so 1 is the only value."""
     fp8_amax_history_len: int | None
@@ -300,15 +300,15 @@ class ModelConfig:
     fp8_params: bool
     """Store and gather the layers' weights in FP8; masters stay in fp32. Needs the distributed optimizer."""
     fp8_dot_product_attention: bool
-    """Attention's own two products in FP8 (delayed, tensorwise, mxfp8; Transformer Engine's fused attention only)."""
+    """Attention's own two products in FP8 (delayed, tensorwise; Transformer Engine's fused attention only)."""
     fp8_multi_head_attention: bool
-    """delayed: also hand FP8 tensors between projections and attention; needs fp8_dot_product_attention."""
+    """FP8 tensors between projections and attention; refused, as megatron-core 0.19 has no way to do it."""
     first_last_layers_bf16: bool
     """Keep the first and last layers out of FP8; not with delayed, where fp8_exclude does it."""
     num_layers_at_start_in_bf16: int | None
-    """Layers kept out at the start, with first_last_layers_bf16; null: 1."""
+    """Layers kept out at the start, with first_last_layers_bf16, at most those of a pipeline stage; null: 1."""
     num_layers_at_end_in_bf16: int | None
-    """Layers kept out at the end, with first_last_layers_bf16; null: 1."""
+    """Layers kept out at the end, with first_last_layers_bf16, at most those of a pipeline stage; null: 1."""
     fp8_exclude: list[str]
     """Patterns (*, ?, [..]) of linear layers kept out of FP8: ["decoder.layers.0.*", "*.linear_fc2"]."""
     fp8_emulate: bool
