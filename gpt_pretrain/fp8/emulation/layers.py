@@ -24,7 +24,7 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import Config, Fp8RecipeName
-from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
+from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling, Scaling
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import Cast, stateless_cast
 from gpt_pretrain.fp8.gemms import ProductListener
@@ -44,6 +44,12 @@ class _EmulatedLinear(torch.nn.Module):
         self._name = name
         self._scaling = cast if isinstance(cast, LayerScaling) else None
         self._products = LinearProducts(settings, cast)
+
+    @property
+    def fp8_meta(self) -> dict[str, Scaling]:
+        """State of delayed scaling by the names that Transformer Engine's layers use; empty for other recipes."""
+        scaling = self._scaling
+        return {} if scaling is None else {"scaling_fwd": scaling.forward, "scaling_bwd": scaling.backward}
 
     def _forward_impl(
         self,
