@@ -3,7 +3,8 @@
 An FP8 GEMM wants both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
 microbatch. Transformer Engine 2.12 asserts a part of it when the first microbatch arrives (`assert_dim_for_fp8_exec`:
 rows by 8, columns by 16). That is what the forward product needs, whose sum runs over the columns; dgrad sums over the
-weight's rows and wgrad over the tokens, so that the rows need the 16 as well, or cuBLAS finds no algorithm.
+weight's rows and wgrad over the tokens, so that the rows need the 16 as well: TE checks that only in the backward pass
+(cublaslt_gemm.cu, "Leading dimension requirement on A for FP8 GEMM").
 """
 
 import math
