@@ -5,6 +5,7 @@ weights that do not follow their masters, a recipe from somewhere else.
 """
 
 import dataclasses
+import os
 import sys
 
 from gpt_pretrain.__main__ import main
@@ -44,21 +45,36 @@ def replace_emulated_layers():
     run.emulated_layers = lambda *arguments: None
 
 
-def swap_emulated_recipe():
-    """Another recipe than the one that was planned."""
+def _change_emulated(**changes):
     from gpt_pretrain.training import run
 
     build = run.emulated_layers
+    run.emulated_layers = lambda config, platform, settings: build(
+        config, platform, dataclasses.replace(settings, **changes)
+    )
 
-    def swapped(config, platform, settings):
-        return build(config, platform, dataclasses.replace(settings, recipe=Fp8RecipeName.tensorwise))
 
-    run.emulated_layers = swapped
+def swap_emulated_recipe():
+    """Another recipe than the one that was planned."""
+    _change_emulated(recipe=Fp8RecipeName.tensorwise)
+
+
+def change_margin_of_rank_1():
+    """Ranks that do not agree."""
+    if os.environ["RANK"] == "1":
+        _change_emulated(margin=3)
 
 
 SABOTAGES = {
     sabotage.__name__: sabotage
-    for sabotage in (replace_te_layers, drop_gather, swap_te_recipe, replace_emulated_layers, swap_emulated_recipe)
+    for sabotage in (
+        replace_te_layers,
+        drop_gather,
+        swap_te_recipe,
+        replace_emulated_layers,
+        swap_emulated_recipe,
+        change_margin_of_rank_1,
+    )
 }
 
 if __name__ == "__main__":

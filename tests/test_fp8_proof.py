@@ -1,0 +1,87 @@
+"""The proof of what ran in FP8, on emulated layers: it passes at every layout, and finds each fault."""
+
+import pytest
+
+from gpt_pretrain.report.metrics_file import load_metrics
+from tests.launching import run_ranks
+from tests.runs import run_small, small_run_arguments
+
+# One step is what is proven.
+ONE_STEP = (
+    "model.fp8_emulate=true",
+    "trainer.max_steps=1",
+    "trainer.limit_val_batches=0",
+    "checkpoint.save_at_end=false",
+    "model.num_layers=2",
+)
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides", "share"),
+    [
+        # Weights of a layer: 64·(64 + 2·32) + 64·64 + 3·64·128 = 36,864 (4 heads of 16, 2 groups, gated MLP of 128); of
+        # the LM head: 64·384 = 24,576. Causal attention: 2 products · 2 · 64 · 64/2 operations a token and layer, as
+        # 4,096 weights. 2·36,864 / (2·36,864 + 2·4,096 + 24,576) = 0.6923.
+        pytest.param(1, ["fp8=tensorwise"], 0.6923, id="one process"),
+        pytest.param(2, ["fp8=delayed", "parallelism=tp2_sp"], 0.6923, id="TP2+SP"),
+        pytest.param(2, ["fp8=blockwise", "parallelism=pp2"], 0.6923, id="PP2"),
+        # Half of the layers, and the MLP's second matrix of the other: 36,864 + 8,192 weights fewer.
+        pytest.param(
+            2,
+            ["fp8=delayed", "parallelism=pp2", "model.fp8_exclude=['decoder.layers.1.*','*.0.mlp.linear_fc2']"],
+            0.6923 * (36_864 - 8_192) / 73_728,
+            id="PP2 with exclusions",
+        ),
+        pytest.param(
+            2,
+            ["fp8=mxfp8", "parallelism=dp", "model.first_last_layers_bf16=true", "model.num_layers_at_end_in_bf16=0"],
+            0.6923 / 2,
+            id="DP2, first layer kept out",
+        ),
+    ],
+)
+def test_what_was_planned_is_proven(tmp_path, cache_dir, num_ranks, overrides, share):
+    metrics = run_small(num_ranks, tmp_path / "run", cache_dir, [*ONE_STEP, *overrides])
+    assert metrics.fp8_coverage.gemm_flops_share == pytest.approx(share, rel=1e-3)
+    assert metrics.fp8_coverage.parameter_bytes_share == 0.0
+    assert metrics.fp8_coverage.time_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sabotage", "row"),
+    [
+        (1, "replace_emulated_layers", "forward  e4m3 × e4m3     no such product"),
+        (1, "swap_emulated_recipe", "recipe  DelayedScaling  Float8CurrentScaling"),
+        (2, "change_margin_of_rank_1", "margin  0        3     "),
+    ],
+)
+def test_a_sabotaged_run_ends_with_a_table_of_what_differs(tmp_path, cache_dir, num_ranks, sabotage, row):
+    overrides = [*ONE_STEP, "fp8=delayed", *(["parallelism=dp"] if num_ranks > 1 else [])]
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)
+    done = run_ranks(num_ranks, ["tests/programs/sabotaged_run.py", sabotage, *arguments[2:]])
+    assert done.returncode == (2 if num_ranks == 1 else 1), done.stderr[-3000:]
+    assert done.stderr.count("error: FP8 does not run as planned:") == 1, "one rank tells it"
+    assert row in done.stderr
+    assert "decoder.layers.0.self_attention.linear_qkv and 7 more" in done.stderr
+    metrics = load_metrics(tmp_path / "run")
+    assert (metrics.fp8_coverage, metrics.train) == (None, [])
+
+
+def test_scales_of_another_recipe_are_not_taken_for_ours(tmp_path, cache_dir):
+    saved = [*ONE_STEP[:1], *ONE_STEP[2:3], "model.num_layers=1", "fp8=delayed"]
+    run_small(1, tmp_path / "run", cache_dir, [*saved, "trainer.max_steps=1"])
+    resumed = small_run_arguments(
+        tmp_path / "run", cache_dir, [*saved, "trainer.max_steps=2", "model.fp8_amax_history_len=16"]
+    )
+    done = run_ranks(1, resumed)
+    assert done.returncode == 2
+    assert "holds the FP8 scales of another recipe: model.fp8_amax_history_len=16 (saved with 1024)" in done.stderr
+    assert "checkpoint.reset_fp8_state=true" in done.stderr
+    done = run_ranks(1, [*resumed, "checkpoint.reset_fp8_state=true"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [record.step for record in load_metrics(tmp_path / "run").train] == [1, 2]
