@@ -140,7 +140,9 @@ def _memory(plan: Plan) -> Table:
     # Stages differ in what they hold; what all have comes before what only some have.
     names = sorted({name for stage in stages for name in stage.items}, key=ITEMS.index)
     # More stages than fit beside each other: the worst and the ends say most.
-    shown = stages if len(stages) <= 6 else sorted({stages[0], plan.memory.worst, stages[-1]}, key=lambda s: s.stage)
+    shown = (
+        stages if len(stages) <= 6 else [stages[each] for each in sorted({0, plan.memory.worst.stage, len(stages) - 1})]
+    )
     table = _table(
         "Memory of one GPU at its peak, GiB", ("", "left"), *[(_stage(plan, s.stage), "right") for s in shown]
     )

@@ -1,0 +1,14 @@
+"""Plans for tests, in this process: from overrides to what `python -m gpt_pretrain.plan` computes."""
+
+from functools import cache
+
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.plan.forecast import Plan, build_plan
+from gpt_pretrain.plan.world import planned_launch
+
+
+@cache
+def plan_of(*overrides: str) -> Plan:
+    """The plan of a run; the rules are not asked. Tests share plans and change none."""
+    config = load_config(["data=mock", *overrides])
+    return build_plan(config, planned_launch(config))

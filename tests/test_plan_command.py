@@ -1,0 +1,243 @@
+"""`python -m gpt_pretrain.plan`: exit codes, plan.json, and what the terminal shows."""
+
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+
+from gpt_pretrain.__main__ import main as train
+from gpt_pretrain.plan.__main__ import main
+from gpt_pretrain.plan.console import WIDTH, print_plan
+from gpt_pretrain.plan.document import plan_document
+from tests.launching import run_ranks
+from tests.planning import plan_of
+
+NUMBER = (int, float)
+SPEED = {"step_s": NUMBER, "tokens_per_s_per_gpu": NUMBER, "seconds": dict}
+# Names and types of plan.json, version 1; a list states its elements.
+SCHEMA = {
+    "version": int,
+    "name": str,
+    "gpu": {
+        "name": str,
+        **dict.fromkeys(("memory_gib", "bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "nvlink_gb_s"), NUMBER),
+    },
+    "layout": dict.fromkeys(
+        (
+            "num_gpus",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "virtual_pipeline",
+            "context_parallel",
+            "data_parallel",
+            "num_microbatches",
+            "micro_batch_size",
+            "global_batch_size",
+            "sequence_length",
+        ),
+        int,
+    ),
+    "num_parameters": int,
+    "kernels": dict.fromkeys(
+        (
+            "transformer_engine",
+            "bias_activation_fusion",
+            "bias_dropout_add_fusion",
+            "masked_softmax_fusion",
+            "apply_rope_fusion",
+            "gradient_accumulation_fusion",
+            "cross_entropy_loss_fusion",
+        ),
+        bool,
+    ),
+    "settings": [{"key": str, "requested": str, "effective": dict, "inert": str, "note": str}],
+    "products": [
+        {
+            **dict.fromkeys(("layers", "module", "phase", "precision", "reason", "shape_problem"), str),
+            **dict.fromkeys(("m", "n", "k", "count", "flops"), int),
+        }
+    ],
+    "fp8_flops_share": NUMBER,
+    "memory": {
+        "fits": bool,
+        "needed_gib": NUMBER,
+        "peak_gib": NUMBER,
+        "outside_gib": NUMBER,
+        "worst_stage": int,
+        "stages": [{"stage": int, "peak": NUMBER, "items": dict}],
+        "peak_by_recomputation": {"none": NUMBER, "selective": NUMBER, "full": NUMBER},
+    },
+    "flops_per_token": NUMBER,
+    "flops_formula": str,
+    "speed": {
+        **SPEED,
+        "tflops_per_gpu": NUMBER,
+        "bf16": SPEED,
+        "fp8": SPEED,
+        "fp8_recipe": str,
+        "fp8_over_bf16": NUMBER,
+    },
+    "sentences": [str],
+}
+
+
+def misfits(value, schema, path="plan"):
+    """Where a JSON value differs from its schema in names or types."""
+    if isinstance(schema, dict):
+        found = [f"{path}: {sorted(set(value) ^ set(schema))}"] if set(value) != set(schema) else []
+        return found + [
+            line for name in schema if name in value for line in misfits(value[name], schema[name], f"{path}.{name}")
+        ]
+    if isinstance(schema, list):
+        return [line for index, item in enumerate(value) for line in misfits(item, schema[0], f"{path}[{index}]")]
+    return (
+        [] if isinstance(value, schema) and (schema is bool or not isinstance(value, bool)) else [f"{path}: {value!r}"]
+    )
+
+
+CONFIGURATIONS = [
+    ("model=llama3_8b", "parallelism=dp", "fp8=delayed", "model.fp8_params=true", "plan.num_gpus=8"),
+    ("model=llama3_70b", "parallelism=tp8_sp", "model.pipeline_model_parallel_size=8", "fp8=blockwise"),
+    ("model=gpt2_124m",),
+]
+
+
+@pytest.mark.parametrize("overrides", CONFIGURATIONS)
+def test_document_has_its_names_and_types(overrides):
+    document = json.loads(json.dumps(plan_document(plan_of(*overrides))))
+    assert misfits(document, SCHEMA) == []
+
+
+def test_the_schema_finds_what_differs():
+    document = plan_document(plan_of("model=gpt2_124m"))
+    document["version"], document["layout"]["num_gpus"] = "1", True
+    del document["memory"]["fits"]
+    assert misfits(document, SCHEMA) == ["plan.version: '1'", "plan.layout.num_gpus: True", "plan.memory: ['fits']"]
+
+
+def test_without_a_prediction_speed_is_null():
+    assert plan_document(plan_of("fp8=delayed", "model.fp8_emulate=true"))["speed"] is None
+
+
+@pytest.mark.parametrize("overrides", [*CONFIGURATIONS, ("fp8=delayed", "model.fp8_emulate=true")])
+def test_tables_are_readable_at_100_columns(overrides):
+    output = io.StringIO()
+    print_plan(plan_of(*overrides), Console(file=output, width=WIDTH, highlight=False))
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    # A key that is cut or folded cannot be searched for.
+    for setting in plan_of(*overrides).settings:
+        assert setting.inert or any(f" {setting.key.removeprefix('model.')} " in line for line in lines), setting.key
+    assert "…\n" not in output.getvalue()
+    for sentence in plan_of(*overrides).sentences:
+        assert sentence in " ".join(output.getvalue().split())
+
+
+def run_plan(capsys, *arguments):
+    code = main([*arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_a_plan_leaves_plan_json_in_the_run_directory_and_nothing_else(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_plan(capsys, "model=gpt2_124m", "name=small", "data=mock")
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert (code, err) == (0, "")
+    assert file.relative_to(tmp_path).match("outputs/*/*_small/plan.json")
+    assert f"written: {file}" in out
+    assert json.loads(file.read_text())["name"] == "small"
+
+    again = tmp_path / "again"
+    assert run_plan(capsys, "model=gpt2_124m", "name=small", "data=mock", f"run_dir={again}")[0] == 0
+    assert [path.name for path in again.iterdir()] == ["plan.json"]
+    assert (again / "plan.json").read_text() == file.read_text()
+
+
+REFUSED = {
+    "typo": ["model.fp8_marginn=3"],
+    "rules of the layers": ["fp8=tensorwise", "model.fp8_margin=1", "model.hidden_size=200", "model.optim.lr=-1"],
+    "an option": ["model=llama3_8"],
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED.values(), ids=REFUSED)
+def test_what_training_refuses_the_plan_refuses_with_the_same_words(capsys, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    code, _, told = run_plan(capsys, *arguments)
+    assert train(arguments) == code == 2
+    assert told == capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "beginning"),
+    [
+        (["fp8=mxfp8"], "error: model.fp8_recipe=mxfp8 needs compute capability 10.x"),
+        (["plan.num_gpus=0"], "error: plan.num_gpus=0 is not positive; use 1 or more"),
+        (["plan.num_gpus=6", "trainer.devices=4"], "error: plan.num_gpus=6 is not a multiple of trainer.devices=4"),
+        (["parallelism=tp2", "plan.num_gpus=3"], "error: model.tensor_model_parallel_size=2 × "),
+        (["plan.gpu=a100"], "error: plan.gpu='a100' is not one of h100, h200, b200"),
+    ],
+)
+def test_what_the_planned_machine_cannot_do_is_refused(capsys, arguments, beginning):
+    code, _, told = run_plan(capsys, *arguments)
+    assert code == 2
+    assert told.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus", "per_node"),
+    [
+        ((), 1, 1),
+        (("parallelism=tp2_sp_pp2",), 4, 4),
+        (("model=llama3_70b", "parallelism=tp8_sp", "model.pipeline_model_parallel_size=2"), 16, 8),
+        (("experiment=llama3_8b_4gpu",), 4, 4),
+        (("experiment=llama3_8b_4gpu", "plan.num_gpus=8"), 8, 4),
+        (("parallelism=tp2", "trainer.devices=2", "trainer.num_nodes=3"), 6, 2),
+        (("plan.num_gpus=12", "model.global_batch_size=96"), 12, 6),
+    ],
+)
+def test_the_planned_processes(overrides, num_gpus, per_node):
+    launch = plan_of(*overrides).launch
+    assert (launch.world_size, launch.local_world_size) == (num_gpus, per_node)
+
+
+def test_a_sweep_is_planned_job_by_job(capsys, tmp_path):
+    code, out, _ = run_plan(capsys, "-m", "fp8=none,delayed", f"hydra.sweep.dir={tmp_path}", "data=mock")
+    assert code == 0
+    assert "run 1 of 2: fp8=none" in out
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")) == [
+        "0/plan.json",
+        "1/plan.json",
+    ]
+
+
+def test_help_is_that_of_training(capsys):
+    assert run_plan(capsys, "--help")[0] == 0
+    with_keys = run_plan(capsys, "--help")[1]
+    assert "plan.gpu = h200" in with_keys
+
+
+def test_a_process_plans_the_nemo_command_line_in_seconds(tmp_path):
+    nemo = [
+        "++model.fp8=True",
+        "++model.fp8_hybrid=True",
+        "++model.fp8_e4m3=False",
+        "++model.fp8_margin=0",
+        "++model.fp8_amax_history_len=1024",
+        '++model.fp8_amax_compute_algo="max"',
+        "++model.fp8_params=True",
+    ]
+    began = time.monotonic()
+    done = run_ranks(1, ["-m", "gpt_pretrain.plan", *nemo, "model=gpt3_1_3b", f"run_dir={tmp_path / 'run'}"])
+    # 10 s where nothing else runs; tests share the machine.
+    assert time.monotonic() - began < 40
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["fp8_flops_share"] > 0.5
+
+    refused = run_ranks(1, ["-m", "gpt_pretrain.plan", *nemo, "model.optim.name=sgd"])
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: model.")

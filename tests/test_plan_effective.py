@@ -1,0 +1,187 @@
+"""Requested → effective: the table of fields against translations that differ in one key; what is inert, and why."""
+
+from collections import defaultdict
+
+import pytest
+
+from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.platform import plan_kernels
+from gpt_pretrain.plan.effective import FIELDS, FP8_KEYS, translated_fields
+from tests.planning import plan_of
+from tests.platforms import H200
+
+FP8 = ("fp8=delayed", "model.use_distributed_optimizer=true")
+TENSORWISE = ("fp8=tensorwise", "model.use_distributed_optimizer=true")
+MXFP8 = ("fp8=mxfp8", "model.use_distributed_optimizer=true")
+PP2 = "model.pipeline_model_parallel_size=2"
+TP2 = "model.tensor_model_parallel_size=2"
+FULL = "model.activations_checkpoint_granularity=full"
+UNIFORM, ONE = "model.activations_checkpoint_method=uniform", "model.activations_checkpoint_num_layers=1"
+# What a key is changed to, and beside which other settings; together they reach every field of the table.
+CHANGES = [
+    ("trainer.precision=fp32", ("model.transformer_engine=false", "model.cross_entropy_loss_fusion=false")),
+    ("model.transformer_engine=false", ()),
+    ("model.fp8=true", ("model.fp8_recipe=null",)),
+    ("model.fp8_recipe=tensorwise", FP8),
+    ("model.fp8_hybrid=true", ("fp8=blockwise", "model.fp8_e4m3=null")),
+    ("model.fp8_e4m3=true", FP8),
+    ("model.fp8_margin=2", FP8),
+    ("model.fp8_amax_history_len=16", FP8),
+    ("model.fp8_amax_compute_algo=most_recent", FP8),
+    ("model.fp8_wgrad=false", FP8),
+    ("model.fp8_params=true", FP8),
+    ("model.fp8_params=true", MXFP8),
+    ("model.fp8_dot_product_attention=true", FP8),
+    ("model.fp8_multi_head_attention=true", FP8),
+    ("model.num_layers_at_start_in_bf16=2", (*TENSORWISE, "model.first_last_layers_bf16=true")),
+    ("model.num_layers_at_end_in_bf16=2", (*TENSORWISE, "model.first_last_layers_bf16=true")),
+    ("model.fp8_exclude=['*.linear_fc2']", FP8),
+    ("model.tensor_model_parallel_size=2", ()),
+    (PP2, ()),
+    ("model.virtual_pipeline_model_parallel_size=2", (PP2, "parallelism=dp")),
+    ("model.context_parallel_size=2", ()),
+    ("model.sequence_parallel=true", (TP2,)),
+    ("model.use_distributed_optimizer=true", ()),
+    ("model.overlap_grad_reduce=true", ()),
+    ("model.overlap_param_gather=true", ("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true")),
+    ("model.grad_reduce_in_fp32=false", ()),
+    ("model.activations_checkpoint_granularity=selective", ()),
+    ("model.activations_checkpoint_method=block", (FULL, UNIFORM, ONE)),
+    ("model.activations_checkpoint_num_layers=2", (FULL, UNIFORM, ONE)),
+]
+# These change several fields that belong to the keys beside them: margins and counts that FP8 or a switch turns on.
+TOGETHER = {
+    "model.fp8": set(FIELDS) & {*FP8_KEYS, "model.fp8"},
+    "model.fp8_recipe": {"model.fp8_recipe"},
+    "model.fp8_emulate": {*FP8_KEYS, "model.fp8"},
+    "model.first_last_layers_bf16": {key for key in FIELDS if key.endswith("_bf16")},
+}
+# What megatron-core's own __post_init__ copies from another field.
+COPIED = {
+    "TransformerConfig.autocast_dtype",
+    "TransformerConfig.expert_tensor_parallel_size",
+    "TransformerConfig.microbatch_group_size_per_vp_stage",
+}
+
+
+def changed_fields(override, context):
+    before, after = (
+        translated_fields(config, H200, plan_kernels(config, H200))
+        for config in (load_config(["data=mock", *context]), load_config(["data=mock", *context, override]))
+    )
+    changed = {name for name in before if before[name] != after[name]}
+    # Initialisers are new functions each time.
+    return {name for name in changed if not name.endswith("init_method")} - COPIED
+
+
+@pytest.fixture(scope="module")
+def reached():
+    """Key → the fields that its changes change."""
+    found = defaultdict(set)
+    for override, context in CHANGES:
+        found[override.partition("=")[0]] |= changed_fields(override, context)
+    return found
+
+
+@pytest.mark.parametrize("key", sorted(dict.fromkeys(override.partition("=")[0] for override, _ in CHANGES)))
+def test_a_key_changes_the_fields_that_the_table_says(reached, key):
+    allowed = {field for each in TOGETHER.get(key, {key}) for field in FIELDS[each]}
+    assert reached[key], "it changes nothing"
+    assert reached[key] <= allowed
+
+
+def test_every_field_of_the_table_is_reached(reached):
+    # fp8_interval is fixed, and the two switches below act on several keys' fields.
+    untouched = {"model.fp8_interval", "model.first_last_layers_bf16", "model.fp8_emulate"}
+    for key in set(FIELDS) - untouched:
+        assert set(FIELDS[key]) <= reached[key], key
+    switched = changed_fields("model.first_last_layers_bf16=true", TENSORWISE)
+    assert set(FIELDS["model.first_last_layers_bf16"]) <= switched
+    assert set(FIELDS["model.fp8_emulate"]) <= changed_fields("model.fp8_emulate=true", FP8)
+
+
+def test_every_fp8_and_parallelism_key_is_in_the_table():
+    # Samples per batch become a number of microbatches, which the schedule is called with.
+    expected = {
+        key
+        for key in schema_keys()
+        if key.startswith(("model.fp8", "model.overlap_", "model.activations_checkpoint"))
+        or key.endswith(("_parallel_size", "_bf16", "sequence_parallel"))
+    }
+    expected |= {"trainer.precision", "model.transformer_engine", "model.use_distributed_optimizer"}
+    assert set(FIELDS) == expected | {"model.grad_reduce_in_fp32"}
+
+
+NEMO = (
+    "++model.transformer_engine=True",
+    "++model.fp8=True",
+    "++model.fp8_hybrid=True",
+    "++model.fp8_e4m3=False",
+    "++model.fp8_margin=0",
+    "++model.fp8_amax_history_len=1024",
+    '++model.fp8_amax_compute_algo="max"',
+    "++model.fp8_params=True",
+)
+TC, DDP, OPT = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
+
+
+def test_nemos_override_string_lands_where_it_should():
+    settings = {setting.key: setting for setting in plan_of(*NEMO).settings}
+    shown = {
+        "model.transformer_engine": ("true", {f"{TC}.transformer_impl": "transformer_engine"}),
+        "model.fp8": ("true", {f"{TC}.fp8": "hybrid"}),
+        "model.fp8_recipe": ("null", {f"{TC}.fp8_recipe": "delayed", f"{OPT}.fp8_recipe": "delayed"}),
+        "model.fp8_hybrid": ("true", {f"{TC}.fp8": "hybrid"}),
+        "model.fp8_e4m3": ("false", {f"{TC}.fp8": "hybrid"}),
+        "model.fp8_margin": ("0", {f"{TC}.fp8_margin": "0"}),
+        "model.fp8_amax_history_len": ("1024", {f"{TC}.fp8_amax_history_len": "1024"}),
+        "model.fp8_amax_compute_algo": ("max", {f"{TC}.fp8_amax_compute_algo": "max"}),
+        "model.fp8_params": (
+            "true",
+            {
+                f"{TC}.fp8_param": "true",
+                f"{DDP}.fp8_param_gather": "true",
+                f"{DDP}.reuse_grad_buf_for_mxfp8_param_ag": "false",
+                f"{OPT}.reuse_grad_buf_for_mxfp8_param_ag": "false",
+            },
+        ),
+        "model.use_distributed_optimizer": (
+            "null",
+            {f"{DDP}.use_distributed_optimizer": "true", f"{OPT}.use_distributed_optimizer": "true"},
+        ),
+    }
+    for key, expected in shown.items():
+        assert (settings[key].requested, settings[key].effective) == expected
+        assert settings[key].inert == ""
+    assert settings["model.use_distributed_optimizer"].note == "null is true: model.fp8_params=true needs it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        ((), "model.fp8_margin", "model.fp8=false"),
+        ((), "model.fp8_exclude", "model.fp8=false"),
+        (("fp8=delayed", "model.fp8_e4m3=true"), "model.fp8_hybrid", "overruled by model.fp8_e4m3=true"),
+        (("fp8=tensorwise",), "model.fp8_margin", "model.fp8_recipe=tensorwise has no history"),
+        (("fp8=blockwise",), "model.fp8_amax_compute_algo", "model.fp8_recipe=blockwise has no history"),
+        (("fp8=delayed",), "model.fp8_interval", "Transformer Engine computes new scales at every step"),
+        (("fp8=delayed",), "model.num_layers_at_end_in_bf16", "model.first_last_layers_bf16=false"),
+        (("fp8=delayed",), "model.fp8_margin", ""),
+        (("fp8=tensorwise", "model.first_last_layers_bf16=true"), "model.num_layers_at_end_in_bf16", ""),
+        ((), "model.tensor_model_parallel_size", ""),
+        ((), "model.fp8", ""),
+    ],
+)
+def test_inert_keys_are_named_with_the_reason(overrides, key, why):
+    (setting,) = [setting for setting in plan_of(*overrides).settings if setting.key == key]
+    assert setting.inert == why
+
+
+def test_emulated_layers_get_what_megatron_core_is_not_told():
+    plan = plan_of("fp8=delayed", "model.fp8_emulate=true", "model.fp8_margin=3", "model.fp8_exclude=['*.linear_fc2']")
+    settings = {setting.key: setting.effective for setting in plan.settings}
+    assert settings["model.fp8"] == {f"{TC}.fp8": "null"}
+    assert settings["model.fp8_margin"] == {"emulated layers: margin": "3"}
+    assert settings["model.fp8_exclude"] == {"emulated layers: exclude": "[*.linear_fc2]"}
+    assert settings["model.fp8_emulate"] == {f"{TC}.transformer_impl": "local"}

@@ -1,0 +1,198 @@
+"""The memory forecast against peaks measured on H200s, and item by item against arithmetic done by hand."""
+
+import pytest
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+
+from gpt_pretrain.plan.memory import GIB
+from tests.planning import plan_of
+
+EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8")
+EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", "model.global_batch_size=16", "plan.num_gpus=4")
+ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
+# Peaks of torch's allocator on rank 0. The first six are the application's, in benchmarks/*.md; the last three a bare
+# megatron-core loop's under the same knobs, before this project existed.
+MEASURED = {
+    "GPT-2 124M": (("model=gpt2_124m",), 26.7),
+    "Llama 3 8B, 8 layers": (EIGHT_LAYERS, 65.4),
+    "GPT-3 1.3B": (("model=gpt3_1_3b", "model.global_batch_size=64"), 54.0),
+    "8 layers, DP 2": ((*EIGHT_LAYERS, "parallelism=dp", *ON_TWO), 49.8),
+    "8 layers, TP 2 + SP": ((*EIGHT_LAYERS, "parallelism=tp2_sp"), 32.8),
+    "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 32.5),
+    "8B, DP 4, BF16": (EIGHT_BILLION, 113.0),
+    "8B, DP 4, delayed": ((*EIGHT_BILLION, "fp8=delayed"), 121.0),
+    "8B, DP 4, tensorwise, FP8 parameters": ((*EIGHT_BILLION, "fp8=tensorwise", "model.fp8_params=true"), 107.0),
+}
+
+
+@pytest.mark.parametrize(("overrides", "measured_gib"), MEASURED.values(), ids=MEASURED)
+def test_peak_is_the_measured_one(overrides, measured_gib):
+    # Within 10% is what a forecast has to keep; this one has been within 2%.
+    assert plan_of(*overrides).memory.stages[0].peak / GIB == pytest.approx(measured_gib, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [("llama3_8b", 8_030_261_248), ("gpt2_124m", 124_439_808 + 47 * 768), ("qwen2_5_7b", 7_615_616_512)],
+)
+def test_parameters_are_the_published_ones_with_the_vocabulary_padded(preset, count):
+    assert plan_of(f"model={preset}").num_parameters == count
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_per_parameter"),
+    [
+        ((), 2 + 4 + 4 + 8),
+        (("model.grad_reduce_in_fp32=false",), 2 + 2 + 4 + 8),
+        (("model.use_distributed_optimizer=true", "plan.num_gpus=4"), 2 + 4 + (4 + 8) / 4),
+        # Without the distributed optimizer every rank keeps all of it.
+        (("plan.num_gpus=4",), 2 + 4 + 4 + 8),
+        (("model.optim.name=sgd",), 2 + 4 + 4 + 4),
+        (("trainer.precision=fp32", "model.transformer_engine=false"), 4 + 4 + 8),
+    ],
+)
+def test_bytes_per_parameter(overrides, bytes_per_parameter):
+    plan = plan_of("model=llama3_8b", *overrides)
+    items = plan.memory.worst.items
+    held = sum(items.get(name, 0) for name in ("weights", "gradients", "masters", "moments"))
+    assert held == pytest.approx(bytes_per_parameter * plan.num_parameters)
+
+
+# The four matrices of a layer of Llama 3 8B: 4096 × (6144 + 4096 + 3 · 14336).
+LAYER_WEIGHTS = 218_103_808
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "bytes_per_weight"),
+    [
+        (("fp8=delayed",), "FP8 copies of weights", 2),
+        (("fp8=delayed", "plan.gpu=b200"), "FP8 copies of weights", 1),
+        (("fp8=tensorwise", "model.fp8_params=true"), "FP8 weights", 2),
+        (("fp8=blockwise",), "FP8 copies of weights", 2 * (1 + 4 / 128**2)),
+        (("fp8=mxfp8", "plan.gpu=b200"), "FP8 copies of weights", 2 * (1 + 1 / 32)),
+        (("fp8=delayed", "model.tensor_model_parallel_size=4"), "FP8 copies of weights", 2 / 4),
+    ],
+)
+def test_bytes_per_fp8_weight(overrides, name, bytes_per_weight):
+    items = plan_of("model=llama3_8b", *overrides).memory.worst.items
+    assert items[name] == 32 * LAYER_WEIGHTS * bytes_per_weight
+
+
+def test_fp8_parameters_replace_bf16_ones_and_excluded_layers_keep_theirs():
+    kept = ("model.fp8_exclude=['decoder.layers.0.*']",)
+    items = plan_of("model=llama3_8b", "fp8=delayed", "model.fp8_params=true", *kept).memory.worst.items
+    assert items["FP8 weights"] == 31 * LAYER_WEIGHTS * 2
+    # Embedding, head, layer 0 and 65 norms of 4096.
+    assert items["weights"] == 2 * (2 * 128_256 * 4096 + LAYER_WEIGHTS + 65 * 4096)
+
+
+# Bytes that a layer of Llama 3 8B keeps per token: layer input, norm, q k v, attention's output, its softmax's 32
+# statistics, second residual, norm, gate and up projections, their product; and two norms' statistics.
+BF16_LAYER = 2 * (4096 + 4096 + 6144 + 4096 + 4096 + 4096 + 2 * 14336 + 14336) + 4 * 32 + 8
+# In FP8 one byte for the norms' outputs and the product, and one more for attention's output.
+FP8_LAYER = 2 * (4096 + 6144 + 4096 + 4096 + 2 * 14336) + (4096 + 4096 + 4096 + 14336) + 4 * 32 + 8
+LAST_NORM = 2 * (4096 + 4096)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_per_token"),
+    [
+        ((), 32 * BF16_LAYER + LAST_NORM),
+        (("fp8=delayed",), 32 * FP8_LAYER + LAST_NORM),
+        (("fp8=delayed", "model.fp8_exclude=['decoder.layers.3.*']"), 31 * FP8_LAYER + BF16_LAYER + LAST_NORM),
+        # Selective: attention's statistics are not kept, and with FP8 its BF16 output neither.
+        (
+            ("model.activations_checkpoint_granularity=selective", "fp8=delayed"),
+            32 * (FP8_LAYER - 4 * 32 - 2 * 4096) + LAST_NORM,
+        ),
+        (("model.tensor_model_parallel_size=2", "model.sequence_parallel=true"), (32 * BF16_LAYER + LAST_NORM) / 2),
+        (("model.context_parallel_size=2",), (32 * BF16_LAYER + LAST_NORM) / 2),
+        (
+            (
+                "model.activations_checkpoint_granularity=full",
+                "model.activations_checkpoint_method=uniform",
+                "model.activations_checkpoint_num_layers=4",
+            ),
+            8 * 2 * 4096 + LAST_NORM,
+        ),
+        (
+            (
+                "model.activations_checkpoint_granularity=full",
+                "model.activations_checkpoint_method=block",
+                "model.activations_checkpoint_num_layers=20",
+            ),
+            20 * 2 * 4096 + 12 * BF16_LAYER + LAST_NORM,
+        ),
+    ],
+)
+def test_bytes_of_activations(overrides, bytes_per_token):
+    plan = plan_of("model=llama3_8b", *overrides)
+    # The two norms' statistics (8 bytes) are whole on each rank of a split sequence's own tokens.
+    assert plan.memory.worst.items["activations"] == pytest.approx(8192 * bytes_per_token, rel=1e-3)
+
+
+def test_without_transformer_engine_the_scores_are_kept():
+    local = plan_of("model=gpt2_124m", "model.transformer_engine=false").memory.worst.items["activations"]
+    fused = plan_of("model=gpt2_124m").memory.worst.items["activations"]
+    # Per layer, head and sample 1024² scores in fp32 and BF16, in place of 1024 statistics.
+    assert local - fused == 12 * 32 * 12 * 1024 * (1024 * (4 + 2) - 4)
+
+
+@pytest.mark.parametrize(("fused", "bytes_per_logit"), [("true", 10), ("false", 6)])
+def test_bytes_of_logits(fused, bytes_per_logit):
+    items = plan_of("model=gpt2_124m", f"model.cross_entropy_loss_fusion={fused}").memory.worst.items
+    assert items["logits and loss"] == 32 * 1024 * 50_304 * bytes_per_logit
+
+
+@pytest.mark.parametrize(
+    ("pp", "vp", "microbatches"), [(2, None, 8), (4, None, 2), (4, None, 16), (4, 2, 8), (2, 4, 2)]
+)
+def test_chunks_in_flight_are_those_of_megatrons_schedule(pp, vp, microbatches):
+    plan = plan_of(
+        "model.num_layers=16",
+        f"model.pipeline_model_parallel_size={pp}",
+        f"model.virtual_pipeline_model_parallel_size={'null' if vp is None else vp}",
+        "model.micro_batch_size=1",
+        f"model.global_batch_size={microbatches}",
+    )
+    expected = []
+    try:
+        parallel_state.set_pipeline_model_parallel_world_size(pp)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(vp)
+        for rank in range(pp):
+            parallel_state.set_pipeline_model_parallel_rank(rank)
+            total, _, warmup, _ = get_pp_rank_microbatches(microbatches, vp or 1, pp)
+            expected.append(min(total, warmup + 1))
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
+    assert [stage.chunks_in_flight for stage in plan.stages] == expected
+
+
+def test_stages_hold_the_model_once():
+    plan = plan_of(
+        "model=llama3_8b", "model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2"
+    )
+    assert [stage.layers[:5] for stage in plan.stages] == [
+        (0, 1, 2, 3, 16),
+        (4, 5, 6, 7, 20),
+        (8, 9, 10, 11, 24),
+        (12, 13, 14, 15, 28),
+    ]
+    assert sorted(layer for stage in plan.stages for layer in stage.layers) == list(range(32))
+    assert sum(stage.num_parameters for stage in plan.stages) == 8_030_261_248
+
+
+def test_a_tied_head_is_a_copy_on_another_stage():
+    whole, split = plan_of("model=gpt2_124m"), plan_of("model=gpt2_124m", "model.pipeline_model_parallel_size=2")
+    assert sum(stage.num_parameters for stage in split.stages) == whole.num_parameters + 50_304 * 768
+
+
+def test_a_run_that_does_not_fit_is_told_the_ways_out():
+    plan = plan_of("model=llama3_8b", "plan.gpu=h100")
+    assert not plan.memory.fits
+    assert plan.sentences[0].startswith("Memory: DOES NOT FIT, it needs ")
+    roomy = plan_of("model=gpt3_1_3b", "plan.gpu=h100", "model.micro_batch_size=16")
+    assert not roomy.memory.fits
+    assert "model.activations_checkpoint_granularity=full; a smaller model.micro_batch_size" in roomy.sentences[0]
