@@ -1,7 +1,6 @@
 """FP8 on one GPU through the command line: the proof passes where FP8 runs, and ends the run where it does not."""
 
 import json
-import os
 
 import pytest
 
@@ -48,10 +47,10 @@ def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def run(tmp_path, cache_dir, overrides, program=("-m", "gpt_pretrain")):
+def run(tmp_path, cache_dir, overrides, program=("-m", "gpt_pretrain"), env=None):
     arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL_GPU_RUN, *overrides])
     assert arguments[:2] == ["-m", "gpt_pretrain"]
-    return run_ranks(1, [*program, *arguments[2:]], env=gpu_environment(1))
+    return run_ranks(1, [*program, *arguments[2:]], env={**gpu_environment(1), **(env or {})})
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +88,7 @@ def test_a_sabotaged_run_ends_with_what_differs(tmp_path, cache_dir, sabotage, o
 
 
 def test_an_environment_variable_that_changes_the_recipe_is_refused(tmp_path, cache_dir):
-    os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
-    try:
-        done = run(tmp_path, cache_dir, ("fp8=blockwise",))
-    finally:
-        del os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"]
+    variable = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+    done = run(tmp_path, cache_dir, ("fp8=blockwise",), env={variable: "1"})
     assert done.returncode == 2
-    assert "NVTE_FP8_BLOCK_SCALING_FP32_SCALES" in done.stderr
+    assert variable in done.stderr

@@ -33,12 +33,13 @@ _CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_g
 
 
 @contextmanager
-def observe_products(chunks: Sequence[GPTModel], listener: Listener) -> Iterator[None]:
+def observe_products(chunks: Sequence[GPTModel], listener: Listener, *, measure_amax: bool = False) -> Iterator[None]:
     """Tells the listener of every product that the linear layers of these model chunks compute inside.
 
     Args:
         chunks: This rank's GPTModels.
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
+        measure_amax: Take the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
     """
     emulated: list[tuple[Any, ProductListener | None]] = []
     transformer_engine: dict[str, torch.nn.Module] = {}
@@ -52,7 +53,7 @@ def observe_products(chunks: Sequence[GPTModel], listener: Listener) -> Iterator
                 transformer_engine[name] = module
     with ExitStack() as stack:
         if transformer_engine:
-            stack.enter_context(_watch_transformer_engine(transformer_engine, listener))
+            stack.enter_context(_watch_transformer_engine(transformer_engine, listener, measure_amax=measure_amax))
         try:
             yield
         finally:
@@ -82,7 +83,9 @@ def is_te_linear(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def _watch_transformer_engine(modules: dict[str, torch.nn.Module], listener: Listener) -> Iterator[None]:
+def _watch_transformer_engine(
+    modules: dict[str, torch.nn.Module], listener: Listener, *, measure_amax: bool
+) -> Iterator[None]:
     from transformer_engine.pytorch.module import layernorm_linear, linear
 
     # The module whose product comes next: set when its forward pass begins, and when its backward pass does.
@@ -94,7 +97,7 @@ def _watch_transformer_engine(modules: dict[str, torch.nn.Module], listener: Lis
     def watched_gemm(gemm: Callable[..., Any]) -> Callable[..., Any]:
         def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
             phase = _PHASES[kwargs.get("layout", "TN")]
-            listener(current[0], _product(phase, a, b))
+            listener(current[0], _product(phase, a, b, measure_amax=measure_amax))
             return gemm(a, b, *args, **kwargs)
 
         return run
@@ -159,13 +162,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _product(phase: Phase, a: Any, b: Any) -> Product:
+def _product(phase: Phase, a: Any, b: Any, *, measure_amax: bool) -> Product:
     first, second = _ARGUMENTS[phase]
     given = {first: a, second: b}
-    role_0, role_1 = OPERANDS[phase]
-    return Product(
-        phase=phase, operands=(_operand(role_0, phase, given[role_0]), _operand(role_1, phase, given[role_1]))
-    )
+    operands = [_operand(role, phase, given[role], measure_amax=measure_amax) for role in OPERANDS[phase]]
+    return Product(phase=phase, operands=(operands[0], operands[1]))
 
 
 def _format(tensor: Any) -> str:
@@ -175,25 +176,25 @@ def _format(tensor: Any) -> str:
     return "e4m3" if str(dtype).endswith("kFloat8E4M3") else "e5m2"
 
 
-def _operand(role: Role, phase: Phase, tensor: Any) -> Operand:
+def _operand(role: Role, phase: Phase, tensor: Any, *, measure_amax: bool) -> Operand:
     """What TE hands to cuBLAS: a plain tensor, or one of its quantised storages (TE 2.12, pytorch/tensor/storage)."""
     name = _format(tensor)
     if name not in _CODES:
         return Operand(role=role, format=name, codes=None, scale=None, amax=None)
     codes, scale_inv = _stored(tensor)
-    if scale_inv.dtype is torch.uint8:
-        # E8M0: an exponent with a bias of 127.
-        scale = torch.exp2(127.0 - scale_inv.float())
-    else:
-        # Blocks that only pad the array of scales hold zeros.
-        scale = torch.where(scale_inv > 0, 1.0 / scale_inv, torch.nan)
-    amax = getattr(tensor._quantizer, "amax", None)
+    # E8M0 is an exponent with a bias of 127. Blocks that only pad the array of scales hold zeros.
+    scale = torch.exp2(127.0 - scale_inv.float()) if scale_inv.dtype is torch.uint8 else 1.0 / scale_inv
+    amax = None
+    if phase is _CAST_IN[role]:
+        amax = getattr(tensor._quantizer, "amax", None)
+        if amax is None and measure_amax:
+            amax = tensor.dequantize(dtype=torch.float32).abs().max().view(1)
     return Operand(
         role=role,
         format=name,
         codes=codes.view(_CODES[name]),
-        scale=scale,
-        amax=amax if phase is _CAST_IN[role] else None,
+        scale=torch.where(scale_inv > 0, scale, torch.nan),
+        amax=amax,
     )
 
 

@@ -100,7 +100,7 @@ class StatisticsCollector:
             step: Its number.
         """
         self._clear()
-        with observe_products(self._chunks, self.add):
+        with observe_products(self._chunks, self.add, measure_amax=True):
             yield
         self._add_histories()
         torch.distributed.all_reduce(self._maxima, op=torch.distributed.ReduceOp.MAX)

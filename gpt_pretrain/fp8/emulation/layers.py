@@ -24,7 +24,7 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import Config, Fp8RecipeName
-from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling, Scaling
+from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import Cast, stateless_cast
 from gpt_pretrain.fp8.gemms import ProductListener
@@ -70,12 +70,6 @@ class _EmulatedLinear(torch.nn.Module):
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         is_first, self.is_first_microbatch = self.is_first_microbatch, False
         return self._products(input, weight, bias, is_first_microbatch=is_first, listener=lambda: self.product_listener)
-
-    @property
-    def fp8_meta(self) -> dict[str, Scaling]:
-        """Scales and amax histories by Transformer Engine's names; empty for recipes without."""
-        scaling = self._scaling
-        return {} if scaling is None else {"scaling_fwd": scaling.forward, "scaling_bwd": scaling.backward}
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
         """Scales and amax histories; None for recipes without."""
