@@ -424,7 +424,7 @@ class PlanConfig:
     gpu: PlanGpu
     """The GPU whose memory and speed are forecast: h100 (SXM), h200 or b200."""
     num_gpus: int | None
-    """GPUs of the planned run; null: trainer.devices × trainer.num_nodes where given, else the fewest for the layout."""
+    """GPUs of the planned run; null: trainer.devices × trainer.num_nodes if given, else the fewest for the layout."""
 
 
 @dataclass(kw_only=True, slots=True)
