@@ -56,8 +56,8 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
     more pass to find it.
     """
     passes = 5 + (2 if recipe is Fp8RecipeName.tensorwise else 0)
-    gathered = linear.local_tokens * linear.in_features + linear.tokens * linear.out_features
-    return machine.memory_s(gathered * passes, kernels=2)
+    values = linear.local_tokens * linear.in_features + linear.tokens * linear.out_features
+    return machine.memory_s(values * passes, kernels=2)
 
 
 def _weight_cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:

@@ -71,7 +71,7 @@ def emulation_verdict() -> str:
     """What emulation is for."""
     return (
         "Speed: not predicted. model.fp8_emulate=true computes FP8's values in the run's precision, many times slower "
-        "than BF16: for trying recipes, not for training at length. Memory is forecast without its rounded copies."
+        "than BF16: for trying recipes, not for training at length. Memory is forecast as without FP8."
     )
 
 
