@@ -170,6 +170,8 @@ def test_nemos_override_string_lands_where_it_should():
         (("fp8=delayed",), "model.fp8_margin", ""),
         (("fp8=tensorwise", "model.first_last_layers_bf16=true"), "model.num_layers_at_end_in_bf16", ""),
         ((), "model.tensor_model_parallel_size", ""),
+        (("parallelism=dp",), "model.overlap_grad_reduce", "one data-parallel rank has nothing to exchange"),
+        (("parallelism=dp", "plan.num_gpus=2"), "model.overlap_grad_reduce", ""),
         ((), "model.fp8", ""),
     ],
 )

@@ -91,6 +91,41 @@ def test_a_product_takes_the_longer_of_arithmetic_and_bytes(shape, fp8, seconds)
     assert perfect.gemm_s(gemm(*shape, fp8=fp8), Fp8RecipeName.delayed) == pytest.approx(seconds)
 
 
+LINKS = EFFICIENCY.links * 450e9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "seconds"),
+    [
+        # All-reduced fp32 gradients of four ranks, once a step: 2 · 3/4 of 4 bytes.
+        (("plan.num_gpus=4",), "data parallel", 2 * 0.75 * 4 * 8_030_261_248 / LINKS),
+        # Scattered fp32 gradients and gathered BF16 weights.
+        (
+            ("plan.num_gpus=4", "model.use_distributed_optimizer=true"),
+            "data parallel",
+            0.75 * (4 + 2) * 8_030_261_248 / LINKS,
+        ),
+        # FP8 weights take one byte less each.
+        (
+            ("plan.num_gpus=4", "fp8=delayed", "model.fp8_params=true"),
+            "data parallel",
+            0.75 * ((4 + 2) * 8_030_261_248 - 32 * 218_103_808) / LINKS,
+        ),
+        # Four all-reduces of 8192 × 4096 BF16 values in each of 32 layers and 16 microbatches.
+        (
+            ("model.tensor_model_parallel_size=2",),
+            "tensor parallel",
+            16 * 32 * 4 * (2 * 0.5 * 2 * 8192 * 4096 / LINKS + EFFICIENCY.kernel_s),
+        ),
+        # Behind the backward pass.
+        (("plan.num_gpus=4", "parallelism=dp"), "data parallel", 0),
+    ],
+)
+def test_seconds_of_communication(overrides, name, seconds):
+    plan = plan_of("model=llama3_8b", "model.global_batch_size=16", *overrides)
+    assert plan.speed.run.seconds.get(name, 0) == pytest.approx(seconds)
+
+
 def test_efficiencies_stay_below_what_a_bare_product_reaches():
     # 8192³ alone on the H200: 774 TFLOP/s in BF16, 1414 in FP8.
     assert EFFICIENCY.bf16 * 989.4 < 774

@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.plan.effective import Setting
+from gpt_pretrain.plan.effective import FP8_KEYS, Setting
 from gpt_pretrain.plan.forecast import FLOPS_FORMULA, Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
@@ -89,7 +89,7 @@ def _print_settings(plan: Plan, console: Console) -> None:
         "Requested → effective", ("key", "left"), ("requested", "left"), ("lands in", "left"), ("value", "left")
     )
     inert = _table("Keys without effect in this run", ("key", "left"), ("why", "left"))
-    off = [setting for setting in plan.settings if setting.inert and not plan.config.model.fp8]
+    off = [setting for setting in plan.settings if setting.key in FP8_KEYS and not plan.config.model.fp8]
     for setting in plan.settings:
         key = setting.key.removeprefix("model.")
         if setting.inert:
@@ -144,7 +144,9 @@ def _memory(plan: Plan) -> Table:
         stages if len(stages) <= 6 else [stages[each] for each in sorted({0, plan.memory.worst.stage, len(stages) - 1})]
     )
     table = _table(
-        "Memory of one GPU at its peak, GiB", ("", "left"), *[(_stage(plan, s.stage), "right") for s in shown]
+        "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if plan.layout.pp > 1 else ""),
+        ("", "left"),
+        *[(_stage(plan, s.stage), "right") for s in shown],
     )
     for name in names:
         table.add_row(name, *[f"{s.items[name] / GIB:.2f}" if name in s.items else "" for s in shown])

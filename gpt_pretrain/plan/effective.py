@@ -76,6 +76,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model.activations_checkpoint_num_layers": (f"{TRANSFORMER}.recompute_num_layers",),
 }
 FP8_KEYS = tuple(key for key in FIELDS if key.startswith("model.fp8_") or key.endswith("_bf16"))
+_OVERLAPS = ("model.overlap_grad_reduce", "model.overlap_param_gather")
 _KEPT_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 # What emulated layers read instead of megatron-core's field, from `config.fp8.Fp8Settings`.
 _EMULATED = {
@@ -136,8 +137,10 @@ def _requested(config: Config, key: str) -> Any:
     return value
 
 
-def _why_inert(model: ModelConfig, settings: Fp8Settings | None, key: str) -> str:
-    """Why a key changes nothing; a rule refuses a run where the user set it nevertheless."""
+def _why_inert(model: ModelConfig, settings: Fp8Settings | None, key: str, num_shards: int) -> str:
+    """Why a key changes nothing; a rule refuses a run where the user set an FP8 key nevertheless."""
+    if key in _OVERLAPS and num_shards == 1:
+        return "one data-parallel rank has nothing to exchange"
     if key not in FP8_KEYS:
         return ""
     if settings is None:
@@ -180,12 +183,19 @@ def _emulated(key: str, settings: Fp8Settings) -> dict[str, str]:
     return {} if field is None else {f"emulated layers: {field}": _shown(getattr(settings, field))}
 
 
-def effective_settings(config: Config, platform: Platform, kernels: Kernels) -> Iterator[Setting]:
-    """Each FP8, parallelism and precision key of a checked configuration, in the order of the table above."""
+def effective_settings(config: Config, platform: Platform, kernels: Kernels, num_shards: int) -> Iterator[Setting]:
+    """Each FP8, parallelism and precision key of a checked configuration, in the order of the table above.
+
+    Args:
+        config: The configuration.
+        platform: The planned machine.
+        kernels: Which implementations it runs on there.
+        num_shards: Ranks that reduce gradients with each other, DP · CP.
+    """
     settings = fp8_settings(config.model)
     fields = translated_fields(config, platform, kernels)
     for key, names in FIELDS.items():
-        inert = _why_inert(config.model, settings, key)
+        inert = _why_inert(config.model, settings, key, num_shards)
         effective = {name: _shown(fields[name]) for name in names}
         if settings is not None and settings.emulate and key in (*FP8_KEYS, "model.fp8"):
             # megatron-core is told of no FP8 then.

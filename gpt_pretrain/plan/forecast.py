@@ -135,7 +135,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
         kernels=kernels,
         layout=layout,
         stages=tuple(stages),
-        settings=tuple(effective_settings(config, platform, kernels)),
+        settings=tuple(effective_settings(config, platform, kernels, layout.shards)),
         products=tuple(plan_products(model, high_precision="BF16" if storage.element == 2 else "FP32")),
         fp8_flops_share=fp8_flops_share(model),
         num_parameters=_num_parameters(config),
