@@ -6,7 +6,7 @@ import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.launching import gpu_environment, run_ranks
-from tests.runs import SMALL_GPU_RUN, small_run_arguments
+from tests.runs import SMALL_GPU_RUN, run_small, small_run_arguments
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +21,7 @@ NEMO = (
     "++model.transformer_engine=True",
 )
 STORED = "model.fp8_params=true"
+DETERMINISTIC = ("trainer.deterministic=true", "checkpoint.save_at_end=true", "model.optim.sched.decay_steps=10")
 RUNS = {
     "bf16": (),
     "nemo": NEMO,
@@ -70,6 +71,21 @@ def test_fp8_is_proven_and_learns_as_bf16_does(tmp_path, cache_dir, bf16_loss, n
     assert 0.3 < coverage["gemm_flops_share"] < 1.0
     assert (coverage["parameter_bytes_share"] > 0) == any("fp8_params" in override for override in RUNS[name])
     assert load_metrics(tmp_path / "run").train[-1].loss == pytest.approx(bf16_loss, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name", ["delayed", "tensorwise", "blockwise", "nemo", "tensorwise stored", "delayed excluded stored"]
+)
+def test_resumed_run_equals_the_uncut_run_bit_for_bit(tmp_path, cache_dir, name):
+    overrides = [*SMALL_GPU_RUN, *RUNS[name], *DETERMINISTIC]
+    uncut = run_small(1, tmp_path / "uncut", cache_dir, [*overrides, "trainer.max_steps=10"], on_gpus=True)
+    run_small(1, tmp_path / "cut", cache_dir, [*overrides, "trainer.max_steps=4"], on_gpus=True)
+    resumed = run_small(1, tmp_path / "cut", cache_dir, [*overrides, "trainer.max_steps=10"], on_gpus=True)
+    assert [start.step for start in resumed.starts] == [0, 4]
+    curves = [
+        [(record.step, record.loss, record.grad_norm) for record in metrics.train] for metrics in (resumed, uncut)
+    ]
+    assert curves[0] == curves[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""FP8 on two GPUs: every layout is proven and trains as one GPU does, ranks agree on scales, FP8 weights are gathered."""
+
+import json
+
+import pytest
+
+from tests.launching import gpu_environment, run_ranks
+from tests.runs import SMALL_GPU_RUN, run_small
+
+pytestmark = pytest.mark.gpu(count=2)
+
+SHORT = (*SMALL_GPU_RUN, "trainer.max_steps=10")
+STORED = "model.fp8_params=true"
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory, cache_dir):
+    """Losses of one GPU, by recipe."""
+    return {
+        recipe: losses(
+            run_small(1, tmp_path_factory.mktemp(recipe) / "run", cache_dir, [*SHORT, f"fp8={recipe}"], on_gpus=True)
+        )
+        for recipe in ("delayed", "tensorwise", "blockwise")
+    }
+
+
+def losses(metrics):
+    return [record.loss for record in metrics.train]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param("delayed", ["parallelism=dp"], id="delayed DP2"),
+        pytest.param("delayed", ["parallelism=dp", STORED], id="delayed DP2 stored"),
+        pytest.param("delayed", ["parallelism=tp2_sp", STORED], id="delayed TP2+SP stored"),
+        pytest.param("delayed", ["parallelism=pp2"], id="delayed PP2"),
+        pytest.param(
+            "delayed", ["parallelism=pp2_vp2", "model.fp8_exclude=['decoder.layers.3.*']"], id="delayed PP2×2"
+        ),
+        pytest.param("delayed", ["parallelism=cp2"], id="delayed CP2"),
+        pytest.param("tensorwise", ["parallelism=dp", STORED], id="tensorwise DP2 stored"),
+        pytest.param("tensorwise", ["parallelism=tp2_sp"], id="tensorwise TP2+SP"),
+        pytest.param("blockwise", ["parallelism=dp"], id="blockwise DP2"),
+        pytest.param("blockwise", ["parallelism=pp2"], id="blockwise PP2"),
+    ],
+)
+def test_layout_is_proven_and_trains_as_one_gpu(recipe, layout, tmp_path, cache_dir, one_gpu):
+    metrics = run_small(2, tmp_path / "run", cache_dir, [*SHORT, f"fp8={recipe}", *layout], on_gpus=True)
+    assert metrics.fp8_coverage.time_s < 1.0
+    assert (metrics.fp8_coverage.parameter_bytes_share > 0) == (STORED in layout)
+    assert losses(metrics) == pytest.approx(one_gpu[recipe], rel=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp2_sp"])
+def test_ranks_agree_on_delayed_scales(layout, tmp_path, cache_dir):
+    """Scales are those of all ranks and, with one microbatch, of one moment: smallest and largest are the same."""
+    batch = 4 if layout == "dp" else 2
+    overrides = [*SHORT, "fp8=delayed", f"parallelism={layout}", "logging.fp8_statistics_interval=5"]
+    metrics = run_small(2, tmp_path / "run", cache_dir, [*overrides, f"model.global_batch_size={batch}"], on_gpus=True)
+    assert len(metrics.fp8[-1].tensors) == 4 * 4 * 3
+    assert [tensor for tensor in metrics.fp8[-1].tensors if tensor.scale_min != tensor.scale_max] == []
+
+
+def test_fp8_weights_are_gathered_in_half_the_bytes():
+    def gathered(*overrides):
+        arguments = ["model=llama3_8b", "model.num_layers=2", "data=mock", "parallelism=dp", *overrides]
+        done = run_ranks(2, ["tests/programs/gather_bytes.py", *arguments], env=gpu_environment(2))
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    # Weights of linear layers: 2·(4096·6144 + 4096² + 3·4096·14336). Embedding, LM head and norms stay in BF16.
+    weights, others = 436_207_616, 2 * 128_256 * 4096 + 5 * 4096
+    assert gathered() == {"torch.bfloat16": pytest.approx(2 * (weights + others), rel=1e-3)}
+    stored = {
+        "torch.uint8": pytest.approx(weights, rel=1e-3),
+        "torch.bfloat16": pytest.approx(2 * others, rel=1e-3),
+    }
+    assert gathered("fp8=delayed", STORED) == stored
+    assert gathered("fp8=tensorwise", STORED) == stored
