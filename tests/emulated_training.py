@@ -10,11 +10,13 @@ from megatron.core import parallel_state
 
 from gpt_pretrain.checkpoint.store import Trainable
 from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.launch import Launch, read_launch
+from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.fp8.gemms import Phase, Product, Role
+from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
@@ -104,21 +106,50 @@ class Training:
 
 
 @contextmanager
-def emulated_training(*overrides: str, launch: Launch | None = None) -> Iterator[Training]:
-    """Builds what `training.run` builds; emulated where `model.fp8` is on, whatever else the overrides say."""
+def emulated_training(*overrides: str) -> Iterator[Training]:
+    """Builds what `training.run` builds, in this one process."""
     install_cpu_device()
-    config = load_config([*TINY, *overrides])
-    platform = detect_platform()
-    with process_groups(config.model, launch or read_launch({}), platform):
-        settings = fp8_settings(config.model)
-        layers = None if settings is None else emulated_layers(config, platform, settings)
-        model = build_model(config, platform, plan_kernels(config, platform), layers)
-        optimizer = build_optimizer(config, model, platform)
-        trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
-        model.train()
-        yield Training(config=config, trainable=trainable)
+    with process_groups(load_config([*TINY, *overrides]).model, read_launch({}), detect_platform()):
+        yield build_training(*overrides)
+
+
+def build_training(*overrides: str) -> Training:
+    """Builds it in open process groups; emulated where `model.fp8` is on, whatever else the overrides say."""
+    config, platform = load_config([*TINY, *overrides]), detect_platform()
+    settings = fp8_settings(config.model)
+    layers = None if settings is None else emulated_layers(config, platform, settings)
+    model = build_model(config, platform, plan_kernels(config, platform), layers)
+    optimizer = build_optimizer(config, model, platform)
+    model.train()
+    trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
+    return Training(config=config, trainable=trainable)
 
 
 def emulate(recipe: str, *overrides: str) -> tuple[str, ...]:
     """Overrides of an emulated run."""
     return (f"fp8={recipe}", "model.fp8_emulate=true", *overrides)
+
+
+def observed_training(training: Training, num_steps: int = 3) -> dict[str, Any]:
+    """Trains and notes the losses, and amax and scale of each tensor of each layer whenever a product read it.
+
+    Returns:
+        "losses": one per step; "read": (layer, role) to (amax, scale) of its casts in order, forward and dgrad products
+        only.
+    """
+    read: dict[tuple[str, str], list[tuple[float, float]]] = {}
+
+    def listen(name: str, product: Product) -> None:
+        if product.phase is Phase.wgrad:
+            return
+        for operand in product.operands:
+            assert operand.amax is not None
+            assert operand.scale is not None
+            # The weight is read in both products.
+            if product.phase is Phase.forward or operand.role is Role.output_gradient:
+                seen = (operand.amax.item(), operand.scale.double().sum().item())
+                read.setdefault((name, operand.role.value), []).append(seen)
+
+    with observe_products(training.chunks, listen):
+        losses = [training.step() for _ in range(num_steps)]
+    return {"losses": losses, "read": read}

@@ -150,13 +150,16 @@ def test_one_layer_computes_what_transformer_engine_does(overrides, world):
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_whole_runs_agree(tmp_path, cache_dir, recipe):
-    long = [*SMALL_GPU_RUN, f"fp8={recipe}", "trainer.max_steps=200", "logging.fp8_statistics_interval=200"]
-    te = run_small(1, tmp_path / "te", cache_dir, long, on_gpus=True)
-    emulated = run_small(1, tmp_path / "emulated", cache_dir, [*long, "model.fp8_emulate=true"], on_gpus=True)
-    last = [sum(record.loss for record in metrics.train[-20:]) / 20 for metrics in (te, emulated)]
-    print(recipe, "mean loss of the last 20 of 200 steps: TE, emulated", last)
-    assert last[1] == pytest.approx(last[0], rel=5e-3)
+def test_loss_curves_of_whole_runs_agree(tmp_path, cache_dir, recipe):
+    # At the small run's own learning rate rounding decides where it goes: two layouts in plain BF16 end 1% apart.
+    calm = [*SMALL_GPU_RUN, f"fp8={recipe}", "trainer.max_steps=200", "model.optim.lr=3e-4"]
+    calm.append("logging.fp8_statistics_interval=200")
+    te = run_small(1, tmp_path / "te", cache_dir, calm, on_gpus=True)
+    emulated = run_small(1, tmp_path / "emulated", cache_dir, [*calm, "model.fp8_emulate=true"], on_gpus=True)
+    ours, theirs = ([record.loss for record in metrics.train] for metrics in (emulated, te))
+    print(recipe, "largest difference of 200 losses:", max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)))
+    assert ours == pytest.approx(theirs, rel=5e-3)
+    assert theirs[-1] < theirs[0] - 1.0
     for metrics in (te, emulated):
         assert len(metrics.fp8[-1].tensors) == 4 * 4 * 3, "four layers of four linear layers of three tensors"
         assert all(tensor.amax > 0 and tensor.scale_max > 0 for tensor in metrics.fp8[-1].tensors)
