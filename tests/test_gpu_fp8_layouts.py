@@ -1,4 +1,4 @@
-"""FP8 on two GPUs: each layout is proven and trains as one GPU does, ranks agree on scales, FP8 weights are gathered."""
+"""FP8 on two GPUs: layouts are proven and train as one GPU does, ranks agree on scales, FP8 weights are gathered."""
 
 import json
 

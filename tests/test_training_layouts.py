@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.runs import run_small
+from tests.launching import run_ranks
+from tests.runs import run_small, small_run_arguments
 
 SAMPLE = ("sample.max_new_tokens=12", "sample.prompt='def '", "checkpoint.save_at_end=false")
 
@@ -93,3 +94,17 @@ def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
     losses = [record.loss for record in metrics.train]
     assert losses == pytest.approx(expected, rel=1e-2)
     assert losses != pytest.approx(expected, rel=1e-6), "bf16 gave fp32's losses: the precision did not arrive"
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ("model.tensor_model_parallel_size=2", "model.tensor_model_parallel_size=1 on rank 0 and 2 on rank 1. Give"),
+        ("trainer.val_check_interval=null", "trainer.val_check_interval=10 on rank 0 and null on rank 1. Give"),
+    ],
+)
+def test_ranks_that_were_told_different_things_end_at_once(tmp_path, cache_dir, extra, expected):
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, ["parallelism=dp"])
+    done = run_ranks(2, ["tests/programs/disagreeing_ranks.py", extra, *arguments[2:]])
+    assert done.returncode != 0
+    assert f"error: the ranks do not run the same configuration: {expected}" in done.stderr

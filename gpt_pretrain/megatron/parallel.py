@@ -11,8 +11,11 @@ from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import HashStore
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.gate import flatten
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.agreement import check_ranks_agree
 from gpt_pretrain.megatron.platform import Platform
 
 
@@ -22,6 +25,9 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
 
     Rank order is Megatron-LM's (TP fastest, then CP, DP, PP): the ranks of a tensor parallel group sit on one node.
     A single process takes no port: its store lives in memory.
+
+    Raises:
+        UserError: The ranks do not have the same `model`.
     """
     if platform.cuda:
         # srun can give each task a GPU of its own, which is then the only one that the task sees.
@@ -42,6 +48,8 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
             device_id=platform.device if platform.cuda else None,
         )
     try:
+        # Before the groups: ranks that do not agree on these would wait for each other.
+        check_ranks_agree(dict(flatten(config_to_dict(model), "model")))
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=model.tensor_model_parallel_size,
             pipeline_model_parallel_size=model.pipeline_model_parallel_size,

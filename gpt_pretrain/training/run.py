@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from gpt_pretrain.checkpoint.store import Progress, Trainable, find_newest_check
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.gate import flatten
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.run_dir import make_run_dir
@@ -19,6 +21,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus, prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.megatron.agreement import check_ranks_agree
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
@@ -67,6 +70,8 @@ def train(config: Config, launch: Launch) -> int:
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     _check_prompt(config, corpus)
     with process_groups(config.model, launch, platform):
+        # A default run directory is named by the clock, and rank 0's counts.
+        check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
         run_dir, resumed_from = on_rank_zero(lambda: _open_run_dir(config))
         reason = _Run(config, launch, platform, corpus, run_dir=run_dir, resumed_from=resumed_from).run()
     return _EXIT_CODES[reason]
