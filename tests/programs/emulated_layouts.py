@@ -1,0 +1,57 @@
+"""Two ranks train tiny GPTs with emulated FP8, one after the other in the same process groups.
+
+    FOLDER LAYOUT:RECIPE[:resume] …
+
+Rank r writes FOLDER/LAYOUT.RECIPE.r.pt: what `observed_training` saw on this rank; where it says "resume" also losses
+and states of a run that was saved after a validation, "uncut", and of one that was resumed there, "resumed".
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt_pretrain.checkpoint.store import Progress, load_checkpoint, save_checkpoint
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from tests.emulated_training import TINY, Training, build_training, emulate, observed_training
+
+
+def two_more_steps(training: Training) -> tuple[list[float], dict[str, Any]]:
+    losses = [training.step() for _ in range(2)]
+    return losses, {name: layer.get_extra_state() for name, layer in training.layers().items()}
+
+
+def train(folder: Path, layout: str, recipe: str, resume: bool) -> dict[str, Any]:
+    overrides = (f"parallelism={layout}", *emulate(recipe))
+    training = build_training(*overrides)
+    result = observed_training(training)
+    if resume:
+        training.validate()
+        model, trainable = training.config.model, training.trainable
+        with trainable.model.gathered_parameters():
+            path = save_checkpoint(folder / layout, trainable, Progress(step=3, consumed_samples=12), model)
+        result["uncut"] = two_more_steps(training)
+        resumed = build_training(*overrides)
+        load_checkpoint(path, resumed.trainable, model)
+        result["resumed"] = two_more_steps(resumed)
+    return result
+
+
+def main() -> None:
+    folder, cases = Path(sys.argv[1]), [argument.split(":") for argument in sys.argv[2:]]
+    install_cpu_device()
+    launch = read_launch()
+    with process_groups(load_config([*TINY, f"parallelism={cases[0][0]}"]).model, launch, detect_platform()):
+        for layout, recipe, *more in cases:
+            result = train(folder, layout, recipe, resume="resume" in more)
+            torch.save(result, folder / f"{layout}.{recipe}.{launch.rank}.pt")
+
+
+# Writing a checkpoint starts processes that import this file.
+if __name__ == "__main__":
+    main()
