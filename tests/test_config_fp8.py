@@ -11,19 +11,9 @@ from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import AmaxComputeAlgo, Fp8RecipeName
 from gpt_pretrain.megatron.platform import check_platform, plan_kernels
 from gpt_pretrain.megatron.translate import translate_ddp, translate_optimizer, translate_transformer
+from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import H200
 
-# A NeMo 1.x command line, as it is written in launch scripts.
-NEMO = [
-    "++model.fp8=True",
-    "++model.fp8_hybrid=True",
-    "++model.fp8_e4m3=False",
-    "++model.fp8_margin=0",
-    "++model.fp8_amax_history_len=1024",
-    '++model.fp8_amax_compute_algo="max"',
-    "++model.fp8_params=True",
-]
-NEMO_WITH_TE = [*NEMO, "++model.transformer_engine=True"]
 # Learned positions: the fused rope of TE layers can be told only where TE is installed.
 GPT3 = ["model=gpt3_1_3b", "data=mock"]
 
@@ -32,13 +22,13 @@ def settings_of(*overrides):
     return fp8_settings(load_config(overrides).model)
 
 
-@pytest.mark.parametrize("nemo", [NEMO, NEMO_WITH_TE])
+@pytest.mark.parametrize("nemo", [NEMO_FP8, NEMO_FP8_WITH_TE])
 @pytest.mark.parametrize("model", ["tiny", "gpt3_1_3b", "llama3_8b"])
 def test_nemos_override_string_breaks_no_rule(nemo, model, broken_rules):
     assert broken_rules(f"model={model}", *nemo) == []
 
 
-@pytest.mark.parametrize("nemo", [NEMO, NEMO_WITH_TE])
+@pytest.mark.parametrize("nemo", [NEMO_FP8, NEMO_FP8_WITH_TE])
 def test_nemos_override_string_reaches_every_field_of_megatron_core(nemo, no_launcher):
     config = load_config([*GPT3, *nemo])
     check_platform(config, H200, read_launch({}))

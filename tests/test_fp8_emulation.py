@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.store import Progress, load_checkpoint, save_checkpoint
-from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
 from tests.emulated_training import emulate, emulated_training
@@ -179,14 +178,6 @@ def test_a_checkpoint_of_emulated_layers_has_the_keys_of_local_ones(tmp_path):
             return set(chunk.sharded_state_dict())
 
     assert keys(*DELAYED) == keys(*HIGH_PRECISION)
-
-
-def test_fused_gradient_accumulation_is_refused():
-    with (
-        pytest.raises(ConfigError, match=r"model.gradient_accumulation_fusion=true with model.fp8_emulate=true"),
-        emulated_training(*DELAYED, "model.gradient_accumulation_fusion=true"),
-    ):
-        pass
 
 
 def test_a_whole_run_is_emulated(tmp_path):

@@ -142,14 +142,14 @@ WRONG = {
     "weight gradients that TE leaves in FP8": (
         [DELAYED, "model.fp8_wgrad=false"],
         [
-            "model.fp8_wgrad=false has no effect with model.fp8_recipe=delayed and model.fp8_emulate=false: megatron-core hands it to delayed alone, and Transformer Engine 2.12 drops it (override_linear_precision is gone); use null, or fp8=delayed with model.fp8_emulate=true"
+            "model.fp8_wgrad=false has no effect with model.fp8_recipe=delayed and model.fp8_emulate=false: it belongs to delayed alone, and Transformer Engine 2.12 drops it (override_linear_precision is gone); use null, or fp8=delayed with model.fp8_emulate=true"
         ],
         [DELAYED, EMULATE, "model.fp8_wgrad=false"],
     ),
     "weight gradients under another recipe": (
         [TENSORWISE, EMULATE, "model.fp8_wgrad=false"],
         [
-            "model.fp8_wgrad=false has no effect with model.fp8_recipe=tensorwise and model.fp8_emulate=true: megatron-core hands it to delayed alone, and Transformer Engine 2.12 drops it (override_linear_precision is gone); use null, or fp8=delayed with model.fp8_emulate=true"
+            "model.fp8_wgrad=false has no effect with model.fp8_recipe=tensorwise and model.fp8_emulate=true: it belongs to delayed alone, and Transformer Engine 2.12 drops it (override_linear_precision is gone); use null, or fp8=delayed with model.fp8_emulate=true"
         ],
         [TENSORWISE, EMULATE, "model.fp8_wgrad=true"],
     ),
@@ -229,6 +229,34 @@ WRONG = {
             "model.fp8=true with trainer.precision=fp32: Transformer Engine's layers would multiply in TF32 what is not FP8; use auto or bf16, or model.fp8_emulate=true"
         ],
         [DELAYED, EMULATE, "trainer.precision=fp32"],
+    ),
+    "MXFP8 weights": (
+        [MXFP8, "model.fp8_params=true"],
+        [
+            "model.fp8_params=true with model.fp8_recipe=mxfp8: megatron-core gathers these through the gradients' buffer, in BF16, which this application does not do; use fp8_params=false, or fp8=tensorwise"
+        ],
+        [TENSORWISE, "model.fp8_params=true"],
+    ),
+    "FP8 attention of split sequences": (
+        [DELAYED, ATTENTION, CP2],
+        [
+            "model.fp8_dot_product_attention=true with model.context_parallel_size=2: that it runs in FP8 cannot be proven there yet; use fp8_dot_product_attention=false, or context_parallel_size=1"
+        ],
+        [DELAYED, ATTENTION],
+    ),
+    "FP8 attention beside layers kept out": (
+        [TENSORWISE, ATTENTION, KEPT],
+        [
+            "model.fp8_dot_product_attention=true with model.first_last_layers_bf16=true: whose attention runs in FP8 cannot be proven there yet; use fp8_dot_product_attention=false, or fp8_exclude for the layers' products"
+        ],
+        [TENSORWISE, KEPT],
+    ),
+    "emulation around apex's weight gradients": (
+        [DELAYED, EMULATE, "model.gradient_accumulation_fusion=true"],
+        [
+            "model.fp8_emulate=true with model.gradient_accumulation_fusion=true: emulated layers compute weight gradients themselves; use gradient_accumulation_fusion=null or false"
+        ],
+        [DELAYED, EMULATE, "model.gradient_accumulation_fusion=false"],
     ),
     "layers kept by a count alone": (
         [TENSORWISE, f"{START}=1"],
@@ -431,7 +459,8 @@ PRESETS = ("tiny", "gpt2_1_5b", "gpt3_1_3b", "llama3_8b", "qwen2_5_7b")
 @pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE, BLOCKWISE, MXFP8])
 @pytest.mark.parametrize("model", PRESETS)
 def test_every_preset_can_be_trained_in_every_recipe(recipe, model, broken_rules):
-    assert broken_rules(f"model={model}", recipe, PARAMS) == []
+    stored = "model.fp8_params=false" if recipe == MXFP8 else PARAMS
+    assert broken_rules(f"model={model}", recipe, stored) == []
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, BLOCKWISE])

@@ -6,25 +6,16 @@ import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.launching import gpu_environment, run_ranks
+from tests.nemo import NEMO_FP8_WITH_TE
 from tests.runs import SMALL_GPU_RUN, run_small, small_run_arguments
 
 pytestmark = pytest.mark.gpu
 
-NEMO = (
-    "++model.fp8=True",
-    "++model.fp8_hybrid=True",
-    "++model.fp8_e4m3=False",
-    "++model.fp8_margin=0",
-    "++model.fp8_amax_history_len=1024",
-    '++model.fp8_amax_compute_algo="max"',
-    "++model.fp8_params=True",
-    "++model.transformer_engine=True",
-)
 STORED = "model.fp8_params=true"
 DETERMINISTIC = ("trainer.deterministic=true", "checkpoint.save_at_end=true", "model.optim.sched.decay_steps=10")
 RUNS = {
     "bf16": (),
-    "nemo": NEMO,
+    "nemo": NEMO_FP8_WITH_TE,
     "delayed": ("fp8=delayed",),
     "delayed most recent": ("fp8=delayed", "model.fp8_amax_compute_algo=most_recent", "model.fp8_margin=1"),
     "delayed excluded": ("fp8=delayed", "model.fp8_exclude=['decoder.layers.0.*','*.linear_fc2']"),
@@ -33,6 +24,7 @@ RUNS = {
     "tensorwise stored": ("fp8=tensorwise", STORED),
     "tensorwise ends in bf16": ("fp8=tensorwise", "model.first_last_layers_bf16=true"),
     "blockwise": ("fp8=blockwise",),
+    "blockwise stored": ("fp8=blockwise", STORED),
     "delayed recomputed": (
         "fp8=delayed",
         "model.activations_checkpoint_granularity=full",
@@ -74,7 +66,8 @@ def test_fp8_is_proven_and_learns_as_bf16_does(tmp_path, cache_dir, bf16_loss, n
 
 
 @pytest.mark.parametrize(
-    "name", ["delayed", "tensorwise", "blockwise", "nemo", "tensorwise stored", "delayed excluded stored"]
+    "name",
+    ["delayed", "tensorwise", "blockwise", "nemo", "tensorwise stored", "blockwise stored", "delayed excluded stored"],
 )
 def test_resumed_run_equals_the_uncut_run_bit_for_bit(tmp_path, cache_dir, name):
     overrides = [*SMALL_GPU_RUN, *RUNS[name], *DETERMINISTIC]

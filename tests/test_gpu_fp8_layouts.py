@@ -47,6 +47,7 @@ def losses(metrics):
         pytest.param("tensorwise", ["parallelism=dp", STORED], id="tensorwise DP2 stored"),
         pytest.param("tensorwise", ["parallelism=tp2_sp"], id="tensorwise TP2+SP"),
         pytest.param("blockwise", ["parallelism=dp"], id="blockwise DP2"),
+        pytest.param("blockwise", ["parallelism=dp", STORED], id="blockwise DP2 stored"),
         pytest.param("blockwise", ["parallelism=pp2"], id="blockwise PP2"),
     ],
 )

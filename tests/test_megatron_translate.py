@@ -267,13 +267,6 @@ ROWS = [
         optimizer={"use_distributed_optimizer": True},
     ),
     Row(
-        override="model.fp8_params=true",
-        context=(FP8, "model.fp8_recipe=mxfp8", "model.use_distributed_optimizer=true"),
-        transformer={"fp8_param": True},
-        ddp={"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
-        optimizer={"reuse_grad_buf_for_mxfp8_param_ag": True},
-    ),
-    Row(
         override="model.fp8_dot_product_attention=true",
         context=(FP8,),
         transformer={"fp8_dot_product_attention": True},

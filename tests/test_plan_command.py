@@ -12,6 +12,7 @@ from gpt_pretrain.plan.__main__ import main
 from gpt_pretrain.plan.console import WIDTH, print_plan
 from gpt_pretrain.plan.document import plan_document
 from tests.launching import run_ranks
+from tests.nemo import NEMO_FP8
 from tests.planning import plan_of
 
 NUMBER = (int, float)
@@ -222,22 +223,13 @@ def test_help_is_that_of_training(capsys):
 
 
 def test_a_process_plans_the_nemo_command_line_in_seconds(tmp_path):
-    nemo = [
-        "++model.fp8=True",
-        "++model.fp8_hybrid=True",
-        "++model.fp8_e4m3=False",
-        "++model.fp8_margin=0",
-        "++model.fp8_amax_history_len=1024",
-        '++model.fp8_amax_compute_algo="max"',
-        "++model.fp8_params=True",
-    ]
     began = time.monotonic()
-    done = run_ranks(1, ["-m", "gpt_pretrain.plan", *nemo, "model=gpt3_1_3b", f"run_dir={tmp_path / 'run'}"])
+    done = run_ranks(1, ["-m", "gpt_pretrain.plan", *NEMO_FP8, "model=gpt3_1_3b", f"run_dir={tmp_path / 'run'}"])
     # 10 s where nothing else runs; tests share the machine.
     assert time.monotonic() - began < 40
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["fp8_flops_share"] > 0.5
 
-    refused = run_ranks(1, ["-m", "gpt_pretrain.plan", *nemo, "model.optim.name=sgd"])
+    refused = run_ranks(1, ["-m", "gpt_pretrain.plan", *NEMO_FP8, "model.optim.name=sgd"])
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: model.")

@@ -8,12 +8,12 @@ from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.platform import plan_kernels
 from gpt_pretrain.plan.effective import FIELDS, FP8_KEYS, translated_fields
+from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
 from tests.platforms import H200
 
 FP8 = ("fp8=delayed", "model.use_distributed_optimizer=true")
 TENSORWISE = ("fp8=tensorwise", "model.use_distributed_optimizer=true")
-MXFP8 = ("fp8=mxfp8", "model.use_distributed_optimizer=true")
 PP2 = "model.pipeline_model_parallel_size=2"
 TP2 = "model.tensor_model_parallel_size=2"
 FULL = "model.activations_checkpoint_granularity=full"
@@ -31,7 +31,6 @@ CHANGES = [
     ("model.fp8_amax_compute_algo=most_recent", FP8),
     ("model.fp8_wgrad=false", FP8),
     ("model.fp8_params=true", FP8),
-    ("model.fp8_params=true", MXFP8),
     ("model.fp8_dot_product_attention=true", FP8),
     ("model.fp8_multi_head_attention=true", FP8),
     ("model.num_layers_at_start_in_bf16=2", (*TENSORWISE, "model.first_last_layers_bf16=true")),
@@ -113,21 +112,11 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
     assert set(FIELDS) == expected | {"model.grad_reduce_in_fp32"}
 
 
-NEMO = (
-    "++model.transformer_engine=True",
-    "++model.fp8=True",
-    "++model.fp8_hybrid=True",
-    "++model.fp8_e4m3=False",
-    "++model.fp8_margin=0",
-    "++model.fp8_amax_history_len=1024",
-    '++model.fp8_amax_compute_algo="max"',
-    "++model.fp8_params=True",
-)
 TC, DDP, OPT = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
 
 
 def test_nemos_override_string_lands_where_it_should():
-    settings = {setting.key: setting for setting in plan_of(*NEMO).settings}
+    settings = {setting.key: setting for setting in plan_of(*NEMO_FP8_WITH_TE).settings}
     shown = {
         "model.transformer_engine": ("true", {f"{TC}.transformer_impl": "transformer_engine"}),
         "model.fp8": ("true", {f"{TC}.fp8": "hybrid"}),
@@ -139,12 +128,7 @@ def test_nemos_override_string_lands_where_it_should():
         "model.fp8_amax_compute_algo": ("max", {f"{TC}.fp8_amax_compute_algo": "max"}),
         "model.fp8_params": (
             "true",
-            {
-                f"{TC}.fp8_param": "true",
-                f"{DDP}.fp8_param_gather": "true",
-                f"{DDP}.reuse_grad_buf_for_mxfp8_param_ag": "false",
-                f"{OPT}.reuse_grad_buf_for_mxfp8_param_ag": "false",
-            },
+            {f"{TC}.fp8_param": "true", f"{DDP}.fp8_param_gather": "true"},
         ),
         "model.use_distributed_optimizer": (
             "null",

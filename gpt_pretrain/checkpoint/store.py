@@ -4,7 +4,6 @@ A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300` that all ranks w
 under a temporary name and renamed when it is complete, and `RUN_DIR/checkpoints/latest` names the newest one.
 """
 
-import importlib.metadata
 import os
 import random
 import shutil
@@ -22,10 +21,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.checkpoint.fp8_state import EXTRA_STATE, describe_fp8_state, keeps_fp8_state, take_extra_states
+from gpt_pretrain.config.derived import (
+    ffn_hidden_size,
+    kv_channels,
+    num_query_groups,
+    padded_vocab_size,
+    uses_distributed_optimizer,
+)
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig, PositionEmbedding
+from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import load_optimizer_state, prepare_for_loading
 
@@ -50,14 +55,11 @@ _ARCHITECTURE_KEYS = (
     "qkv_bias",
     "share_embeddings_and_output_weights",
 )
-# Where Transformer Engine keeps scales and amax histories, and emulated layers as well.
-_EXTRA_STATE = "_extra_state"
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
-    "use_distributed_optimizer",
 )
 
 
@@ -102,43 +104,11 @@ def _architecture(model: ModelConfig, transformer_config: TransformerConfig) -> 
     }
 
 
-def _fp8_state(model: ModelConfig) -> dict[str, str]:
-    """What decides the shape and the meaning of scales and amax histories."""
-    settings = fp8_settings(model)
-    if settings is None:
-        return {"model.fp8": "false"}
-    described = {
-        "model.fp8": "true",
-        "model.fp8_recipe": settings.recipe.name,
-        "gradients": settings.gradient_format,
-        "model.fp8_emulate": str(settings.emulate).lower(),
-    }
-    if settings.recipe is Fp8RecipeName.delayed:
-        described["model.fp8_amax_history_len"] = str(settings.amax_history_len)
-    if not settings.emulate:
-        described["Transformer Engine"] = importlib.metadata.version("transformer_engine")
-    return described
-
-
-def _keeps_fp8_state(path: Path, current: dict[str, str], saved: dict[str, str], *, reset: bool) -> bool:
-    """Whether scales and histories are restored: without FP8 on either side there are none.
-
-    Raises:
-        UserError: The checkpoint's are of another kind, which Transformer Engine would take or drop without a word.
-    """
-    if reset or "false" in (current["model.fp8"], saved["model.fp8"]):
-        return False
-    different = _differences(current, saved)
-    if different:
-        raise UserError(
-            f"{path} holds the FP8 scales of another recipe: {different}; resume with the saved values, or let scales "
-            "and amax histories start anew with checkpoint.reset_fp8_state=true"
-        )
-    return True
-
-
 def _layout(model: ModelConfig) -> dict[str, str]:
-    return _described(model, _LAYOUT_KEYS) | {"processes": str(torch.distributed.get_world_size())}
+    return _described(model, _LAYOUT_KEYS) | {
+        "model.use_distributed_optimizer": str(uses_distributed_optimizer(model)),
+        "processes": str(torch.distributed.get_world_size()),
+    }
 
 
 def _differences(current: dict[str, str], saved: dict[str, str]) -> str:
@@ -213,7 +183,7 @@ def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, m
     state["progress"] = asdict(progress)
     state["architecture"] = _architecture(model, trainable.model.transformer_config)
     state["layout"] = _layout(model)
-    state["fp8"] = _fp8_state(model)
+    state["fp8"] = describe_fp8_state(model)
     dist_checkpointing.save(state, str(unfinished), content_metadata=dict(_METADATA))
     torch.distributed.barrier()
     if writer:
@@ -224,14 +194,6 @@ def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, m
         os.replace(pointer, directory / _POINTER)
     torch.distributed.barrier()
     return path
-
-
-def _take_extra_states(state: dict[str, Any]) -> list[str]:
-    """Takes the entries of FP8 scales and histories out of a model's state, and names them."""
-    keys = [key for key in state if key.endswith(_EXTRA_STATE)]
-    for key in keys:
-        del state[key]
-    return keys
 
 
 def find_newest_checkpoint(directory: Path) -> Path | None:
@@ -280,17 +242,15 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig, *, res
     different = _differences(_layout(model), common["layout"])
     if different:
         raise UserError(f"{path} was saved by another parallel layout: {different}; resume with the saved one")
-    keeps_fp8_state = _keeps_fp8_state(
-        path, _fp8_state(model), common.get("fp8", {"model.fp8": "false"}), reset=reset_fp8_state
-    )
+    restores_fp8 = keeps_fp8_state(path, describe_fp8_state(model), common.get("fp8", {}), reset=reset_fp8_state)
     prepare_for_loading(trainable.optimizer)
     # megatron-core's "missing" are keys of the checkpoint that were not asked for, "unexpected" those it does not have.
     wanted = _sharded_state(trainable, is_loading=True)
     keys = _model_keys(len(trainable.model.gpt_chunks))
-    not_restored = {key: [] if keeps_fp8_state else _take_extra_states(wanted[key]) for key in keys}
+    not_restored = {key: [] if restores_fp8 else take_extra_states(wanted[key]) for key in keys}
     state, not_asked_for, not_there = dist_checkpointing.load(wanted, str(path), strict=StrictHandling.RETURN_ALL)
-    if not keeps_fp8_state:
-        not_asked_for = {key for key in not_asked_for if _EXTRA_STATE not in key}
+    if not restores_fp8:
+        not_asked_for = {key for key in not_asked_for if EXTRA_STATE not in key}
     # Each rank knows only of the keys that it asked for itself.
     found: list[tuple[set[str], set[str]]] = [(set(), set())] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, (set(not_asked_for), set(not_there)))

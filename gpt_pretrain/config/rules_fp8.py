@@ -116,9 +116,8 @@ def weight_gradients(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]
     if not settings.wgrad and not (settings.recipe is Fp8RecipeName.delayed and settings.emulate):
         yield (
             f"model.fp8_wgrad=false has no effect with model.fp8_recipe={settings.recipe.name} and "
-            f"model.fp8_emulate={show(settings.emulate)}: megatron-core hands it to delayed alone, and Transformer "
-            "Engine 2.12 drops it (override_linear_precision is gone); use null, or fp8=delayed with "
-            "model.fp8_emulate=true"
+            f"model.fp8_emulate={show(settings.emulate)}: it belongs to delayed alone, and Transformer Engine 2.12 "
+            "drops it (override_linear_precision is gone); use null, or fp8=delayed with model.fp8_emulate=true"
         )
 
 
@@ -152,6 +151,17 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
             "model.fp8_dot_product_attention=true with trainer.deterministic=true: the only FP8 attention varies from "
             "run to run; use fp8_dot_product_attention=false, or deterministic=false"
         )
+    if model.first_last_layers_bf16:
+        yield (
+            "model.fp8_dot_product_attention=true with model.first_last_layers_bf16=true: whose attention runs in FP8 "
+            "cannot be proven there yet; use fp8_dot_product_attention=false, or fp8_exclude for the layers' products"
+        )
+    if model.context_parallel_size > 1:
+        yield (
+            "model.fp8_dot_product_attention=true with model.context_parallel_size="
+            f"{model.context_parallel_size}: that it runs in FP8 cannot be proven there yet; use "
+            "fp8_dot_product_attention=false, or context_parallel_size=1"
+        )
     if settings.emulate:
         yield (
             "model.fp8_dot_product_attention=true with model.fp8_emulate=true: the linear layers are emulated, "
@@ -173,6 +183,13 @@ def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
         yield (
             f"model.fp8_params=true needs the distributed optimizer, and model.optim.name={name.name} has no "
             "distributed form in megatron-core; use adam, or fp8_params=false"
+        )
+    if settings.recipe is Fp8RecipeName.mxfp8:
+        # Its gather is staged in the gradients' buffer, which the training loop would have to fill before each gather
+        # (MixedPrecisionOptimizer.prepare_model_params_for_param_sync): weights would be zeros without it.
+        yield (
+            "model.fp8_params=true with model.fp8_recipe=mxfp8: megatron-core gathers these through the gradients' "
+            "buffer, in BF16, which this application does not do; use fp8_params=false, or fp8=tensorwise"
         )
     if settings.emulate:
         yield (
@@ -252,6 +269,11 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
                 "is not FP8; use auto or bf16, or model.fp8_emulate=true"
             )
         return
+    if model.gradient_accumulation_fusion:
+        yield (
+            "model.fp8_emulate=true with model.gradient_accumulation_fusion=true: emulated layers compute weight "
+            "gradients themselves; use gradient_accumulation_fusion=null or false"
+        )
     if model.transformer_engine:
         yield (
             "model.fp8_emulate=true with model.transformer_engine=true: emulated layers are megatron-core's local "

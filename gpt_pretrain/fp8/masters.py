@@ -17,6 +17,8 @@ from gpt_pretrain.config.fp8 import FORMAT_MAX
 
 # Columns of the fingerprint: sums of codes that all have to cancel for a change to go unnoticed.
 _COLUMNS = 256
+# Of blockwise weights; mxfp8 has no FP8 weights here.
+_BLOCK = 128
 # E4M3: spacing between neighbours relative to their value, and absolute below the smallest normal number.
 _RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
 
@@ -44,10 +46,14 @@ class _Shard:
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """fp32 [1]: the largest, where each block has its own."""
-        weight = self.weight
-        scale_inv: torch.Tensor = weight._scale_inv if hasattr(weight, "_scale_inv") else weight._rowwise_scale_inv
-        return scale_inv.max()
+        """What codes are multiplied by, fp32: [1], or [n] where each block of 128×128 values has its own."""
+        if hasattr(self.weight, "_scale_inv"):
+            one: torch.Tensor = self.weight._scale_inv
+            return one
+        rows, columns = self.weight.shape
+        blocks: torch.Tensor = self.weight._rowwise_scale_inv
+        each = blocks.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+        return each.reshape(-1)[self.start : self.start + self.master.numel()]
 
 
 def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
@@ -87,11 +93,12 @@ class MasterCheck:
         """
         for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
             name = self._names.get(id(shard.weight), "a weight")
-            limit = FORMAT_MAX["e4m3"] * shard.scale_inv
+            scale_inv = shard.scale_inv
+            limit = FORMAT_MAX["e4m3"] * scale_inv
             master = shard.master.view(-1)
             # A delayed scale may be too large for the newest values, which then saturate.
             aim = master.clamp(-limit, limit)
-            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * shard.scale_inv)
+            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
             off = int(((shard.values - aim).abs() > step).sum())
             if off:
                 planned = "every value within one FP8 step of its master"

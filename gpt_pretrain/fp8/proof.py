@@ -48,12 +48,8 @@ class Difference:
 class Proven:
     """What the proof found, the same on all ranks."""
 
-    num_fp8_products: int
-    """Matrix products of linear layers in FP8, of all ranks: three for each layer, each counted once."""
-    num_products: int
-    """Those of all linear layers in the transformer layers."""
     fp8_flops_share: float
-    """Share of a step's matrix operations in FP8; attention and LM head are in the whole."""
+    """Share of a step's matrix operations in FP8, as planned and now proven; attention and LM head are in the whole."""
     fp8_parameter_bytes_share: float
     """Share of the model's parameter bytes that is FP8."""
     time_s: float
@@ -143,11 +139,7 @@ class Proof:
         if differences:
             raise ProofError(differences)
         total, in_fp8 = self._parameter_bytes()
-        layers = [linear for linear in linears(self._config.model) if linear.layer >= 0]
-        num_fp8 = sum(2 * (linear.precision == "fp8") + (linear.wgrad_precision == "fp8") for linear in layers)
         return Proven(
-            num_fp8_products=num_fp8,
-            num_products=3 * len(layers),
             fp8_flops_share=fp8_flops_share(self._config.model),
             fp8_parameter_bytes_share=in_fp8 / total,
             time_s=time.monotonic() - began,

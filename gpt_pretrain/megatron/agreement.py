@@ -42,7 +42,8 @@ def check_ranks_agree(values: Mapping[str, Any]) -> None:
 
 
 def _differences(everybody: list[Mapping[str, Any]]) -> Iterator[str]:
-    for key, value in everybody[0].items():
+    for key in dict.fromkeys(key for values in everybody for key in values):
+        value = everybody[0].get(key)
         other = next((rank for rank, values in enumerate(everybody) if values.get(key) != value), None)
         if other is not None:
             yield f"{key}={json.dumps(value)} on rank 0 and {json.dumps(everybody[other].get(key))} on rank {other}"

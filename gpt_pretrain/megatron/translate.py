@@ -23,7 +23,7 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.schema import Activation, Config, Fp8RecipeName, ModelConfig, OptimizerName, Precision
+from gpt_pretrain.config.schema import Activation, Config, ModelConfig, OptimizerName, Precision
 from gpt_pretrain.megatron.platform import Kernels, Platform
 
 
@@ -148,10 +148,6 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
     )
 
 
-def _gathers_mxfp8(settings: Fp8Settings | None) -> bool:
-    return settings is not None and settings.params and settings.recipe is Fp8RecipeName.mxfp8
-
-
 def translate_ddp(config: Config) -> DistributedDataParallelConfig:
     """Gradient reduction and parameter gathering: `model.*` to `DistributedDataParallelConfig`."""
     model = config.model
@@ -161,7 +157,6 @@ def translate_ddp(config: Config) -> DistributedDataParallelConfig:
         use_distributed_optimizer=uses_distributed_optimizer(model),
         # With fp8_param alone the optimizer skips FP8 weights: they never change. With this alone BF16 is gathered.
         fp8_param_gather=fp8 is not None and fp8.params,
-        reuse_grad_buf_for_mxfp8_param_ag=_gathers_mxfp8(fp8),
         overlap_grad_reduce=model.overlap_grad_reduce,
         overlap_param_gather=model.overlap_param_gather,
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
@@ -194,5 +189,4 @@ def translate_optimizer(config: Config, platform: Platform) -> OptimizerConfig:
         overlap_param_gather=model.overlap_param_gather,
         # None would be taken for delayed.
         fp8_recipe=None if fp8 is None else fp8.recipe.value,
-        reuse_grad_buf_for_mxfp8_param_ag=_gathers_mxfp8(fp8),
     )

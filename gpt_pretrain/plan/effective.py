@@ -41,12 +41,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model.fp8_amax_history_len": (f"{TRANSFORMER}.fp8_amax_history_len",),
     "model.fp8_amax_compute_algo": (f"{TRANSFORMER}.fp8_amax_compute_algo",),
     "model.fp8_wgrad": (f"{TRANSFORMER}.fp8_wgrad",),
-    "model.fp8_params": (
-        f"{TRANSFORMER}.fp8_param",
-        f"{DDP}.fp8_param_gather",
-        f"{DDP}.reuse_grad_buf_for_mxfp8_param_ag",
-        f"{OPTIMIZER}.reuse_grad_buf_for_mxfp8_param_ag",
-    ),
+    "model.fp8_params": (f"{TRANSFORMER}.fp8_param", f"{DDP}.fp8_param_gather"),
     "model.fp8_dot_product_attention": (f"{TRANSFORMER}.fp8_dot_product_attention",),
     "model.fp8_multi_head_attention": (f"{TRANSFORMER}.fp8_multi_head_attention",),
     "model.first_last_layers_bf16": (f"{TRANSFORMER}.first_last_layers_bf16",),

@@ -1,5 +1,6 @@
 """What a plan comes to, in plain sentences: whether it fits, and whether FP8 pays."""
 
+from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.memory import GIB, MemoryForecast
@@ -28,7 +29,7 @@ def memory_verdict(memory: MemoryForecast, gpu: Gpu, layout: Layout, config: Con
             break
     if config.model.micro_batch_size > 1:
         ways.append("a smaller model.micro_batch_size")
-    if not config.model.use_distributed_optimizer and layout.dp > 1:
+    if not uses_distributed_optimizer(config.model) and layout.dp > 1:
         ways.append("model.use_distributed_optimizer=true")
     ways.append("more GPUs (parallelism=dp shards the optimizer, tp2_sp and pp2 the layers)")
     return f"Memory: DOES NOT FIT, it needs {used}{where}. Ways out: {'; '.join(ways)}."

@@ -100,7 +100,7 @@ class ValidationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8CoverageRecord(Record):
-    """How much of the model ran in FP8, read back from the layers after the first step of a start."""
+    """How much of the model runs in FP8, written once the first step of a start has proven the plan from the layers."""
 
     kind: ClassVar[str] = "fp8_coverage"
 

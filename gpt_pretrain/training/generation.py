@@ -34,7 +34,8 @@ def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
 @torch.no_grad()
 def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, position: int) -> torch.Tensor | None:
     """Logits [vocab] after `position`, on the last pipeline stage; None elsewhere."""
-    inputs = {"tokens": tokens, "positions": torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)}
+    positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
+    inputs = {"tokens": tokens, "positions": positions}
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
     if context_parallel:
         inputs = get_batch_on_this_cp_rank(inputs, is_hybrid_cp=False)
@@ -44,19 +45,20 @@ def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, 
 
     # Interleaved schedules take microbatches by the pipeline's size; the copies cost what one would.
     interleaved = len(model.chunks) > 1
+    rows = inputs["tokens"].size(0)
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[None] * len(model.chunks) if interleaved else None,
         model=model.chunks if interleaved else model.chunks[0],
         num_microbatches=config.pipeline_model_parallel_size if interleaved else 1,
         seq_length=tokens.size(1),
-        micro_batch_size=1,
+        micro_batch_size=rows,
         forward_only=True,
         collect_non_loss_data=True,
     )
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
-    # [1, s, v / TP] to [v]; under context parallelism the one rank that holds the position tells the others.
+    # [rows, s, v / TP] to [v]; under context parallelism the one rank that holds the position tells the others.
     here = (inputs["positions"][0] == position).to(outputs[-1].dtype)
     logits: torch.Tensor = gather_from_tensor_model_parallel_region(here @ outputs[-1][0]).float()
     if context_parallel:
@@ -93,9 +95,11 @@ def generate_tokens(
     limit = config.encoder_seq_length
     total = min(len(prompt) + max_new_tokens, limit)
     length = min(_buffer_length(config, total), limit)
+    # Rows enough for FP8 products, whose shapes have been checked for whole microbatches: copies, of which one is read.
+    rows = config.micro_batch_size if config.fp8 and length == limit else 1
     device = torch.cuda.current_device()
-    tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
-    tokens[0, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
+    tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    tokens[:, : len(prompt)] = torch.tensor(list(prompt), dtype=torch.int64)
     generator = torch.Generator().manual_seed(seed)
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -117,7 +121,7 @@ def generate_tokens(
         token = int(choice.item())
         if token == _NOTHING:
             break
-        tokens[0, end] = token
+        tokens[:, end] = token
         end += 1
         if token == end_token:
             break

@@ -235,6 +235,8 @@ class _Run:
         )
         for note in platform_notes(config, self._platform):
             console.warning(note)
+        if self._resumed_from is not None and config.checkpoint.reset_fp8_state:
+            console.warning("FP8 scales and amax histories start anew at every resume: checkpoint.reset_fp8_state=true")
         if self._corpus.tokenizer is None and config.sample.max_new_tokens > 0:
             console.note("no text sample at the end: model.tokenizer.library=none has no text")
         return console

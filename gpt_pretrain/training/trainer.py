@@ -92,6 +92,7 @@ class Trainer:
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             reason = self._steps(stop)
+            self._log_fp8()
             if reason == "max_steps" and not self._is_due(self.config.trainer.val_check_interval):
                 self.validate()
             if self.config.checkpoint.save_at_end and not self._is_due(self.config.checkpoint.save_interval):
@@ -163,12 +164,17 @@ class Trainer:
             )
 
     def save(self) -> None:
-        """Writes a checkpoint of the present step."""
+        """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones."""
+        self._log_fp8()
         with self._meter.paused(), self.trainable.model.gathered_parameters():
             save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
 
     def _log_step(self, result: StepResult) -> None:
         self._log(self._meter.read(result, self.progress, self._lr()))
+        self._log_fp8()
+
+    def _log_fp8(self) -> None:
+        """Statistics of the steps observed since the last logged one."""
         for record in self._fp8_watch.records():
             self._log(record)
 

@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.fp8 import FORMAT_MAX, Fp8Settings
 from gpt_pretrain.config.schema import AmaxComputeAlgo
 from gpt_pretrain.fp8.emulation.casts import FP32_MAX, cast_tensor, tensor_amax
@@ -183,23 +182,9 @@ class LayerScaling:
         """Copies by the names of TE's extra state."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
 
-    def load(self, state: dict[str, Any], module: str) -> None:
-        """Restores `state`.
-
-        Args:
-            state: From a checkpoint.
-            module: Name of the layer, for the message.
-
-        Raises:
-            UserError: The history has another length.
-        """
+    def load(self, state: dict[str, Any]) -> None:
+        """Restores `state`, of a history of the same length."""
         for name, tensor in self._tensors().items():
-            if state[name].shape != tensor.shape:
-                length = self._all.settings.amax_history_len
-                raise UserError(
-                    f"model.fp8_amax_history_len={length}: the checkpoint holds {len(state[name])} rows of {name} of "
-                    f"{module}; resume with the saved length, or give another run_dir"
-                )
             tensor.copy_(state[name])
 
     def _tensors(self) -> dict[str, torch.Tensor]:

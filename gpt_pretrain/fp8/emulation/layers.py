@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import Config, Fp8RecipeName
@@ -41,7 +40,6 @@ class _EmulatedLinear(torch.nn.Module):
         self.product_listener: ProductListener | None = None
         self.is_first_microbatch = True
         """Set by megatron-core's schedules: the weight has changed."""
-        self._name = name
         self._scaling = cast if isinstance(cast, LayerScaling) else None
         self._products = LinearProducts(settings, cast)
 
@@ -76,13 +74,9 @@ class _EmulatedLinear(torch.nn.Module):
         return None if self._scaling is None else self._scaling.state()
 
     def set_extra_state(self, state: dict[str, torch.Tensor] | None) -> None:
-        """Restores them; a checkpoint without leaves them at their start.
-
-        Raises:
-            UserError: The checkpoint's history has another length.
-        """
+        """Restores them; a checkpoint without leaves them at their start."""
         if self._scaling is not None and state is not None:
-            self._scaling.load(state, self._name)
+            self._scaling.load(state)
 
 
 class EmulatedColumnParallelLinear(_EmulatedLinear, ColumnParallelLinear):  # type: ignore[misc]
@@ -148,16 +142,6 @@ def emulated_layers(config: Config, platform: Platform, settings: Fp8Settings) -
         config: The run's configuration.
         platform: This machine.
         settings: Its FP8.
-
-    Raises:
-        ConfigError: `model.gradient_accumulation_fusion=true`.
     """
-    if config.model.gradient_accumulation_fusion:
-        raise ConfigError(
-            [
-                "model.gradient_accumulation_fusion=true with model.fp8_emulate=true: emulated layers compute weight "
-                "gradients themselves; use gradient_accumulation_fusion=null or false"
-            ]
-        )
     modules = frozenset(linear.module for linear in linears(config.model) if linear.precision == "fp8")
     return EmulatedLayers(settings, modules, apex_layer_norm=platform.apex_layer_norm)

@@ -1,0 +1,70 @@
+"""Scales and amax histories in a checkpoint: restored into the recipe that saved them, or on purpose not at all.
+
+Delayed scaling keeps them, and FP8 attention its own; the other recipes take each scale from its tensor and have
+nothing to restore. Transformer Engine would take another recipe's state, or drop it, without a word.
+"""
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig
+
+# Where Transformer Engine's layers keep this state, and emulated ones as well.
+EXTRA_STATE = "_extra_state"
+
+
+def describe_fp8_state(model: ModelConfig) -> dict[str, str]:
+    """What decides the shape and the meaning of the state; empty where there is none to keep."""
+    settings = fp8_settings(model)
+    if settings is None or (settings.recipe is not Fp8RecipeName.delayed and not settings.dot_product_attention):
+        return {}
+    described = {
+        "model.fp8_recipe": settings.recipe.name,
+        "format of gradients": settings.gradient_format,
+        "model.fp8_amax_history_len": str(settings.amax_history_len),
+        "model.fp8_dot_product_attention": str(settings.dot_product_attention).lower(),
+        "model.fp8_exclude": f"[{','.join(settings.exclude)}]",
+        "model.fp8_emulate": str(settings.emulate).lower(),
+    }
+    if not settings.emulate:
+        described["Transformer Engine"] = importlib.metadata.version("transformer_engine")
+    return described
+
+
+def keeps_fp8_state(path: Path, current: Mapping[str, str], saved: Mapping[str, str], *, reset: bool) -> bool:
+    """Whether the state is restored: not where either side has none.
+
+    Args:
+        path: The checkpoint.
+        current: What this run's state is like.
+        saved: What the checkpoint's is like.
+        reset: `checkpoint.reset_fp8_state`.
+
+    Raises:
+        UserError: The checkpoint's state is of another kind.
+    """
+    if reset or not current or not saved:
+        return False
+    different = [
+        f"{key}={current.get(key, 'none')} (saved with {saved.get(key, 'none')})"
+        for key in {**current, **saved}
+        if current.get(key) != saved.get(key)
+    ]
+    if different:
+        raise UserError(
+            f"{path} holds the FP8 scales of another recipe: {', '.join(different)}; resume with the saved values, or "
+            "let scales and amax histories start anew with checkpoint.reset_fp8_state=true"
+        )
+    return True
+
+
+def take_extra_states(state: dict[str, Any]) -> list[str]:
+    """Takes the entries of FP8 scales and histories out of a model's state, and names them."""
+    keys = [key for key in state if key.endswith(EXTRA_STATE)]
+    for key in keys:
+        del state[key]
+    return keys
