@@ -46,6 +46,40 @@ BAD_INPUTS = {
         ["++model=tiny"],
         ["++model=tiny: a group's option is chosen without plus signs: model=tiny"],
     ),
+    "group with one plus sign": (
+        ["+fp8=delayed"],
+        ["+fp8=delayed: a group's option is chosen without plus signs: fp8=delayed"],
+    ),
+    "optional group with a plus sign": (
+        ["+experiment=smoke"],
+        ["+experiment=smoke: a group's option is chosen without plus signs: experiment=smoke"],
+    ),
+    # Nothing about model.fp8=false, which nobody chose.
+    "unknown option, and what goes with it": (
+        ["fp8=delay", "model.fp8_emulate=true"],
+        [
+            "fp8=delay: fp8 has no option 'delay'; did you mean delayed?; known: blockwise, delayed, mxfp8, none, tensorwise"
+        ],
+    ),
+    "unknown option in a sweep, and what goes with it": (
+        ["-m", "fp8=delay,none", "model.fp8_emulate=true"],
+        [
+            "fp8=delay,none: fp8 has no option 'delay'; did you mean delayed?; known: blockwise, delayed, mxfp8, none, tensorwise"
+        ],
+    ),
+    "typo, and what goes with it": (
+        ["++modle.fp8=true", "model.fp8_margin=1"],
+        ["modle.fp8 is not a key; did you mean model.fp8?"],
+    ),
+    "spaces around =": (
+        ["experiment", "=", "smoke", "model.seed=", "3", "model.fp8", "=true"],
+        [
+            "experiment = smoke: spaces around = split it in 3; write experiment=smoke",
+            "model.seed= 3: spaces around = split it in 2; write model.seed=3",
+            "model.fp8 =true: spaces around = split it in 2; write model.fp8=true",
+        ],
+    ),
+    "no key": (["=smoke"], ["=smoke: there is no key before =; write key=value"]),
     "group without option": (["fp8=null"], ["fp8=null: Hydra takes no null for a group; choose one of its options"]),
     "not an integer": (["model.hidden_size=abc"], ["model.hidden_size='abc' is not an integer"]),
     "not a whole number": (["model.num_layers=2.5"], ["model.num_layers=2.5 is not an integer"]),

@@ -79,6 +79,8 @@ def test_unknown_keys_in_a_mapping_are_refused():
         "logging={wandb: false}",
         "hydra.job.name=mine",
         "model.data.text_files=[]",
+        # Empty, and meant: no value follows in an argument of its own.
+        "logging.wandb_project=",
     ],
 )
 def test_what_hydra_allows_and_the_schema_knows_passes(override):
@@ -109,6 +111,11 @@ def test_a_users_folder_adds_options_and_primary_files(my_conf):
     )
     (job,) = jobs("--config-dir", str(folder), "--config-name", "my_run", "model=mine")
     assert (job.config.trainer.max_steps, job.config.model.num_layers) == (77, 2)
+
+
+def test_a_users_own_group_is_added_with_a_plus_sign(my_conf):
+    (job,) = jobs("--config-dir", str(my_conf(size__mine="# @package model\nnum_layers: 2\n")), "+size=mine")
+    assert job.config.model.num_layers == 2
 
 
 def test_an_experiment_overrides_several_groups(my_conf):

@@ -7,11 +7,11 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.gate import flatten
 from gpt_pretrain.config.keys import (
     ALIASES,
     UNSUPPORTED,
     UNSUPPORTED_VALUES,
+    flatten,
     nearest_key,
     schema_keys,
     schema_sections,

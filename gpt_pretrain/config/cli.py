@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.gate import Job, check_command, flatten
+from gpt_pretrain.config.gate import Job, check_command
 from gpt_pretrain.config.help import print_help
-from gpt_pretrain.config.keys import did_you_mean, nearest_name, schema_keys, schema_sections
+from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name, schema_keys, schema_sections
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config

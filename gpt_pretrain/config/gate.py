@@ -2,40 +2,36 @@
 
 Hydra lets a typo behind `+` or `++` compose silently, and drops nothing but also checks nothing in YAML. So: the keys
 on the command line are checked before Hydra sees them, then the keys of every YAML file that takes part, then Hydra
-composes what was right, then every value is read as its type (`typed`), then the cross-field rules run (`rules`).
-A sweep's jobs go through all of it before the first one starts.
+composes what was right, then every value is read as its type (`typed`), then the cross-field rules run (`rules`),
+unless something was refused: what is left is not what was meant, and the rules would blame the rest for it. A sweep's
+jobs go through all of it before the first one starts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override, Transformer
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.keys import did_you_mean, is_known, nearest_name, schema_keys, schema_sections, unknown_key
+from gpt_pretrain.config.keys import flatten, is_known, unknown_key
+from gpt_pretrain.config.overrides import CommandLine, lines_of, parse_overrides, single_value, without_sweeps
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import (
     Source,
     build_loader,
     compose,
-    list_groups,
-    list_options,
     list_used_files,
     open_repository,
     parse_override,
 )
-from gpt_pretrain.config.typed import read_config, section_problem, show
-
-# A group that may be left out: the configuration is whole without it.
-OPTIONAL_GROUPS = ("experiment",)
+from gpt_pretrain.config.typed import read_config, show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,86 +41,6 @@ class Job:
     overrides: tuple[str, ...]
     """What distinguishes it from the sweep's other jobs; empty when there is no sweep."""
     config: Config
-
-
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key below `path` that a mapping sets, down to where the schema has values."""
-    if isinstance(value, dict) and path not in schema_keys():
-        for name, child in value.items():
-            yield from flatten(child, f"{path}.{name}" if path else str(name))
-    else:
-        yield path, value
-
-
-def _single_value(override: Override) -> Any:
-    """An override's value; None for a sweep, which has several."""
-    return None if override.is_sweep_override() else override.value()
-
-
-def _lines(overrides: Iterable[Override]) -> list[str]:
-    return [str(override.input_line) for override in overrides]
-
-
-class _CommandLine:
-    """Checks the overrides of a command line one by one; keeps those that Hydra may have."""
-
-    def __init__(self, repository: CachingConfigRepository) -> None:
-        self.repository = repository
-        self.groups = list_groups(repository)
-        self.problems: list[str] = []
-
-    def accepts(self, override: Override) -> bool:
-        """Whether Hydra may have the override; otherwise its problems are kept."""
-        before = len(self.problems)
-        name = override.key_or_group
-        if not (override.is_hydra_override() or name == "hydra"):
-            if name in self.groups or name in OPTIONAL_GROUPS:
-                self._check_group(override)
-            elif "/" in name or override.package is not None:
-                nearest = did_you_mean(nearest_name(name, self.groups))
-                self.problems.append(f"{override.input_line}: there is no group {name!r}{nearest}")
-            else:
-                self._check_keys(override)
-        return len(self.problems) == before
-
-    def _check_group(self, override: Override) -> None:
-        group, line = override.key_or_group, override.input_line
-        value = override.value()
-        if isinstance(value, dict):
-            # `model={num_layers: 2}` sets keys of the section of that name, as in every Hydra application.
-            self._check_keys(override)
-        elif override.is_delete():
-            if group not in OPTIONAL_GROUPS:
-                self.problems.append(f"{line} removes keys that a run needs; choose another option instead: {group}=…")
-        elif value is None:
-            way = f"leave it out with ~{group}" if group in OPTIONAL_GROUPS else "choose one of its options"
-            self.problems.append(f"{line}: Hydra takes no null for a group; {way}")
-        elif override.is_force_add():
-            self.problems.append(f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}")
-        else:
-            chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
-            options = list_options(self.repository, group)
-            for option in [item for entry in chosen for item in (entry if isinstance(entry, list) else [entry])]:
-                if str(option) not in options:
-                    nearest = did_you_mean(nearest_name(str(option), options))
-                    known = f"; known: {', '.join(options)}" if options else ""
-                    self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")
-
-    def _check_keys(self, override: Override) -> None:
-        line = str(override.input_line)
-        value = _single_value(override)
-        if override.is_delete():
-            path = override.key_or_group
-            if is_known(path):
-                self.problems.append(f"{line}: {path} cannot be removed, every run needs it; set it with {path}=…")
-            else:
-                self.problems.append(unknown_key(path, self.groups))
-            return
-        for path, leaf in flatten(value, override.key_or_group):
-            if path in schema_sections() and not override.is_sweep_override():
-                self.problems.append(section_problem(path, leaf))
-            elif not is_known(path):
-                self.problems.append(unknown_key(path, self.groups))
 
 
 def _display(path: Path) -> str:
@@ -220,28 +136,6 @@ def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
     ]
 
 
-def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
-    parsed: list[Override] = []
-    problems: list[str] = []
-    for text in overrides:
-        try:
-            parsed.append(parse_override(text))
-        except ConfigError as error:
-            problems += error.problems
-    return parsed, problems
-
-
-def _without_sweeps(overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
-    """A run takes one value for each key; Hydra would stop at the first that has several."""
-    problems = [
-        f"{o.input_line} has several values; write {o.get_key_element()}=[…] for a list, quote a string, "
-        "or sweep over them with -m"
-        for o in overrides
-        if o.is_sweep_override()
-    ]
-    return [override for override in overrides if not override.is_sweep_override()], problems
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gate:
     """What every job of a command line is checked with."""
@@ -298,31 +192,32 @@ def check_command(
         ConfigError: All that is wrong.
     """
     loader = build_loader(source)
-    parsed, problems = _parse(overrides)
+    parsed, problems = parse_overrides(overrides)
     repository = open_repository(loader, source, parsed)
-    command_line = _CommandLine(repository)
+    command_line = CommandLine(loader, source, repository)
     accepted = [override for override in parsed if command_line.accepts(override)]
     problems += command_line.problems
     if multirun:
         try:
-            sweeps = _sweep_jobs(compose(loader, source, _lines(accepted), RunMode.MULTIRUN), accepted)
+            sweeps = _sweep_jobs(compose(loader, source, lines_of(accepted), RunMode.MULTIRUN), accepted)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from error
-        fixed = [*_lines(o for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode")]
+        fixed = [*lines_of(o for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode")]
         fixed.append("hydra.mode=MULTIRUN")
     else:
-        accepted, several = _without_sweeps(accepted)
+        accepted, several = without_sweeps(accepted)
         problems += several
-        sweeps, fixed = [[]], _lines(accepted)
+        sweeps, fixed = [[]], lines_of(accepted)
 
     gate = _Gate(
         loader=loader,
         source=source,
         repository=repository,
-        given=frozenset(path for o in accepted for path, _ in flatten(_single_value(o), o.key_or_group)),
+        given=frozenset(path for o in accepted for path, _ in flatten(single_value(o), o.key_or_group)),
         multirun=multirun,
         complete=complete,
-        rules=rules,
+        # What a refused override would have set is missing from what is left.
+        rules=None if problems else rules,
     )
     jobs: list[Job] = []
     found: list[tuple[str, list[str]]] = []

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -227,6 +227,15 @@ def is_known(path: str) -> bool:
     parent, _, leaf = path.rpartition(".")
     key = schema_keys().get(parent)
     return key is not None and key.kind is list and leaf.isdigit()
+
+
+def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any]]:
+    """Every dotted key below `path` that a mapping sets, down to where the schema has values."""
+    if isinstance(value, dict) and path not in schema_keys():
+        for name, child in value.items():
+            yield from flatten(child, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, value
 
 
 def _similarity(wrong: str, known: str) -> float:

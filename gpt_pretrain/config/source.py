@@ -178,6 +178,18 @@ def list_used_files(loader: ConfigLoaderImpl, source: Source, overrides: Sequenc
         raise ConfigError([composition_problem(error)]) from error
 
 
+def list_chosen_groups(loader: ConfigLoaderImpl, source: Source) -> list[str]:
+    """The groups of the defaults list, of which a command line chooses other options.
+
+    Raises:
+        ConfigError: The defaults list names something that does not exist.
+    """
+    try:
+        return list(loader.compute_defaults_list(source.config_name, [], RunMode.RUN).overrides.known_choices)
+    except COMPOSITION_ERRORS as error:
+        raise ConfigError([composition_problem(error)]) from error
+
+
 def composition_problem(error: BaseException) -> str:
     """A message of Hydra, OmegaConf or YAML as one problem, without what does not apply here."""
     if isinstance(error, MissingConfigException):

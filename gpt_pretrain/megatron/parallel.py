@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import HashStore
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.gate import flatten
+from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig

@@ -13,7 +13,7 @@ from gpt_pretrain.checkpoint.store import Progress, Trainable, find_newest_check
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.gate import flatten
+from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.run_dir import make_run_dir

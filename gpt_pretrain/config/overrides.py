@@ -1,0 +1,139 @@
+"""The overrides of a command line, each checked on its own before Hydra sees it.
+
+Hydra lets a typo behind `+` or `++` compose silently, and its own errors name its mechanics rather than the mistake.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra.core.override_parser.types import Override, Transformer
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_sections, unknown_key
+from gpt_pretrain.config.source import Source, list_chosen_groups, list_groups, list_options, parse_override
+from gpt_pretrain.config.typed import section_problem
+
+# A group that may be left out: the configuration is whole without it.
+OPTIONAL_GROUPS = ("experiment",)
+
+
+def single_value(override: Override) -> Any:
+    """An override's value; None for a sweep, which has several."""
+    return None if override.is_sweep_override() else override.value()
+
+
+def lines_of(overrides: Iterable[Override]) -> list[str]:
+    """The overrides as they were typed."""
+    return [str(override.input_line) for override in overrides]
+
+
+class CommandLine:
+    """Checks the overrides of a command line one by one; keeps those that Hydra may have."""
+
+    def __init__(self, loader: ConfigLoaderImpl, source: Source, repository: CachingConfigRepository) -> None:
+        self.loader = loader
+        self.source = source
+        self.repository = repository
+        self.groups = list_groups(repository)
+        self.problems: list[str] = []
+
+    def accepts(self, override: Override) -> bool:
+        """Whether Hydra may have the override; otherwise its problems are kept."""
+        before = len(self.problems)
+        name = override.key_or_group
+        if not name:
+            self.problems.append(f"{override.input_line}: there is no key before =; write key=value")
+        elif not (override.is_hydra_override() or name == "hydra"):
+            if name in self.groups or name in OPTIONAL_GROUPS:
+                self._check_group(override)
+            elif "/" in name or override.package is not None:
+                nearest = did_you_mean(nearest_name(name, self.groups))
+                self.problems.append(f"{override.input_line}: there is no group {name!r}{nearest}")
+            else:
+                self._check_keys(override)
+        return len(self.problems) == before
+
+    def _check_group(self, override: Override) -> None:
+        group, line = override.key_or_group, override.input_line
+        value = override.value()
+        if isinstance(value, dict):
+            # `model={num_layers: 2}` sets keys of the section of that name, as in every Hydra application.
+            self._check_keys(override)
+        elif override.is_delete():
+            if group not in OPTIONAL_GROUPS:
+                self.problems.append(f"{line} removes keys that a run needs; choose another option instead: {group}=…")
+        elif value is None:
+            way = f"leave it out with ~{group}" if group in OPTIONAL_GROUPS else "choose one of its options"
+            self.problems.append(f"{line}: Hydra takes no null for a group; {way}")
+        elif override.is_force_add() or (override.is_add() and self._is_chosen(group)):
+            self.problems.append(f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}")
+        else:
+            chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
+            options = list_options(self.repository, group)
+            for option in [item for entry in chosen for item in (entry if isinstance(entry, list) else [entry])]:
+                if str(option) not in options:
+                    nearest = did_you_mean(nearest_name(str(option), options))
+                    known = f"; known: {', '.join(options)}" if options else ""
+                    self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")
+
+    def _is_chosen(self, group: str) -> bool:
+        """Whether the defaults list has the group; `+` adds one that it does not have (a user's own)."""
+        return group in list_chosen_groups(self.loader, self.source)
+
+    def _check_keys(self, override: Override) -> None:
+        line = str(override.input_line)
+        value = single_value(override)
+        if override.is_delete():
+            path = override.key_or_group
+            if is_known(path):
+                self.problems.append(f"{line}: {path} cannot be removed, every run needs it; set it with {path}=…")
+            else:
+                self.problems.append(unknown_key(path, self.groups))
+            return
+        for path, leaf in flatten(value, override.key_or_group):
+            if path in schema_sections() and not override.is_sweep_override():
+                self.problems.append(section_problem(path, leaf))
+            elif not is_known(path):
+                self.problems.append(unknown_key(path, self.groups))
+
+
+def _split_at_spaces(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides; one with spaces around its `=` in the pieces that the shell made of it."""
+    rest = list(overrides)
+    while rest:
+        pieces = [rest.pop(0)]
+        if "=" not in pieces[0] and rest and rest[0].startswith("="):
+            pieces.append(rest.pop(0))
+        # What is empty behind its = and stands before a lone value: `name= mine`.
+        if pieces[-1].endswith("=") and rest and "=" not in rest[0] and not rest[0].startswith("~"):
+            pieces.append(rest.pop(0))
+        yield pieces
+
+
+def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """The overrides that follow Hydra's grammar, and a problem for each that does not."""
+    parsed: list[Override] = []
+    problems: list[str] = []
+    for pieces in _split_at_spaces(overrides):
+        text = pieces[0]
+        if pieces[1:]:
+            problems.append(f"{' '.join(pieces)}: spaces around = split it in {len(pieces)}; write {''.join(pieces)}")
+            continue
+        try:
+            parsed.append(parse_override(text))
+        except ConfigError as error:
+            problems += error.problems
+    return parsed, problems
+
+
+def without_sweeps(overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
+    """A run takes one value for each key; Hydra would stop at the first that has several."""
+    problems = [
+        f"{o.input_line} has several values; write {o.get_key_element()}=[…] for a list, quote a string, "
+        "or sweep over them with -m"
+        for o in overrides
+        if o.is_sweep_override()
+    ]
+    return [override for override in overrides if not override.is_sweep_override()], problems
