@@ -6,9 +6,16 @@ Torch is not imported before the gate has let the command line through, and what
 `error: …` lines and exit code 2. Exit codes: 0 done, 1 a crash, 2 a mistake in what was given, 130 Ctrl-C, 143 SIGTERM.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__" and Path(sys.path[0] or os.curdir).resolve() == Path(__file__).resolve().parent:
+    # Started as a file, or in this folder: Python would take our megatron/ for megatron-core's.
+    sys.stderr.write("error: start it as python -m gpt_pretrain …, from outside of the folder gpt_pretrain/\n")
+    sys.exit(2)
 
 from omegaconf import DictConfig
 
@@ -18,6 +25,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import read_job
 from gpt_pretrain.config.messages import print_error, print_error_after_rank_zero, print_job, print_sweep_result
+from gpt_pretrain.config.run_dir import check_run_dir
 
 CRASH, USER_ERROR, KILLED, INTERRUPTED = 1, 2, 128, 130
 
@@ -80,6 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
         jobs = check_request(request, launch)
         if request.runs:
+            # Only where it will be made: another node may not see the place.
+            for job in jobs if launch.is_rank_zero else []:
+                check_run_dir(job.config)
             return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
         if launch.is_rank_zero:
             show_help(request) if request.options.help else run_hydra(request, lambda _: None)

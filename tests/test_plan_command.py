@@ -131,6 +131,7 @@ def test_tables_are_readable_at_100_columns(overrides):
     # A key that is cut or folded cannot be searched for.
     for setting in plan_of(*overrides).settings:
         assert setting.inert or any(f" {setting.key.removeprefix('model.')} " in line for line in lines), setting.key
+    assert "Keys without a dot are model.KEY" in output.getvalue()
     assert "…\n" not in output.getvalue()
     for sentence in plan_of(*overrides).sentences:
         assert sentence in " ".join(output.getvalue().split())
@@ -216,10 +217,22 @@ def test_a_sweep_is_planned_job_by_job(capsys, tmp_path):
     ]
 
 
-def test_help_is_that_of_training(capsys):
-    assert run_plan(capsys, "--help")[0] == 0
-    with_keys = run_plan(capsys, "--help")[1]
-    assert "plan.gpu = h200" in with_keys
+def test_help_says_first_that_it_plans_then_what_training_takes(capsys):
+    code, out, _ = run_plan(capsys, "--help")
+    assert code == 0
+    about, _, rest = out.partition("\nExamples\n")
+    assert about.startswith("gpt_pretrain.plan: what a training command would do, without a GPU.\n")
+    assert "plan.json" in about
+    assert "0 planned; 2 training would be refused" in about
+    assert "  python -m gpt_pretrain.plan model=llama3_8b " in rest
+    assert "python -m gpt_pretrain " not in rest
+    assert max(map(len, (about + rest.partition("\nKeys")[0]).splitlines())) <= 80
+
+    assert train(["--help"]) == 0
+    of_training = capsys.readouterr().out
+    assert of_training.startswith("gpt_pretrain: pretrain a GPT ")
+    assert of_training.partition("\nOptions\n")[2] == rest.partition("\nOptions\n")[2]
+    assert "plan.gpu = h200" in rest
 
 
 def test_a_process_plans_the_nemo_command_line_in_seconds(tmp_path):

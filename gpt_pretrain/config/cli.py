@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.gate import Job, check_command
-from gpt_pretrain.config.help import print_help
+from gpt_pretrain.config.help import TRAINING, Program, print_help
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name, schema_keys, schema_sections
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
@@ -139,8 +139,8 @@ def check_request(request: Request, launch: Launch, rules: Callable[[Config], li
     return jobs
 
 
-def show_help(request: Request) -> None:
-    """Prints `--help`: our groups and keys with the values that the command line gives them."""
+def show_help(request: Request, program: Program = TRAINING) -> None:
+    """Prints a program's `--help`: our groups and keys with the values that the command line gives them."""
     loader = build_loader(request.source)
     composed = compose(loader, request.source, request.overrides)
     repository = open_repository(loader, request.source, [parse_override(text) for text in request.overrides])
@@ -148,7 +148,7 @@ def show_help(request: Request) -> None:
     choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
     # Unresolved: an interpolation says more than its value, and an open value shows as ???.
     content = OmegaConf.to_container(composed, resolve=False)
-    print_help(groups, choices, dict(flatten(content)))
+    print_help(groups, choices, dict(flatten(content)), program=program)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `python -m gpt_pretrain --help` prints: how to start, the groups with their options, every key.
+"""What `--help` prints of `python -m gpt_pretrain` and `.plan`: how to start, the groups with their options, every key.
 
 Values are those of the command line it is asked with, so that `model=llama3_8b --help` shows that model's. It is
 written to be read at 80 columns and to be searched: a key and its documentation are whole lines.
@@ -6,21 +6,54 @@ written to be read at 80 columns and to be searched: a key and its documentation
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from gpt_pretrain.config.keys import Key, schema_keys, schema_sections
+from gpt_pretrain.config.typed import written
 
-EXAMPLES = """\
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What distinguishes the help of one program from the other's: they take the same arguments."""
+
+    about: str
+    """What it does, what it leaves, how it ends; printed first."""
+    examples: str
+
+
+TRAINING = Program(
+    about="gpt_pretrain: pretrain a GPT on megatron-core, configured by Hydra.",
+    examples="""\
 python -m gpt_pretrain                            a tiny GPT on real text
 python -m gpt_pretrain trainer.max_steps=50 model.optim.lr=1e-3
 torchrun --nproc-per-node 8 -m gpt_pretrain model=llama3_8b parallelism=dp
 python -m gpt_pretrain data=text 'model.data.text_files=["corpus/*.jsonl"]'
 python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one after another
 python -m gpt_pretrain --config-dir my_conf --config-name my_run
-python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing"""
+python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing""",
+)
+
+PLAN = Program(
+    about="""\
+gpt_pretrain.plan: what a training command would do, without a GPU.
+
+It takes every argument of python -m gpt_pretrain and trains nothing. It shows
+where each setting lands, which matrix products run in FP8, memory per GPU and
+the predicted speed on the machine that plan.gpu and plan.num_gpus name, and
+writes plan.json into run_dir (outputs/DATE/TIME_NAME where none is given).
+
+Exit codes: 0 planned; 2 training would be refused, with the same errors;
+1 a crash; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.plan                       the tiny GPT on one H200
+python -m gpt_pretrain.plan model=llama3_8b parallelism=dp plan.num_gpus=8
+python -m gpt_pretrain.plan model=gpt3_1_3b fp8=delayed plan.gpu=h100
+python -m gpt_pretrain.plan -m fp8=none,delayed,tensorwise   one plan each""",
+)
 
 OPTIONS = """\
 --help, -h               this text, with the values the other arguments give
@@ -32,16 +65,6 @@ OPTIONS = """\
 --config-path, -cp DIR   search DIR instead of conf/
 --info, -i               what Hydra knows: search path, defaults, plugins
 --hydra-help, --version  Hydra's own help; Hydra's version"""
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return f'"{value}"' if isinstance(value, str) and (not value or value != value.strip()) else str(value)
 
 
 def _heading(console: Console, text: str) -> None:
@@ -60,7 +83,7 @@ def _print_groups(console: Console, groups: Mapping[str, Sequence[str]], choices
 
 
 def _print_key(console: Console, key: Key, values: Mapping[str, Any]) -> None:
-    line = Text.assemble("  ", (key.path, "cyan"), f" = {_value(values[key.path])}" if key.path in values else "")
+    line = Text.assemble("  ", (key.path, "cyan"), f" = {written(values[key.path])}" if key.path in values else "")
     line.append(f"   ({key.type_text})", style="dim")
     console.print(line, soft_wrap=True)
     console.print(textwrap.fill(key.doc, console.width - 6, initial_indent=" " * 6, subsequent_indent=" " * 6))
@@ -71,6 +94,8 @@ def print_help(
     choices: Mapping[str, str],
     values: Mapping[str, Any],
     console: Console | None = None,
+    *,
+    program: Program = TRAINING,
 ) -> None:
     """Prints the help.
 
@@ -79,11 +104,12 @@ def print_help(
         choices: Each group's chosen option.
         values: Dotted key to the value it has; open values are left out.
         console: Where to print; standard output when not given.
+        program: Which program is asked.
     """
     console = console or Console(highlight=False, markup=False, emoji=False)
-    console.print("gpt_pretrain: pretrain a GPT on megatron-core, configured by Hydra.")
+    console.print(program.about, soft_wrap=True)
     _heading(console, "Examples")
-    console.print(textwrap.indent(EXAMPLES, "  "), soft_wrap=True)
+    console.print(textwrap.indent(program.examples, "  "), soft_wrap=True)
     _heading(console, "Options")
     console.print(textwrap.indent(OPTIONS, "  "), soft_wrap=True)
     _print_groups(console, groups, choices)

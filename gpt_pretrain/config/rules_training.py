@@ -5,9 +5,9 @@ Each rule yields one message: the keys and values in conflict, the rule, and the
 
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
@@ -223,7 +223,8 @@ def determinism(config: Config) -> Iterator[str]:
 
 def files(config: Config) -> Iterator[str]:
     """Where the run writes and starts from."""
-    if config.run_dir is not None and Path(config.run_dir).exists() and not Path(config.run_dir).is_dir():
+    # os.path's questions, because those of Path raise where a folder above may not be read.
+    if config.run_dir is not None and os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
         yield f"run_dir={config.run_dir!r} is a file; name a directory"
     if config.run_dir == "":
         yield "run_dir is empty; name a directory, or null for outputs/DATE/TIME_NAME"
@@ -231,7 +232,7 @@ def files(config: Config) -> Iterator[str]:
         yield f"name={config.name!r} becomes part of a directory's name; use at least one character, and no slash"
     yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval")
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if resume not in ("auto", "never") and not os.path.isdir(resume):
         yield f"checkpoint.resume={resume!r} is neither auto nor never nor a directory that exists"
 
 

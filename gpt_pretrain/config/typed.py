@@ -43,6 +43,15 @@ def show(value: Any) -> str:
     return repr(value)
 
 
+def written(value: Any) -> str:
+    """A value as it stands on a command line: null, true and false as in YAML, strings plain where they can be."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, str):
+        return f'"{value}"' if not value or value != value.strip() else value
+    return show(value)
+
+
 def section_problem(path: str, value: Any) -> str:
     """What is told about a value where a section of keys belongs."""
     members = ", ".join(field.name for field in fields(schema_sections()[path]))

@@ -6,16 +6,24 @@ It takes every command line that `python -m gpt_pretrain` takes, sweeps included
 told in the same words with exit code 2; otherwise the exit code is 0. `plan.gpu` and `plan.num_gpus` name the machine.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__" and Path(sys.path[0] or os.curdir).resolve() == Path(__file__).resolve().parents[1]:
+    # Started in this folder: Python would take our megatron/ for megatron-core's.
+    sys.stderr.write("error: start python -m gpt_pretrain.plan … from outside of the folder gpt_pretrain/\n")
+    sys.exit(2)
 
 from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
 from gpt_pretrain.config.environment import quiet_libraries
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.gate import Job
+from gpt_pretrain.config.help import PLAN
 from gpt_pretrain.config.messages import print_error, print_job
 from gpt_pretrain.config.rules import config_problems
-from gpt_pretrain.config.run_dir import make_run_dir
+from gpt_pretrain.config.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch, planned_world_problems
 
@@ -32,7 +40,10 @@ def plan_jobs(jobs: Sequence[Job]) -> None:
 
     Raises:
         ConfigError: The planned machine refuses one of them.
+        UserError: A run directory cannot be written.
     """
+    for job in jobs:
+        check_run_dir(job.config)
     quiet_libraries()
     # torch and megatron-core take seconds to load: not before the gate has let the command line through.
     from gpt_pretrain.plan.console import print_plan
@@ -50,9 +61,10 @@ def plan_jobs(jobs: Sequence[Job]) -> None:
         raise ConfigError(problems)
     for number, job in enumerate(jobs):
         print_job(number, names)
+        run_dir = make_run_dir(job.config)
         plan = build_plan(job.config, planned_launch(job.config))
         print_plan(plan)
-        sys.stdout.write(f"\nwritten: {write_plan(plan, make_run_dir(job.config))}\n")
+        sys.stdout.write(f"\nwritten: {write_plan(plan, run_dir)}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if request.runs:
             plan_jobs(jobs)
         else:
-            show_help(request) if request.options.help else run_hydra(request, lambda _: None)
+            show_help(request, PLAN) if request.options.help else run_hydra(request, lambda _: None)
     except UserError as error:
         print_error(error)
         return USER_ERROR

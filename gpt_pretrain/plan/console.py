@@ -103,7 +103,8 @@ def _print_settings(plan: Plan, console: Console) -> None:
         inert.add_row(Text(f"all {len(off)} other FP8 keys", style="dim"), Text(off[0].inert))
     console.print(table)
     legend = ", ".join(f"{short} is {name}" for name, short in _SHORT.items())
-    console.print(Text(f"{legend}; … is the key's own name.\n", style="dim"))
+    keys = "Keys without a dot are model.KEY: fp8 is model.fp8"
+    console.print(Text(f"{keys}. {legend}; … is the key's own name.\n", style="dim"))
     if inert.row_count:
         console.print(inert)
 
