@@ -1,6 +1,7 @@
 """megatron-core's CUDA calls answer for the CPU where there is no CUDA device."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 
+from gpt_pretrain.config.environment import quiet_libraries
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
@@ -92,6 +94,20 @@ def test_second_installation_changes_nothing() -> None:
     install_cpu_device()
     assert torch._C._len_torch_function_stack() == modes
     assert torch.cuda.Stream is stream
+
+
+def test_the_warning_that_the_distributed_optimizer_causes_is_silent_and_no_other() -> None:
+    shard = torch.ones(4, requires_grad=True).view(-1)[:2]
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert shard.grad is None
+        assert ["not a leaf" in str(warning.message) for warning in shown] == [True]
+        shown.clear()
+        quiet_libraries()
+        assert shard.grad is None
+        assert shown == []
+        torch.tensor(shard)  # also a UserWarning of torch's that this file passes on
+        assert ["copy construct" in str(warning.message) for warning in shown] == [True]
 
 
 def dropped() -> torch.Tensor:

@@ -30,6 +30,11 @@ def quiet_libraries() -> None:
     """Leaves the console to the run, whose header says itself which fused parts are active."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)(\.|$)")
     # Warnings about a library's own calls name the module that the calls pass through on a machine without CUDA.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"gpt_pretrain\.megatron\.cpu")
+    ours = r"gpt_pretrain\.megatron\.cpu"
+    warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
+    # megatron-core's distributed optimizer asks its FP32 shards for .grad, which are views of parameters, no leaves.
+    warnings.filterwarnings(
+        "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning, module=ours
+    )
     for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
