@@ -147,6 +147,7 @@ class Trainer:
         """Logs the loss over the first `trainer.limit_val_batches` global batches of the validation split."""
         if self._valid_batches is None:
             return
+        self._log_fp8()
         num_batches = self.config.trainer.limit_val_batches
         with self._meter.paused(), self.trainable.model.gathered_parameters():
             began = time.monotonic()
@@ -170,8 +171,10 @@ class Trainer:
             save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
 
     def _log_step(self, result: StepResult) -> None:
-        self._log(self._meter.read(result, self.progress, self._lr()))
+        # Measured before the statistics are read, which waits, and logged after them: a log's steps only rise.
+        record = self._meter.read(result, self.progress, self._lr())
         self._log_fp8()
+        self._log(record)
 
     def _log_fp8(self) -> None:
         """Statistics of the steps observed since the last logged one."""
