@@ -117,7 +117,7 @@ def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, ca
     before = checkpoint.stat().st_mtime_ns
     done = run_ranks(1, small_run_arguments(finished_run, cache_dir, [*SHORT, "trainer.max_steps=4"]))
     assert done.returncode == 0, done.stderr
-    assert "the run has done its 4 steps; raise trainer.max_steps to go on" in done.stdout
+    assert "the run has done 4 steps, and trainer.max_steps=4; raise it to go on" in done.stdout
     assert checkpoint.stat().st_mtime_ns == before
 
 
@@ -159,7 +159,7 @@ def test_signal_ends_all_ranks_with_a_checkpoint(num_ranks, number, reason, tmp_
     assert metrics.summary.end_reason == reason, stderr
     step = metrics.summary.step
     assert (run_dir / "checkpoints" / "latest").read_text() == f"step_{step:08d}\n"
-    assert f"go on with: run_dir={run_dir}" in stdout
+    assert f"go on with: the same command again with run_dir={run_dir}\n" in stdout
     if num_ranks == 1:
         assert process.returncode == 128 + number
         assert "Traceback" not in stderr

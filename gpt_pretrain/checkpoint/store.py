@@ -31,6 +31,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
+from gpt_pretrain.config.typed import written
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import load_optimizer_state, prepare_for_loading
 
@@ -61,6 +62,8 @@ _LAYOUT_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
+# Checkpoints of earlier versions hold Python's names of these values.
+_AS_WRITTEN = {"None": "null", "True": "true", "False": "false"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +87,7 @@ class Trainable:
 
 def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
     """Keys and values as the user writes them; plain text, so that a checkpoint needs none of our classes."""
-    values = {key: getattr(model, key) for key in keys}
-    return {f"model.{key}": str(getattr(value, "name", value)) for key, value in values.items()}
+    return {f"model.{key}": written(getattr(model, key)) for key in keys}
 
 
 def _architecture(model: ModelConfig, transformer_config: TransformerConfig) -> dict[str, str]:
@@ -106,14 +108,17 @@ def _architecture(model: ModelConfig, transformer_config: TransformerConfig) -> 
 
 def _layout(model: ModelConfig) -> dict[str, str]:
     return _described(model, _LAYOUT_KEYS) | {
-        "model.use_distributed_optimizer": str(uses_distributed_optimizer(model)),
+        "model.use_distributed_optimizer": written(uses_distributed_optimizer(model)),
         "processes": str(torch.distributed.get_world_size()),
     }
 
 
 def _differences(current: dict[str, str], saved: dict[str, str]) -> str:
+    saved = {key: _AS_WRITTEN.get(value, value) for key, value in saved.items()}
     return ", ".join(
-        f"{key}={current[key]} (saved with {saved.get(key)})" for key in current if current[key] != saved.get(key)
+        f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
+        for key, value in current.items()
+        if value != saved.get(key)
     )
 
 
@@ -196,22 +201,51 @@ def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, m
     return path
 
 
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Every checkpoint of a run, oldest first, whether `latest` names it or not."""
+    steps = {path: path.name.removeprefix("step_") for path in directory.glob("step_*")}
+    complete = [
+        path
+        for path, step in steps.items()
+        if step.isdecimal() and dist_checkpointing.check_is_distributed_checkpoint(str(path))
+    ]
+    return sorted(complete, key=lambda path: int(steps[path]))
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint that `latest` names, if it is there."""
+    name = _latest_name(directory)
+    return directory / name if name and (directory / name).is_dir() else None
+
+
+def _latest_name(directory: Path) -> str:
+    pointer = directory / _POINTER
+    return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+
+
 def find_newest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint that `latest` names; None where no checkpoint was ever completed.
 
     Raises:
-        UserError: The pointer names a checkpoint that is not there.
+        UserError: The pointer names a checkpoint that is not there, or is missing where there are checkpoints.
     """
-    pointer = directory / _POINTER
-    if not pointer.is_file():
-        return None
-    path = directory / pointer.read_text(encoding="utf-8").strip()
-    if not path.is_dir():
+    newest = latest_checkpoint(directory)
+    if newest is not None:
+        return newest
+    pointer, name, complete = directory / _POINTER, _latest_name(directory), complete_checkpoints(directory)
+    if name:
         raise UserError(
-            f"{pointer} names {path.name}, which is not in {directory}; write the name of one that is into it, "
+            f"{pointer} names {name}, which is not in {directory}; write the name of one that is into it, "
             "or start anew with checkpoint.resume=never and another run_dir"
         )
-    return path
+    if complete:
+        # Which of them is meant is not for us to guess: the newest may be what somebody wanted to go back behind.
+        raise UserError(
+            f"{directory} holds {len(complete)} complete checkpoint(s), and {pointer} does not name one of them; the "
+            f"newest is {complete[-1].name}: write its name into that file, or use "
+            f"checkpoint.resume={complete[-1]}; to start anew, give another run_dir"
+        )
+    return None
 
 
 def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig, *, reset_fp8_state: bool = False) -> Progress:

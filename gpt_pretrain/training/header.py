@@ -1,6 +1,7 @@
-"""What the header says of a run: model, layout, precision, batch, data, kernels, places."""
+"""What the header says of a run: model, layout, precision, batch, data, kernels, places; and what a resume changes."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from gpt_pretrain.config.derived import (
     data_parallel_size,
@@ -11,14 +12,57 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
     uses_distributed_optimizer,
 )
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.gemms import fp8_flops_share, linears
+from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, Fp8RecipeName, ModelConfig
+from gpt_pretrain.config.typed import written
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset
 from gpt_pretrain.megatron.platform import Kernels, Platform, describe_kernels
 from gpt_pretrain.megatron.translate import params_dtype
+
+# Changed settings that a resume lists; the others are counted.
+_MAX_CHANGES = 8
+# They differ between the starts of one run without a change of what it trains.
+_OF_A_START = ("run_dir", "checkpoint.resume", "plan.")
+
+
+def describe_steps(done: int, max_steps: int) -> str:
+    """From which step to which a run goes."""
+    return f"{done} → {max_steps}" if done < max_steps else f"{done} done, trainer.max_steps={max_steps}"
+
+
+def describe_changes(config: Config, checkpoint: Path) -> str | None:
+    """What the configuration has changed since the run that a checkpoint belongs to was last started.
+
+    Args:
+        config: The present configuration.
+        checkpoint: `RUN_DIR/checkpoints/step_…`.
+
+    Returns:
+        A line with old and new values, or why they are not known; None where nothing has changed.
+    """
+    path = checkpoint.parent.parent / "config.yaml"
+    try:
+        saved = dict(flatten(config_to_dict(load_saved_config(path))))
+    except ConfigError as error:
+        # Another version's file: the run may well go on, for what must be equal is in the checkpoint itself.
+        more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
+        return f"what this start changes is not known: {error.problems[0].partition(';')[0]}{more}"
+    present = dict(flatten(config_to_dict(config)))
+    changes = [
+        f"{key}: {written(saved[key])} → {written(value)}"
+        for key, value in present.items()
+        if value != saved[key] and not key.startswith(_OF_A_START)
+    ]
+    if not changes:
+        return None
+    more = f", and {len(changes) - _MAX_CHANGES} more" if len(changes) > _MAX_CHANGES else ""
+    return f"changed since the last start: {', '.join(changes[:_MAX_CHANGES])}{more}"
 
 
 def describe_data(config: Config, corpus: Corpus, train_data: SampleDataset) -> dict[str, str]:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import torch
 
-from gpt_pretrain.checkpoint.store import Progress, Trainable, find_newest_checkpoint, load_checkpoint
+from gpt_pretrain.checkpoint.store import (
+    Progress,
+    Trainable,
+    complete_checkpoints,
+    find_newest_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.fp8 import fp8_settings
@@ -38,7 +45,7 @@ from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.training.generation import generate_tokens
-from gpt_pretrain.training.header import describe_data, describe_run
+from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 
@@ -95,17 +102,21 @@ def _open_run_dir(config: Config) -> tuple[Path, Path | None]:
     """Makes the run directory, given or named by the time of the start, and finds what to resume from.
 
     Raises:
-        UserError: `checkpoint.resume=never` would overwrite a run, or `latest` names a checkpoint that is not there.
+        UserError: The directory cannot be written, `checkpoint.resume=never` would overwrite a run, or there are
+            checkpoints and `latest` names none of them.
     """
     run_dir = make_run_dir(config)
-    resume = config.checkpoint.resume
-    newest = None if resume not in ("auto", "never") else find_newest_checkpoint(run_dir / "checkpoints")
-    if resume == "never" and newest is not None:
+    resume, checkpoints = config.checkpoint.resume, run_dir / "checkpoints"
+    if resume not in ("auto", "never"):
+        return run_dir, Path(resume).absolute()
+    if resume == "auto":
+        return run_dir, find_newest_checkpoint(checkpoints)
+    if complete_checkpoints(checkpoints):
         raise UserError(
             f"checkpoint.resume=never, but run_dir={run_dir} holds the checkpoints of a run; "
             "give another run_dir, or checkpoint.resume=auto to go on with it"
         )
-    return run_dir, newest if resume in ("auto", "never") else Path(resume).absolute()
+    return run_dir, None
 
 
 class _Run:
@@ -158,7 +169,10 @@ class _Run:
             console = stack.enter_context(self._open_console()) if self._launch.is_rank_zero else None
             if self._is_done:
                 if console is not None:
-                    console.note(f"the run has done its {self._start.step} steps; raise trainer.max_steps to go on")
+                    console.note(
+                        f"the run has done {self._start.step} steps, and trainer.max_steps="
+                        f"{self._config.trainer.max_steps}; raise it to go on"
+                    )
                 return "max_steps"
             sinks: list[MetricsSinks] = []
 
@@ -218,7 +232,7 @@ class _Run:
     def _open_console(self) -> RunConsole:
         config = self._config
         console = RunConsole(max_steps=config.trainer.max_steps, start_step=self._start.step)
-        places = {"directory": str(self._run_dir), "steps": f"{self._start.step} → {config.trainer.max_steps}"}
+        places = {"directory": str(self._run_dir), "steps": describe_steps(self._start.step, config.trainer.max_steps)}
         if self._resumed_from is not None:
             places["resumed from"] = str(self._resumed_from)
         console.print_header(
@@ -235,8 +249,14 @@ class _Run:
         )
         for note in platform_notes(config, self._platform):
             console.warning(note)
-        if self._resumed_from is not None and config.checkpoint.reset_fp8_state:
-            console.warning("FP8 scales and amax histories start anew at every resume: checkpoint.reset_fp8_state=true")
+        if self._resumed_from is not None:
+            changes = describe_changes(config, self._resumed_from)
+            if changes is not None:
+                console.note(changes)
+            if config.checkpoint.reset_fp8_state:
+                console.warning(
+                    "FP8 scales and amax histories start anew at every resume: checkpoint.reset_fp8_state=true"
+                )
         if self._corpus.tokenizer is None and config.sample.max_new_tokens > 0:
             console.note("no text sample at the end: model.tokenizer.library=none has no text")
         return console
@@ -270,7 +290,7 @@ class _Run:
         sample: str | None,
     ) -> None:
         metrics = load_metrics(self._run_dir)
-        newest = find_newest_checkpoint(self._checkpoints)
+        newest = latest_checkpoint(self._checkpoints)
         summary = build_summary(
             metrics,
             step=progress.step,
@@ -288,5 +308,7 @@ class _Run:
         if newest is not None:
             places["checkpoint"] = str(newest)
         if reason != "max_steps" and newest is not None:
-            places["go on with"] = f"run_dir={self._run_dir}"
+            places["go on with"] = f"the same command again with run_dir={self._run_dir}"
+            if self._config.checkpoint.resume != "auto":
+                places["go on with"] += " checkpoint.resume=auto"
         console.print_summary(summary, metrics, places)
