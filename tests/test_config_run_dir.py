@@ -33,7 +33,7 @@ def test_making_it_tells_key_reason_and_way_out(unwritable, compose_config):
         make_run_dir(compose_config(f"run_dir={path}"))
     assert str(refused.value).startswith(f"run_dir={path} cannot be written: ")
     assert reason.partition(" at ")[0] in str(refused.value)
-    assert str(refused.value).endswith("; name a directory that can with run_dir=…")
+    assert str(refused.value).endswith("; give another one with run_dir=DIRECTORY")
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -45,7 +45,7 @@ def test_both_programs_refuse_it_first(program, unwritable, capsys, monkeypatch)
     for module in ("gpt_pretrain.training.run", "gpt_pretrain.plan.console", "gpt_pretrain.megatron.cpu"):
         monkeypatch.setitem(sys.modules, module, None)
     assert program(["data=mock", f"run_dir={path}"]) == 2
-    expected = f"error: run_dir={path} cannot be written: {reason}; name a directory that can with run_dir=…\n"
+    expected = f"error: run_dir={path} cannot be written: {reason}; give another one with run_dir=DIRECTORY\n"
     assert capsys.readouterr() == ("", expected)
 
 

@@ -52,7 +52,7 @@ def _probe(config: Config, directory: Path) -> None:
 def _refusal(config: Config, error: OSError, place: Path | None = None) -> str:
     given = "run_dir=null (outputs/DATE/TIME_NAME)" if config.run_dir is None else f"run_dir={config.run_dir}"
     reason = f"{error.strerror or error} at {place or error.filename}"
-    return f"{given} cannot be written: {reason}; name a directory that can with run_dir=…"
+    return f"{given} cannot be written: {reason}; give another one with run_dir=DIRECTORY"
 
 
 def _new_directory(path: Path) -> Path:
