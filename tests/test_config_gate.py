@@ -170,7 +170,8 @@ def test_a_sweep_is_checked_job_by_job_before_the_first_starts():
     found = problems("-m", "model.num_query_groups=1,2,3", "model.seed=1,2", "trainer.max_steps=0")
     assert set(found) == {
         "trainer.max_steps=0 is too small; use 1 or more",
-        "model.num_attention_heads=4 is not divisible by model.num_query_groups=3; use 1, 2 or 4 query groups "
+        "model.num_attention_heads=4 is not divisible by model.num_query_groups=3; "
+        "use model.num_query_groups=1, 2 or 4 "
         "[model.num_query_groups=3 model.seed=1; model.num_query_groups=3 model.seed=2]",
     }
 

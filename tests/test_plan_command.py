@@ -178,6 +178,7 @@ def test_what_training_refuses_the_plan_refuses_with_the_same_words(capsys, tmp_
     ("arguments", "beginning"),
     [
         (["fp8=mxfp8"], "error: model.fp8_recipe=mxfp8 needs compute capability 10.x"),
+        (["plan.num_gpus=8", "trainer.num_nodes=3"], "error: plan.num_gpus=8 does not make trainer.num_nodes=3 nodes"),
         (["plan.num_gpus=0"], "error: plan.num_gpus=0 is not positive; use 1 or more"),
         (["plan.num_gpus=6", "trainer.devices=4"], "error: plan.num_gpus=6 is not a multiple of trainer.devices=4"),
         (["parallelism=tp2", "plan.num_gpus=3"], "error: model.tensor_model_parallel_size=2 × "),
@@ -188,6 +189,23 @@ def test_what_the_planned_machine_cannot_do_is_refused(capsys, arguments, beginn
     code, _, told = run_plan(capsys, *arguments)
     assert code == 2
     assert told.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        (
+            ["model=llama3_70b", "parallelism=tp8_sp", "plan.num_gpus=4"],
+            "; plan it with plan.num_gpus=8, or choose a layout whose product divides 4\n",
+        ),
+        (["plan.gpu=h100", "fp8=mxfp8"], "; or plan.gpu=b200\n"),
+    ],
+)
+def test_the_way_out_of_a_plan_is_another_plan(capsys, arguments, end):
+    code, _, told = run_plan(capsys, *arguments)
+    assert code == 2
+    assert told.endswith(end)
+    assert "torchrun" not in told
 
 
 @pytest.mark.parametrize(

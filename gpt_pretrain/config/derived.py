@@ -6,11 +6,14 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Activation, Config, ModelConfig, OptimConfig, TrainerConfig
 
 
+def model_parallel_size(model: ModelConfig) -> int:
+    """Ranks that share one replica of the model: TP · PP · CP."""
+    return model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+
+
 def data_parallel_size(model: ModelConfig, world_size: int) -> int:
     """Ranks that see different samples: world_size / (TP · PP · CP)."""
-    return world_size // (
-        model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    )
+    return world_size // model_parallel_size(model)
 
 
 def num_microbatches(model: ModelConfig, world_size: int) -> int:

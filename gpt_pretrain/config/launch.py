@@ -24,7 +24,7 @@ class Launch:
     master_addr: str
     master_port: int
     launcher: str
-    """Which variables were read: "torchrun", "srun" or "none"."""
+    """Which variables were read: "torchrun", "srun" or "none"; "plan" for processes that are only planned."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -35,6 +35,12 @@ class Launch:
     def num_nodes(self) -> int:
         """Nodes of the run, with as many processes on each."""
         return max(1, self.world_size // self.local_world_size)
+
+    def how_to_start(self, num_processes: int) -> str:
+        """The way out of a message that asks for another number of processes."""
+        if self.launcher == "plan":
+            return f"plan it with plan.num_gpus={num_processes}"
+        return f"start it with torchrun --nproc-per-node {num_processes} -m gpt_pretrain …"
 
 
 def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:

@@ -3,21 +3,18 @@
 Each rule yields one message: the keys and values in conflict, the rule, and the values that would do.
 """
 
-import math
 from collections.abc import Iterator
 
 from gpt_pretrain.config.derived import (
-    ffn_hidden_size,
-    kv_channels,
+    model_parallel_size,
     num_microbatches,
-    num_query_groups,
-    padded_vocab_size,
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.rules_fp8 import fp8_problems
 from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
+from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 from gpt_pretrain.config.schema import (
     Activation,
     Config,
@@ -56,35 +53,8 @@ def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
             yield f"model.{name}={value} is not positive; use 1 or more"
 
 
-def attention_heads(model: ModelConfig) -> Iterator[str]:
-    """Heads over groups, width and tensor-parallel ranks."""
-    heads, tp, groups = model.num_attention_heads, model.tensor_model_parallel_size, num_query_groups(model)
-    if model.kv_channels is None and model.hidden_size % heads:
-        yield (
-            f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads={heads}; "
-            f"use hidden_size {one_of(multiples_near(model.hidden_size, heads))}, or set model.kv_channels"
-        )
-    if heads % groups:
-        yield (
-            f"model.num_attention_heads={heads} is not divisible by model.num_query_groups={groups}; "
-            f"use {one_of(divisors(heads))} query groups"
-        )
-    if heads % tp:
-        yield (
-            f"model.num_attention_heads={heads} is not divisible by model.tensor_model_parallel_size={tp}; "
-            f"use {one_of(divisors(heads))}"
-        )
-    elif groups % tp:
-        # megatron-core can repeat a group over several ranks, at the price of gathering every QKV product; with
-        # weights that must not depend on the layout it is refused.
-        yield (
-            f"model.num_query_groups={groups} is not divisible by model.tensor_model_parallel_size={tp}; "
-            f"use {one_of(divisors(math.gcd(groups, heads)))}"
-        )
-
-
 def positions(model: ModelConfig) -> Iterator[str]:
-    """Rotary embeddings and the length that positions allow."""
+    """The kind of positions, and the length that they allow."""
     if model.encoder_seq_length > model.max_position_embeddings:
         yield (
             f"model.encoder_seq_length={model.encoder_seq_length} is longer than "
@@ -100,30 +70,6 @@ def positions(model: ModelConfig) -> Iterator[str]:
         return
     if not 0 < model.rotary_percentage <= 1:
         yield f"model.rotary_percentage={model.rotary_percentage} is no share of a head; use above 0 up to 1"
-        return
-    rotated = int(kv_channels(model) * model.rotary_percentage)
-    if rotated < 2 or rotated % 2:
-        yield (
-            f"model.kv_channels={kv_channels(model)} × model.rotary_percentage={model.rotary_percentage} rotates "
-            f"{rotated} channels of a head, and rope rotates pairs; make it an even number"
-        )
-
-
-def widths_over_tensor_ranks(model: ModelConfig) -> Iterator[str]:
-    """Matrices and embedding rows that tensor-parallel ranks share."""
-    tp = model.tensor_model_parallel_size
-    for name, value in (("hidden_size", model.hidden_size), ("ffn_hidden_size", ffn_hidden_size(model))):
-        if value % tp:
-            yield (
-                f"model.{name}={value} is not divisible by model.tensor_model_parallel_size={tp}; "
-                f"use {one_of(multiples_near(value, tp))}, or another tensor_model_parallel_size"
-            )
-    if padded_vocab_size(model) % tp:
-        divisor = model.make_vocab_size_divisible_by
-        yield (
-            f"model.vocab_size={model.vocab_size}, padded to {padded_vocab_size(model)}, is not divisible by "
-            f"model.tensor_model_parallel_size={tp}; use model.make_vocab_size_divisible_by={math.lcm(divisor, tp)}"
-        )
 
 
 def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
@@ -156,43 +102,15 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
             )
 
 
-def sequence(model: ModelConfig) -> Iterator[str]:
-    """Sequence and context parallelism."""
-    tp, cp, length = model.tensor_model_parallel_size, model.context_parallel_size, model.encoder_seq_length
-    if model.sequence_parallel and tp == 1:
-        yield (
-            "model.sequence_parallel=true needs model.tensor_model_parallel_size of 2 or more; "
-            "use false, or parallelism=tp2_sp"
-        )
-    if cp > 1 and model.transformer_engine is False:
-        yield (
-            f"model.context_parallel_size={cp} needs Transformer Engine's attention, and "
-            "model.transformer_engine=false; use context_parallel_size=1, or transformer_engine=null"
-        )
-    # Each context-parallel rank takes two slices, one from either half, which balances the causal mask.
-    need = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
-    if length % need:
-        causes = [f"2 × model.context_parallel_size={cp}"] if cp > 1 else []
-        causes += [f"model.tensor_model_parallel_size={tp} (sequence_parallel)"] if model.sequence_parallel else []
-        yield (
-            f"model.encoder_seq_length={length} is not divisible by {need}, as {' and '.join(causes)} ask; "
-            f"use {one_of(multiples_near(length, need))}"
-        )
-
-
-def _model_parallel_size(model: ModelConfig) -> int:
-    return model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-
-
 def _batch_fits(model: ModelConfig, launch: Launch) -> bool:
     """Whether a whole number of microbatches makes the global batch."""
-    ranks, rest = divmod(launch.world_size, _model_parallel_size(model))
+    ranks, rest = divmod(launch.world_size, model_parallel_size(model))
     return rest == 0 and model.global_batch_size % (model.micro_batch_size * ranks) == 0
 
 
 def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
     """Processes over the layout, and samples over what is left of them."""
-    size, world = _model_parallel_size(model), launch.world_size
+    size, world = model_parallel_size(model), launch.world_size
     if world % size:
         tp, pp, cp = (
             model.tensor_model_parallel_size,
@@ -201,8 +119,8 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
         )
         yield (
             f"model.tensor_model_parallel_size={tp} × model.pipeline_model_parallel_size={pp} × "
-            f"model.context_parallel_size={cp} needs a multiple of {size} processes, and this run has {world}; start "
-            f"it with torchrun --nproc-per-node {size} -m gpt_pretrain …, or choose a layout whose product divides "
+            f"model.context_parallel_size={cp} needs a multiple of {size} processes, and this run has {world}; "
+            f"{launch.how_to_start(size)}, or choose a layout whose product divides "
             f"{world}"
         )
     elif not _batch_fits(model, launch):
@@ -293,7 +211,8 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     if sizes:
         return
     shapes = [
-        *attention_heads(model),
+        *attention_heads(model, launch),
+        *rotated_pairs(model),
         *positions(model),
         *widths_over_tensor_ranks(model),
         *pipeline(model, launch),

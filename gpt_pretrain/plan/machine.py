@@ -4,6 +4,7 @@ The same checks and the same translations as training's get it in place of the m
 """
 
 import os
+from dataclasses import replace
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import Launch
@@ -35,10 +36,19 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
     )
 
 
-def platform_problems(config: Config, launch: Launch) -> list[str]:
-    """What the planned machine would refuse."""
+def _refusals(config: Config, launch: Launch) -> list[str]:
     try:
         check_platform(config, planned_platform(config, launch), launch)
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def platform_problems(config: Config, launch: Launch) -> list[str]:
+    """What the planned machine would refuse, with the GPUs that would not."""
+    problems = _refusals(config, launch)
+    if not problems:
+        return []
+    on_others = {gpu.name: replace(config, plan=replace(config.plan, gpu=gpu)) for gpu in GPUS}
+    fitting = [name for name, other in on_others.items() if not _refusals(other, launch)]
+    return [f"{problem}; or plan.gpu={' or '.join(fitting)}" if fitting else problem for problem in problems]

@@ -44,6 +44,14 @@ def planned_world_problems(config: Config) -> Iterator[str]:
             f"plan.num_gpus={num_gpus} is not a multiple of trainer.devices={trainer.devices}, the GPUs of one node; "
             "use a multiple, or trainer.devices=null"
         )
+    elif trainer.num_nodes is not None and trainer.num_nodes > 0:
+        per_node = trainer.devices or num_gpus // trainer.num_nodes
+        if num_gpus != trainer.num_nodes * per_node:
+            devices = "null" if trainer.devices is None else trainer.devices
+            yield (
+                f"plan.num_gpus={num_gpus} does not make trainer.num_nodes={trainer.num_nodes} nodes of "
+                f"trainer.devices={devices} GPUs; use another number, or trainer.num_nodes=null"
+            )
 
 
 def planned_launch(config: Config) -> Launch:
@@ -62,5 +70,5 @@ def planned_launch(config: Config) -> Launch:
         local_world_size=local,
         master_addr="127.0.0.1",
         master_port=0,
-        launcher="none" if world_size == 1 else "torchrun",
+        launcher="plan",
     )
