@@ -109,6 +109,9 @@ def test_the_one_switch_alone_is_te_s_own_delayed_scaling():
         (["model.fp8_recipe=blockwise"], "e4m3"),
         (["model.fp8_recipe=mxfp8"], "e4m3"),
         (["model.fp8_recipe=blockwise", "model.fp8_hybrid=true"], "e5m2"),
+        # The group leaves the format open, so that one switch changes it.
+        (["fp8=blockwise", "model.fp8_hybrid=true"], "e5m2"),
+        (["fp8=mxfp8", "model.fp8_hybrid=true"], "e5m2"),
         (["model.fp8_recipe=mxfp8", "model.fp8_e4m3=true", "model.fp8_hybrid=true"], "e4m3"),
     ],
 )

@@ -1,11 +1,17 @@
 """Cross-field rules: one row breaks a rule, its neighbour obeys it."""
 
+import random
+import re
+from dataclasses import replace
+
 import pytest
 
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import first_host, read_launch
 from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 
 TP4 = "model.tensor_model_parallel_size=4"
 TP2 = "model.tensor_model_parallel_size=2"
@@ -24,32 +30,73 @@ RULES = {
     "heads over width": (
         ["model.hidden_size=130"],
         1,
-        "model.hidden_size=130 is not divisible by model.num_attention_heads=4; use hidden_size 128 or 132",
+        "model.hidden_size=130 is not divisible by model.num_attention_heads=4; use hidden_size 128 or 136, "
+        "or set model.kv_channels",
         ["model.hidden_size=136"],
     ),
     "heads over groups": (
         ["model.num_query_groups=3"],
         1,
-        "model.num_attention_heads=4 is not divisible by model.num_query_groups=3; use 1, 2 or 4 query groups",
+        "model.num_attention_heads=4 is not divisible by model.num_query_groups=3; "
+        "use model.num_query_groups=1, 2 or 4",
         ["model.num_query_groups=4"],
+    ),
+    "groups over heads": (
+        ["model.num_query_groups=8"],
+        1,
+        "model.num_attention_heads=4 is not divisible by model.num_query_groups=8; "
+        "use model.num_query_groups=1, 2 or 4, or model.num_attention_heads=8",
+        ["model.num_query_groups=8", "model.num_attention_heads=8"],
+    ),
+    # One group divides the heads, and not among the ranks.
+    "heads over groups over TP": (
+        ["model.num_query_groups=3", "parallelism=tp2_sp"],
+        2,
+        "model.num_attention_heads=4 is not divisible by model.num_query_groups=3; use model.num_query_groups=2 or 4",
+        ["model.num_query_groups=2", "parallelism=tp2_sp"],
     ),
     "heads over TP": (
         ["model.num_attention_heads=12", "model.num_query_groups=12", "model.hidden_size=192", "parallelism=tp8_sp"],
         8,
-        "model.num_attention_heads=12 is not divisible by model.tensor_model_parallel_size=8; use 1, 2, 3, 4, 6 or 12",
+        "model.num_attention_heads=12 is not divisible by model.tensor_model_parallel_size=8; "
+        "use model.num_attention_heads=8 or 16 with model.num_query_groups=8, or "
+        "model.tensor_model_parallel_size=2 or 4",
         ["model.num_attention_heads=8", "model.num_query_groups=8", "model.hidden_size=192", "parallelism=tp8_sp"],
     ),
     "groups over TP": (
         [TP4],
         4,
-        "model.num_query_groups=2 is not divisible by model.tensor_model_parallel_size=4; use 1 or 2",
+        "model.num_query_groups=2 is not divisible by model.tensor_model_parallel_size=4; "
+        "use model.num_query_groups=4, or model.tensor_model_parallel_size=1 or 2",
         [TP2],
+    ),
+    "one group over TP and SP": (
+        ["model.num_query_groups=1", "parallelism=tp2_sp"],
+        2,
+        "model.num_query_groups=1 is not divisible by model.tensor_model_parallel_size=2; use model.num_query_groups="
+        "2 or 4, or model.tensor_model_parallel_size=1 with model.sequence_parallel=false",
+        ["model.num_query_groups=1", "model.tensor_model_parallel_size=1", "model.sequence_parallel=false"],
     ),
     "odd rotated channels": (
         ["model.kv_channels=33"],
         1,
-        "model.kv_channels=33 × model.rotary_percentage=1.0 rotates 33 channels of a head, and rope rotates pairs",
+        "model.kv_channels=33, and rope rotates pairs of channels; use 32 or 34",
         ["model.kv_channels=34"],
+    ),
+    "a width of odd heads": (
+        ["model.hidden_size=100"],
+        1,
+        "model.hidden_size=100 makes 4 heads (model.num_attention_heads) of 25 channels, and rope rotates pairs of "
+        "channels; use hidden_size 96 or 104, or set model.kv_channels",
+        ["model.hidden_size=104"],
+    ),
+    "an odd share of a head": (
+        ["model.rotary_percentage=0.1"],
+        1,
+        "model.hidden_size=128 makes 4 heads (model.num_attention_heads) of 32 channels, of which "
+        "model.rotary_percentage=0.1 rotates 3, and rope rotates pairs of channels; use hidden_size 116 or 160, or set "
+        "model.kv_channels, or another rotary_percentage",
+        ["model.rotary_percentage=0.1", "model.hidden_size=160"],
     ),
     "rotary percentage": (
         ["model.rotary_percentage=1.5"],
@@ -475,10 +522,66 @@ def test_all_broken_rules_are_told_together(broken_rules):
     assert len(problems) == 4
 
 
+TP_SIZE, GROUPS, HEADS, SP = (
+    "tensor_model_parallel_size",
+    "num_query_groups",
+    "num_attention_heads",
+    "sequence_parallel",
+)
+
+
+def offers(problem):
+    """What a message about heads and ranks offers: changes of the model's keys."""
+    ways = re.findall(r"(\w+)[ =](\d+(?:, \d+)*(?: or \d+)?)(?: with model\.(\w+)=(\w+))?", problem.partition("; ")[2])
+    for key, values, also, value in ways:
+        for number in re.findall(r"\d+", values):
+            yield {key: int(number), **({also: value != "false" and int(value)} if also else {})}
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2", "tp4_sp"])
+def test_what_is_offered_instead_of_heads_and_groups_is_legal(layout):
+    base = load_config([f"parallelism={layout}"]).model
+    launch = replace(read_launch({}), world_size=8)
+    draw = random.Random(layout)
+    offered = set()
+    for _ in range(300):
+        model = replace(
+            base,
+            hidden_size=draw.choice([96, 100, 128, 192, 256]),
+            num_attention_heads=draw.choice([1, 2, 3, 4, 6, 8, 12]),
+            num_query_groups=draw.choice([None, 1, 2, 3, 4, 8]),
+            kv_channels=draw.choice([None, None, 32]),
+            ffn_hidden_size=384,
+        )
+        problems = heads_and_ranks(model, launch)
+        if len(problems) == 1:
+            for change in offers(problems[0]):
+                assert heads_and_ranks(replace(model, **change), launch) == [], (problems, change)
+                offered |= change.keys()
+    expected = {"hidden_size", GROUPS, HEADS} | ({TP_SIZE} if layout != "single" else set())
+    assert expected <= offered <= {*expected, SP}
+
+
+def heads_and_ranks(model, launch):
+    return [
+        *attention_heads(model, launch),
+        *rotated_pairs(model),
+        *widths_over_tensor_ranks(model),
+        *sequence(model),
+    ]
+
+
 def test_wandb_is_refused_where_it_is_not_installed(broken_rules, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = broken_rules("logging=wandb")
-    assert 'pip install "gpt_pretrain[wandb]"' in problem
+    assert problem.endswith(f"{how_to_install('wandb')}, or use logging.wandb=false")
+
+
+@pytest.mark.parametrize("extra", ["te", "wandb"])
+def test_an_extra_is_installed_as_the_readme_says(extra, pytestconfig):
+    command = re.search(r"python -m pip .*", how_to_install(extra))[0]
+    assert command.endswith(f"-e '.[{extra}]'")
+    assert command in (pytestconfig.rootpath / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,18 @@ WRONG = {
         ],
         [DELAYED, "logging.fp8_statistics_interval=100"],
     ),
+    "a reset of nothing": (
+        ["checkpoint.reset_fp8_state=true"],
+        ["checkpoint.reset_fp8_state=true has nothing to reset with model.fp8=false; use false"],
+        [DELAYED, "checkpoint.reset_fp8_state=true"],
+    ),
+    "a reset of scales that nobody keeps": (
+        [BLOCKWISE, "checkpoint.reset_fp8_state=true"],
+        [
+            "checkpoint.reset_fp8_state=true has nothing to reset with model.fp8_recipe=blockwise: the scale of a block comes from the block itself; use false"
+        ],
+        [TENSORWISE, ATTENTION, "checkpoint.reset_fp8_state=true"],
+    ),
     "statistics at no step": (
         [DELAYED, "logging.fp8_statistics_interval=0"],
         ["logging.fp8_statistics_interval=0 is too small; use 1 or more, or null for no statistics"],
@@ -109,6 +121,13 @@ WRONG = {
         [DELAYED, "model.fp8_amax_history_len=0"],
         ["model.fp8_amax_history_len=0 is too small; use 1 or more (1024 is Transformer Engine's own)"],
         [DELAYED, "model.fp8_amax_history_len=1"],
+    ),
+    "a history that no memory holds": (
+        [DELAYED, "model.fp8_amax_history_len=100000000"],
+        [
+            "model.fp8_amax_history_len=100000000 is too long: each linear layer would keep 2,000,000,000 bytes of amaxes (4 for each of 5 tensors and each pass); use 1 to 65536 (1024 is Transformer Engine's own)"
+        ],
+        [DELAYED, "model.fp8_amax_history_len=65536"],
     ),
     "an interval that TE ignores": (
         [DELAYED, "model.fp8_interval=2"],
@@ -222,6 +241,13 @@ WRONG = {
             "model.fp8_emulate=true with model.transformer_engine=true: emulated layers are megatron-core's local ones; use transformer_engine=null or false, or fp8_emulate=false"
         ],
         [DELAYED, "model.transformer_engine=true"],
+    ),
+    "local layers with weights that emulation has not": (
+        [DELAYED, PARAMS, "model.transformer_engine=false"],
+        [
+            "model.fp8=true with model.transformer_engine=false: megatron-core's local layers know no FP8; use transformer_engine=null or true, or model.fp8_emulate=true with model.fp8_params=false"
+        ],
+        [DELAYED, EMULATE, "model.transformer_engine=false"],
     ),
     "FP8 around fp32": (
         [DELAYED, "trainer.precision=fp32"],

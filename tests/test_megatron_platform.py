@@ -16,7 +16,7 @@ from gpt_pretrain.megatron.platform import (
     plan_kernels,
     platform_notes,
 )
-from tests.platforms import CPU, H200, H200_WITHOUT_TE
+from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
 
 GPU_WITHOUT_TE, GPU = H200_WITHOUT_TE, H200
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
@@ -110,7 +110,7 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
             [f"model.{TE}=true"],
             [
                 "model.transformer_engine=true, but Transformer Engine cannot be used here: it is not installed; "
-                "pip install 'gpt_pretrain[te]'. Use null (where it is there) or false"
+                f"{INSTALL_TE}. Use null (where it is there) or false"
             ],
         ),
         (
@@ -154,7 +154,7 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
             ["model.context_parallel_size=2"],
             [
                 "model.context_parallel_size=2 needs Transformer Engine's attention: it is not installed; "
-                "pip install 'gpt_pretrain[te]'. Use 1"
+                f"{INSTALL_TE}. Use 1"
             ],
         ),
         (
@@ -249,7 +249,7 @@ def test_header_names_the_active_parts(platform: Platform, layers: str, fused: s
     [
         (CPU, [], None),
         (GPU, [], None),
-        (GPU_WITHOUT_TE, [], "it is not installed (pip install 'gpt_pretrain[te]')"),
+        (GPU_WITHOUT_TE, [], f"it is not installed; {INSTALL_TE}"),
         (GPU_WITH_BROKEN_TE, [], "OSError: libcublas.so.13 is missing"),
         # Who asks for local layers knows.
         (GPU_WITHOUT_TE, [f"model.{TE}=false"], None),

@@ -1,5 +1,7 @@
 """FP8 on a machine: what GPU, CUDA, Transformer Engine and environment must offer, and what is refused without."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, plan_kernels, platform_notes
 from tests.launching import run_ranks
-from tests.platforms import CPU, H200, H200_WITHOUT_TE
+from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
+from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
 
 GPU, GPU_WITHOUT_TE = H200, H200_WITHOUT_TE
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
@@ -46,7 +49,7 @@ def with_variables(**variables: str) -> Platform:
         (
             GPU_WITHOUT_TE,
             [FP8],
-            "model.fp8=true needs Transformer Engine: it is not installed; pip install 'gpt_pretrain[te]'" + EMULATE,
+            f"model.fp8=true needs Transformer Engine: it is not installed; {INSTALL_TE}{EMULATE}",
         ),
         (
             GPU_WITH_BROKEN_TE,
@@ -57,7 +60,7 @@ def with_variables(**variables: str) -> Platform:
             replace(GPU, transformer_engine="2.9.0+70f53666"),
             [FP8],
             "model.fp8=true needs Transformer Engine 2.12 or newer, and 2.9.0+70f53666 is installed; "
-            "pip install 'gpt_pretrain[te]'" + EMULATE,
+            f"{INSTALL_TE}{EMULATE}",
         ),
         (
             L40S,
@@ -168,6 +171,27 @@ def test_fp8_that_the_machine_can_compute_passes(platform: Platform, overrides: 
     config = load_config(["data=mock", "model=llama3_8b", *overrides])
     check_platform(config, platform, read_launch({}))
     assert plan_kernels(config, platform).transformer_engine is not config.model.fp8_emulate
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        NEMO_FP8,
+        NEMO_FP8_WITH_TE,
+        [TENSORWISE, ATTENTION],
+        [BLOCKWISE, "model.fp8_params=true", "model.gradient_accumulation_fusion=true", "parallelism=cp2"],
+    ],
+)
+def test_the_emulation_that_is_offered_is_taken(overrides: list[str], broken_rules: Callable[..., list[str]]) -> None:
+    """It is offered with whatever of the command line it cannot be combined with taken back."""
+    asked = ["data=mock", "model=llama3_8b", *overrides]
+    with pytest.raises(ConfigError) as refused:
+        check_platform(load_config(asked), CPU, read_launch({}))
+    problem = refused.value.problems[0]
+    offered = re.findall(r"model\.\w+=\w+", problem.rpartition("; ")[2])
+    assert offered[0] == "model.fp8_emulate=true"
+    assert broken_rules(*asked, *offered) == []
+    check_platform(load_config([*asked, *offered]), CPU, read_launch({}))
 
 
 def test_emulated_fp8_where_the_gpu_has_its_own_is_told() -> None:

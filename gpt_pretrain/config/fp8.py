@@ -85,3 +85,16 @@ def fp8_settings(model: ModelConfig) -> Fp8Settings | None:
         exclude=tuple(model.fp8_exclude),
         emulate=model.fp8_emulate,
     )
+
+
+def emulation(model: ModelConfig) -> str:
+    """How messages offer emulation: with the settings that would stand in its way taken back."""
+    in_its_way = {
+        "fp8_params=false": model.fp8_params,
+        "fp8_dot_product_attention=false": model.fp8_dot_product_attention,
+        "transformer_engine=null": model.transformer_engine,
+        "gradient_accumulation_fusion=null": model.gradient_accumulation_fusion,
+        "context_parallel_size=1": model.context_parallel_size > 1,
+    }
+    taken_back = [f"model.{instead}" for instead, is_set in in_its_way.items() if is_set]
+    return "model.fp8_emulate=true" + (f" with {' '.join(taken_back)}" if taken_back else "")

@@ -8,7 +8,7 @@ megatron-core 0.19.2 and Transformer Engine (TE) 2.12.
 import fnmatch
 from collections.abc import Iterator
 
-from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, fp8_settings
+from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, emulation, fp8_settings
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import (
@@ -30,6 +30,11 @@ _NO_HISTORY = {
 # Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
 # value of a tensor would be among the subnormal ones.
 _LARGEST_MARGIN = 14
+# 64 times Transformer Engine's own. The whole history is read at every step and is part of every checkpoint.
+_LONGEST_HISTORY = 65_536
+# An fp32 number for each of input, weight and output, and of the gradients of output and input
+# (TransformerEngineBaseModule.set_meta_tensor: num_gemms * 3 and num_gemms * 2).
+_HISTORY_BYTES = 5 * 4
 # The keys of FP8 that do not say so in their name.
 _KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
@@ -62,6 +67,17 @@ def switched_off(config: Config) -> Iterator[str]:
         yield (
             f"logging.fp8_statistics_interval={interval} has nothing to observe with model.fp8=false; "
             "use model.fp8=true, or null"
+        )
+    if config.checkpoint.reset_fp8_state:
+        yield "checkpoint.reset_fp8_state=true has nothing to reset with model.fp8=false; use false"
+
+
+def resuming(config: Config, settings: Fp8Settings) -> Iterator[str]:
+    """Scales that start anew, of a recipe that keeps none (`checkpoint.fp8_state`)."""
+    if config.checkpoint.reset_fp8_state and settings.recipe in _NO_HISTORY and not settings.dot_product_attention:
+        yield (
+            f"checkpoint.reset_fp8_state=true has nothing to reset with model.fp8_recipe={settings.recipe.name}: "
+            f"{_NO_HISTORY[settings.recipe]}; use false"
         )
 
 
@@ -103,6 +119,12 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         yield (
             f"model.fp8_amax_history_len={settings.amax_history_len} is too small; "
             "use 1 or more (1024 is Transformer Engine's own)"
+        )
+    if settings.amax_history_len > _LONGEST_HISTORY:
+        yield (
+            f"model.fp8_amax_history_len={settings.amax_history_len} is too long: each linear layer would keep "
+            f"{_HISTORY_BYTES * settings.amax_history_len:,} bytes of amaxes (4 for each of 5 tensors and each pass); "
+            f"use 1 to {_LONGEST_HISTORY} (1024 is Transformer Engine's own)"
         )
     if model.fp8_interval not in (None, 1):
         yield (
@@ -261,12 +283,12 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
         if model.transformer_engine is False:
             yield (
                 "model.fp8=true with model.transformer_engine=false: megatron-core's local layers know no FP8; "
-                "use transformer_engine=null or true, or model.fp8_emulate=true"
+                f"use transformer_engine=null or true, or {emulation(model)}"
             )
         if config.trainer.precision is Precision.fp32:
             yield (
                 "model.fp8=true with trainer.precision=fp32: Transformer Engine's layers would multiply in TF32 what "
-                "is not FP8; use auto or bf16, or model.fp8_emulate=true"
+                f"is not FP8; use auto or bf16, or {emulation(model)}"
             )
         return
     if model.gradient_accumulation_fusion:
@@ -304,6 +326,7 @@ def fp8_problems(config: Config, *, sizes_known: bool) -> Iterator[str]:
     yield from weight_gradients(model, settings)
     yield from attention(config, settings)
     yield from parameters(config, settings)
+    yield from resuming(config, settings)
     yield from layer_implementation(config, settings)
     if sizes_known:
         kept = list(layers_in_bf16(model, settings))

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import (
     Config,
@@ -241,7 +242,7 @@ def reports(config: Config) -> Iterator[str]:
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
         yield (
             "logging.wandb=true needs the package wandb, which is not installed; "
-            'install it with pip install "gpt_pretrain[wandb]", or use logging.wandb=false'
+            f"{how_to_install('wandb')}, or use logging.wandb=false"
         )
     if config.logging.peak_tflops is not None and config.logging.peak_tflops <= 0:
         yield f"logging.peak_tflops={config.logging.peak_tflops} is not positive; use null for the table's value"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config, PositionEmbedding, Precision
 from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, fp8_platform_problems, has_fp8
@@ -167,7 +168,7 @@ def platform_notes(config: Config, platform: Platform) -> list[str]:
     model = config.model
     unasked = model.transformer_engine is None and not model.fp8_emulate
     if platform.cuda and platform.transformer_engine is None and unasked:
-        why = platform.transformer_engine_problem or "it is not installed (pip install 'gpt_pretrain[te]')"
+        why = platform.transformer_engine_problem or f"it is not installed; {how_to_install('te')}"
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
     if model.fp8_emulate and platform.transformer_engine is not None and has_fp8(platform):
         notes.append(
@@ -186,7 +187,7 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     model = config.model
     problems: list[str] = []
     no_te = platform.transformer_engine_problem or (
-        "it is not installed; pip install 'gpt_pretrain[te]'" if platform.cuda else "there is no CUDA device"
+        f"it is not installed; {how_to_install('te')}" if platform.cuda else "there is no CUDA device"
     )
     te = plan_kernels(config, platform).transformer_engine
     problems += fp8_platform_problems(config, platform, no_te)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.config.fp8 import Fp8Settings, emulation, fp8_settings
+from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.schema import Config, Fp8RecipeName
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ def _why_no_fp8(platform: Platform, no_te: str) -> str | None:
         return f"Transformer Engine: {no_te}"
     if _version(platform.transformer_engine) < _OLDEST_TRANSFORMER_ENGINE:
         return (
-            f"Transformer Engine 2.12 or newer, and {platform.transformer_engine} is installed; "
-            "pip install 'gpt_pretrain[te]'"
+            f"Transformer Engine 2.12 or newer, and {platform.transformer_engine} is installed; {how_to_install('te')}"
         )
     return None
 
@@ -127,7 +127,7 @@ def fp8_platform_problems(config: Config, platform: Platform, no_te: str) -> Ite
     settings = fp8_settings(config.model)
     if settings is None or settings.emulate:
         return
-    emulate = "model.fp8_emulate=true computes the same values here, exactly but slowly"
+    emulate = f"{emulation(config.model)} computes the same values here, exactly but slowly"
     problem = _why_no_fp8(platform, no_te)
     if problem is not None:
         yield f"model.fp8=true needs {problem}; {emulate}"

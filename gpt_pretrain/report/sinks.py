@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import MetricsFile
 from gpt_pretrain.report.records import Fp8Record, Record, StartRecord, SummaryRecord
@@ -121,7 +122,7 @@ class WandbSink:
         except ImportError:
             raise UserError(
                 "logging.wandb=true needs the package wandb, which is not installed; "
-                "install the extra (pip install -e '.[wandb]') or set logging.wandb=false"
+                f"{how_to_install('wandb')}, or use logging.wandb=false"
             ) from None
         id_file = run_dir / self.ID_FILE
         if not id_file.exists():

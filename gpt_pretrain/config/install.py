@@ -1,0 +1,15 @@
+"""How the optional parts are installed: README.md's commands, for messages that miss one.
+
+The package is on no registry, so that an extra is installed from the checkout.
+"""
+
+_COMMANDS = {
+    # Built against the PyTorch that is there, hence no build isolation.
+    "te": "python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'",
+    "wandb": "python -m pip install -c constraints.txt -e '.[wandb]'",
+}
+
+
+def how_to_install(extra: str) -> str:
+    """The way out of a message about a missing extra."""
+    return f"install it from the checkout with {_COMMANDS[extra]}"
