@@ -86,6 +86,18 @@ BAD_INPUTS = {
     "not a number": (["model.optim.lr=fast"], ["model.optim.lr='fast' is not a number"]),
     "infinite": (["model.optim.lr=inf"], ["model.optim.lr=inf is not finite"]),
     "not a boolean": (["model.bias=2"], ["model.bias=2 is neither true nor false"]),
+    "a number for a boolean": (["model.fp8=1"], ["model.fp8=1 is neither true nor false; use true"]),
+    "a word for a boolean": (
+        ["model.bias=No", "model.transformer_engine=on"],
+        [
+            "model.bias='No' is neither true nor false; use false",
+            "model.transformer_engine='on' is neither true nor false or null; use true",
+        ],
+    ),
+    "a recipe for the switch": (
+        ["model.fp8=delayed"],
+        ["model.fp8='delayed' is neither true nor false; use fp8=delayed"],
+    ),
     "not a list": (
         ["model.optim.betas=0.9"],
         ["model.optim.betas=0.9 is not a list; write model.optim.betas=[…] with numbers"],
@@ -158,7 +170,7 @@ BAD_INPUTS = {
             "model.hidden_size=384",
         ],
         [
-            "model.num_attention_heads=12 is not divisible by model.tensor_model_parallel_size=8; use 1, 2, 3, 4, 6 or 12",
+            "model.num_attention_heads=12 is not divisible by model.tensor_model_parallel_size=8; use model.num_attention_heads=8 or 16 with model.num_query_groups=8, or model.tensor_model_parallel_size=1",
             f"{LAYOUT.replace('=2', '=8', 1)} needs a multiple of 8 processes, and this run has 1; start it with torchrun --nproc-per-node 8 -m gpt_pretrain …, or choose a layout whose product divides 1",
         ],
     ),
@@ -202,6 +214,15 @@ BAD_INPUTS = {
     ),
     "folder": (["--config-dir", "nowhere"], ["--config-dir=nowhere: there is no such folder"]),
     "option": (["--multi-run"], ["--multi-run: there is no such option; did you mean --multirun?"]),
+    "group behind dashes": (
+        ["--experiment", "smoke"],
+        ["--experiment: there is no such option; groups and keys stand without dashes: experiment=…"],
+    ),
+    "key behind dashes": (
+        ["--model.seed=3"],
+        ["--model.seed=3: there is no such option; groups and keys stand without dashes: model.seed=3"],
+    ),
+    "option that nobody is sent to": (["--experimental"], ["--experimental: there is no such option"]),
     "options that exclude each other": (["-m", "--cfg", "job"], ["--multirun and --cfg exclude each other; give one"]),
     "package": (
         ["--cfg", "job", "-p", "model.optm"],

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.gate import Job, check_command
 from gpt_pretrain.config.help import TRAINING, Program, print_help
-from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name, schema_keys, schema_sections
+from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_keys, schema_sections
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
@@ -38,6 +38,8 @@ from gpt_pretrain.config.source import (
     parse_override,
 )
 
+# Hydra's option that is never the way out.
+_REFUSED = "--experimental-rerun"
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
 
@@ -66,6 +68,15 @@ class Request:
         return bool(self.options.hydra_help or self.options.shell_completion)
 
 
+def _unknown_option(argument: str, known: Sequence[str]) -> str:
+    """What is told about an option that there is not: a group or a key behind dashes, or a typo."""
+    name, _, value = argument.lstrip("-").partition("=")
+    if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
+        return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
+    nearest = nearest_name(argument, known)
+    return f"{argument}: there is no such option{did_you_mean(None if nearest == _REFUSED else nearest)}"
+
+
 def parse_command_line(arguments: Sequence[str]) -> Request:
     """Reads the command line.
 
@@ -74,6 +85,8 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     """
     parser = get_args_parser()
     parser.exit_on_error = False
+    # `--experiment smoke` would be read as --experimental-rerun.
+    parser.allow_abbrev = False
     try:
         # Intermixed: `model=tiny -m model.seed=1,2` is read as it is meant, which argparse's plain reading refuses.
         options, rest = parser.parse_known_intermixed_args(arguments)
@@ -81,9 +94,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         raise ConfigError([f"{error}; python -m gpt_pretrain --help shows the options"]) from error
     if rest:
         known = [option for action in parser._actions for option in action.option_strings]
-        raise ConfigError(
-            [f"{argument}: there is no such option{did_you_mean(nearest_name(argument, known))}" for argument in rest]
-        )
+        raise ConfigError([_unknown_option(argument, known) for argument in rest])
     given = [f"--{name.replace('_', '-')}" for name in _COMMANDS if getattr(options, name)]
     if len(given) > 1:
         raise ConfigError([f"{' and '.join(given)} exclude each other; give one"])
@@ -92,7 +103,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     if options.package is not None and options.cfg is None:
         raise ConfigError(["--package goes with --cfg, and there is none"])
     if options.experimental_rerun is not None:
-        raise ConfigError(["--experimental-rerun is not supported; run_dir=DIRECTORY resumes a run"])
+        raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
     if options.config_path is not None:
         # Hydra would read it relative to this file; relative to where the command was typed is what is meant.
         options.config_path = str(Path(options.config_path).resolve())

@@ -122,6 +122,7 @@ UNSUPPORTED = {
 
 # Values of other codes where the key has none such: what to do instead.
 UNSUPPORTED_VALUES = {
+    **{("model.fp8", recipe): f"use fp8={recipe}" for recipe in schema.Fp8RecipeName.__members__},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
     ("model.fp8", "e5m2"): "no library multiplies E5M2 in the forward pass; use model.fp8=true model.fp8_hybrid=true",

@@ -58,6 +58,10 @@ def section_problem(path: str, value: Any) -> str:
     return f"{path}={show(value)} replaces a whole section; set its keys instead: {members}"
 
 
+# What YAML 1.1 and other programs write for a boolean.
+_SAID_OTHERWISE = {"true": ("1", "yes", "on", "y", "t"), "false": ("0", "no", "off", "n", "f")}
+
+
 def _integer(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -84,9 +88,12 @@ def _number(value: Any) -> float:
 def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    raise _Wrong("is neither true nor false")
+    text = str(value).lower()
+    if isinstance(value, str) and text in ("true", "false"):
+        return text == "true"
+    # Not taken for one: 1 may be a level, and "on" a choice that another code knows.
+    meant = next((f"; use {name}" for name, words in _SAID_OTHERWISE.items() if text in words), "")
+    raise _Wrong(f"is neither true nor false{meant}")
 
 
 def _string(value: Any) -> str:
@@ -134,7 +141,8 @@ def _convert(value: Any, key: Key) -> Any:
     try:
         return _SCALARS[key.kind](value)
     except _Wrong as wrong:
-        raise _Wrong(f"{wrong} or null" if key.optional else str(wrong)) from None
+        what, use, instead = str(wrong).partition("; use ")
+        raise _Wrong(f"{what} or null{use}{instead}" if key.optional else str(wrong)) from None
 
 
 class _Reader:
