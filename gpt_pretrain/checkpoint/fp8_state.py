@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gpt_pretrain.checkpoint.differences import differences
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig
+from gpt_pretrain.config.typed import written
 
 # Where Transformer Engine's layers keep this state, and emulated ones as well.
 EXTRA_STATE = "_extra_state"
@@ -26,9 +28,9 @@ def describe_fp8_state(model: ModelConfig) -> dict[str, str]:
         "model.fp8_recipe": settings.recipe.name,
         "format of gradients": settings.gradient_format,
         "model.fp8_amax_history_len": str(settings.amax_history_len),
-        "model.fp8_dot_product_attention": str(settings.dot_product_attention).lower(),
-        "model.fp8_exclude": f"[{','.join(settings.exclude)}]",
-        "model.fp8_emulate": str(settings.emulate).lower(),
+        "model.fp8_dot_product_attention": written(settings.dot_product_attention),
+        "model.fp8_exclude": written(list(settings.exclude)),
+        "model.fp8_emulate": written(settings.emulate),
     }
     if not settings.emulate:
         described["Transformer Engine"] = importlib.metadata.version("transformer_engine")
@@ -49,14 +51,10 @@ def keeps_fp8_state(path: Path, current: Mapping[str, str], saved: Mapping[str, 
     """
     if reset or not current or not saved:
         return False
-    different = [
-        f"{key}={current.get(key, 'none')} (saved with {saved.get(key, 'none')})"
-        for key in {**current, **saved}
-        if current.get(key) != saved.get(key)
-    ]
+    different = differences(current, saved)
     if different:
         raise UserError(
-            f"{path} holds the FP8 scales of another recipe: {', '.join(different)}; resume with the saved values, or "
+            f"{path} holds the FP8 scales of another recipe: {different}; resume with the saved values, or "
             "let scales and amax histories start anew with checkpoint.reset_fp8_state=true"
         )
     return True

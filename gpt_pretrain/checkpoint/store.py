@@ -21,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from gpt_pretrain.checkpoint.differences import differences
 from gpt_pretrain.checkpoint.fp8_state import EXTRA_STATE, describe_fp8_state, keeps_fp8_state, take_extra_states
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
@@ -62,8 +63,6 @@ _LAYOUT_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
-# Checkpoints of earlier versions hold Python's names of these values.
-_AS_WRITTEN = {"None": "null", "True": "true", "False": "false"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,15 +110,6 @@ def _layout(model: ModelConfig) -> dict[str, str]:
         "model.use_distributed_optimizer": written(uses_distributed_optimizer(model)),
         "processes": str(torch.distributed.get_world_size()),
     }
-
-
-def _differences(current: dict[str, str], saved: dict[str, str]) -> str:
-    saved = {key: _AS_WRITTEN.get(value, value) for key, value in saved.items()}
-    return ", ".join(
-        f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
-        for key, value in current.items()
-        if value != saved.get(key)
-    )
 
 
 def _listed(what: str, keys: set[str]) -> str:
@@ -268,12 +258,12 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig, *, res
     common = dist_checkpointing.load_common_state_dict(str(path))
     if "architecture" not in common:
         raise UserError(f"{path} is a megatron-core checkpoint, but not one of this application")
-    different = _differences(_architecture(model, trainable.model.transformer_config), common["architecture"])
+    different = differences(_architecture(model, trainable.model.transformer_config), common["architecture"])
     if different:
         raise UserError(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
         )
-    different = _differences(_layout(model), common["layout"])
+    different = differences(_layout(model), common["layout"])
     if different:
         raise UserError(f"{path} was saved by another parallel layout: {different}; resume with the saved one")
     restores_fp8 = keeps_fp8_state(path, describe_fp8_state(model), common.get("fp8", {}), reset=reset_fp8_state)

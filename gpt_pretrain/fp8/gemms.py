@@ -9,6 +9,21 @@ from enum import Enum
 
 import torch
 
+# The types of codes, by the names of their formats.
+CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def spread_over_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
+    """The scale of each value of a matrix [rows, columns] from those of its blocks.
+
+    Args:
+        scales: [blocks of rows, blocks of columns]; more of them, which only pad the array, are left out.
+        block: Rows and columns of a block.
+        shape: Rows and columns of the matrix; blocks at its lower and right edge may be smaller.
+    """
+    (height, width), (rows, columns) = block, shape
+    return scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+
 
 class Phase(Enum):
     """Which of a linear layer's three products."""

@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.config.fp8 import FORMAT_MAX
+from gpt_pretrain.fp8.gemms import spread_over_blocks
 
 # Columns of the fingerprint: sums of codes that all have to cancel for a change to go unnoticed.
 _COLUMNS = 256
@@ -52,7 +53,7 @@ class _Shard:
             return one
         rows, columns = self.weight.shape
         blocks: torch.Tensor = self.weight._rowwise_scale_inv
-        each = blocks.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+        each = spread_over_blocks(blocks, (_BLOCK, _BLOCK), (rows, columns))
         return each.reshape(-1)[self.start : self.start + self.master.numel()]
 
 

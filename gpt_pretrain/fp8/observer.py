@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role
+from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Operand, Phase, Product, ProductListener, Role
 from gpt_pretrain.megatron.layers import whole_model_modules
 
 # A module's name in the whole model, and a product right before it is computed. Must not wait for the device.
@@ -27,7 +27,6 @@ _ARGUMENTS = {
     Phase.dgrad: (Role.weight, Role.output_gradient),
     Phase.wgrad: (Role.input, Role.output_gradient),
 }
-_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Where a tensor is cast: its amax is that of the cast until the next microbatch's.
 _CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
 
@@ -179,7 +178,7 @@ def _format(tensor: Any) -> str:
 def _operand(role: Role, phase: Phase, tensor: Any, *, measure_amax: bool) -> Operand:
     """What TE hands to cuBLAS: a plain tensor, or one of its quantised storages (TE 2.12, pytorch/tensor/storage)."""
     name = _format(tensor)
-    if name not in _CODES:
+    if name not in CODE_TYPES:
         return Operand(role=role, format=name, codes=None, scale=None, amax=None)
     codes, scale_inv = _stored(tensor)
     # E8M0 is an exponent with a bias of 127. Blocks that only pad the array of scales hold zeros.
@@ -192,7 +191,7 @@ def _operand(role: Role, phase: Phase, tensor: Any, *, measure_amax: bool) -> Op
     return Operand(
         role=role,
         format=name,
-        codes=codes.view(_CODES[name]),
+        codes=codes.view(CODE_TYPES[name]),
         scale=torch.where(scale_inv > 0, scale, torch.nan),
         amax=amax,
     )

@@ -20,14 +20,13 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import Linear, fp8_flops_share, linears
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.fp8.gemms import Phase, Product
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
 from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import observe_attention, observe_products
 from gpt_pretrain.fp8.readback import NOT_IN_FP8, live_recipe, parameter_bytes, planned_recipe, weight_storage
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model
 
-_FP8_FORMATS = ("e4m3", "e5m2")
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
@@ -158,7 +157,7 @@ class Proof:
             if live != planned:
                 yield Difference(module=name, what="weight stored in", planned=planned, live=live)
         for (name, phase), formats in self._products.items():
-            if name not in self._planned and any(part in _FP8_FORMATS for pair in formats for part in pair):
+            if name not in self._planned and any(part in CODE_TYPES for pair in formats for part in pair):
                 yield Difference(module=name, what=phase.value, planned="not in FP8", live=_listed(formats))
         yield from self._attention_differences()
         for row in self._masters.problems(lr) if self._masters is not None else ():

@@ -8,7 +8,6 @@ cannot be met is an error and not a slower run.
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config, PositionEmbedding, Precision
-from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, fp8_platform_problems, has_fp8
+from gpt_pretrain.megatron.platform_fp8 import fp8_platform_problems, has_fp8, recipe_variables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +89,7 @@ def detect_platform() -> Platform:
         torch_cuda=torch.version.cuda if cuda else None,
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
-        recipe_variables={name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ},
+        recipe_variables=recipe_variables(),
         apex_layer_norm=cuda and _imports("apex.normalization") and _imports("fused_layer_norm_cuda"),
         apex_optimizer=cuda and _imports("apex.optimizers") and _imports("amp_C"),
         apex_softmax=cuda and _imports("scaled_upper_triang_masked_softmax_cuda"),

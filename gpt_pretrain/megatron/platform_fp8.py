@@ -5,6 +5,7 @@ TE 2.12 asserts most of this when the first layer runs. Its environment variable
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -36,6 +37,11 @@ RECIPE_VARIABLES = {
     "NVTE_DPA_FP8CS_O_in_F16": ("1", _ATTENTION, "keeps attention's output in FP8 for the backward pass"),
     "NVTE_UnfusedDPA_Emulate_FP8": ("0", _ATTENTION, "lets attention fall back to an emulation"),
 }
+
+
+def recipe_variables() -> dict[str, str]:
+    """Those of `RECIPE_VARIABLES` that the environment sets, with their values."""
+    return {name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ}
 
 
 def has_fp8(platform: Platform) -> bool:

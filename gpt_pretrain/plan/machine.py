@@ -3,14 +3,13 @@
 The same checks and the same translations as training's get it in place of the machine that the plan is made on.
 """
 
-import os
 from dataclasses import replace
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform import Platform, check_platform
-from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES
+from gpt_pretrain.megatron.platform_fp8 import recipe_variables
 from gpt_pretrain.plan.hardware import GPUS
 
 # What this project is tested with (pyproject.toml, constraints.txt).
@@ -28,7 +27,7 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         torch_cuda=TORCH_CUDA,
         transformer_engine=TRANSFORMER_ENGINE,
         transformer_engine_problem=None,
-        recipe_variables={name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ},
+        recipe_variables=recipe_variables(),
         apex_layer_norm=False,
         apex_optimizer=False,
         apex_softmax=False,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import Linear, gemms, linears
+from gpt_pretrain.config.numbers import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 
 # What FP8 products ask of both dimensions of their operands, where no recipe is chosen: that of scales per tensor.
@@ -52,9 +53,7 @@ def shape_problem(m: int, n: int, k: int, alignment: int) -> str:
     wrong = []
     for name, value in (("m", m), ("n", n), ("k", k)):
         if value % alignment:
-            below = value // alignment * alignment
-            near = " or ".join(str(each) for each in (below, below + alignment) if each > 0)
-            wrong.append(f"{name}={value} is not ×{alignment}: {near}")
+            wrong.append(f"{name}={value} is not ×{alignment}: {one_of(multiples_near(value, alignment))}")
     return "; ".join(wrong)
 
 

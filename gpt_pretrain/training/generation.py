@@ -34,8 +34,7 @@ def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
 @torch.no_grad()
 def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, position: int) -> torch.Tensor | None:
     """Logits [vocab] after `position`, on the last pipeline stage; None elsewhere."""
-    positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
-    inputs = {"tokens": tokens, "positions": positions}
+    inputs = {"tokens": tokens, "positions": torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)}
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
     if context_parallel:
         inputs = get_batch_on_this_cp_rank(inputs, is_hybrid_cp=False)
@@ -45,14 +44,13 @@ def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, 
 
     # Interleaved schedules take microbatches by the pipeline's size; the copies cost what one would.
     interleaved = len(model.chunks) > 1
-    rows = inputs["tokens"].size(0)
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[None] * len(model.chunks) if interleaved else None,
         model=model.chunks if interleaved else model.chunks[0],
         num_microbatches=config.pipeline_model_parallel_size if interleaved else 1,
         seq_length=tokens.size(1),
-        micro_batch_size=rows,
+        micro_batch_size=tokens.size(0),
         forward_only=True,
         collect_non_loss_data=True,
     )

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 
 from gpt_pretrain.config.fp8 import FORMAT_MAX
+from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
 
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP32_MAX = torch.finfo(torch.float32).max
 
 # fp32 is one bit of sign, eight of exponent (biased by 127), 23 of mantissa.
@@ -58,8 +58,7 @@ class Quantised:
         inverse = self.scale.reciprocal()
         if self.block is not None:
             rows, columns = self.codes.shape
-            inverse = inverse.repeat_interleave(self.block[0], 0)[:rows]
-            inverse = inverse.repeat_interleave(self.block[1], 1)[:, :columns]
+            inverse = spread_over_blocks(inverse, self.block, (rows, columns))
         return self.codes.float() * inverse
 
 
@@ -117,7 +116,7 @@ def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Ten
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
     largest = FORMAT_MAX[format]
-    return (x.float() * scale).clamp(-largest, largest).to(DTYPES[format])
+    return (x.float() * scale).clamp(-largest, largest).to(CODE_TYPES[format])
 
 
 def cast_tensor(x: torch.Tensor, format: str, scale: torch.Tensor, amax: torch.Tensor) -> Quantised:
