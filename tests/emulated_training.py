@@ -117,7 +117,7 @@ def build_training(*overrides: str) -> Training:
     """Builds it in open process groups; emulated where `model.fp8` is on, whatever else the overrides say."""
     config, platform = load_config([*TINY, *overrides]), detect_platform()
     settings = fp8_settings(config.model)
-    layers = None if settings is None else emulated_layers(config, platform, settings)
+    layers = None if settings is None else emulated_layers(config, settings)
     model = build_model(config, platform, plan_kernels(config, platform), layers)
     optimizer = build_optimizer(config, model, platform)
     model.train()

@@ -6,7 +6,7 @@ import torch
 from gpt_pretrain.checkpoint.store import Progress, load_checkpoint, save_checkpoint
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
-from tests.emulated_training import emulate, emulated_training
+from tests.emulated_training import TINY, emulate, emulated_training
 from tests.runs import run_small
 
 _RESULTS = {}
@@ -102,6 +102,31 @@ def test_layers_that_stay_out_compute_in_high_precision(layers_in_fp8, overrides
     assert len(formats) == 3 * 4 * len(layers_in_fp8)
     assert {formats[key] for key in formats if key[1] is Phase.forward} == {("e4m3", "e4m3")}
     assert {formats[key] for key in formats if key[1] is not Phase.forward} == {("e5m2", "e4m3")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "unrounded"),
+    [
+        pytest.param(DELAYED, {"linear_qkv", "linear_fc1"}, id="delayed"),
+        pytest.param((*DELAYED, "model=gpt2_124m", *TINY), {"linear_qkv", "linear_fc1"}, id="delayed, LayerNorm"),
+        pytest.param((*DELAYED, "model.fp8_exclude=['*.linear_qkv']"), {"linear_fc1"}, id="delayed, excluded"),
+        pytest.param(TENSORWISE, set(), id="tensorwise"),
+        pytest.param(emulate("blockwise"), set(), id="blockwise"),
+        pytest.param(emulate("mxfp8"), set(), id="mxfp8"),
+    ],
+)
+def test_delayed_scaling_alone_casts_what_a_norm_computes_before_it_is_rounded(overrides, unrounded):
+    """As Transformer Engine's kernels for norms do (tests/test_gpu_fp8_emulation_gpt.py)."""
+    found = set()
+
+    def look(name, product):
+        amax = product.operands[0].amax
+        if product.phase is Phase.forward and amax != amax.bfloat16():
+            found.add(name.rpartition(".")[2])
+
+    with emulated_training(*overrides, "trainer.precision=bf16") as training, observe_products(training.chunks, look):
+        training.step()
+    assert found == unrounded
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ RUNS = {
     "delayed": ("fp8=delayed",),
     "delayed most recent": ("fp8=delayed", "model.fp8_amax_compute_algo=most_recent", "model.fp8_margin=1"),
     "delayed excluded": ("fp8=delayed", "model.fp8_exclude=['decoder.layers.0.*','*.linear_fc2']"),
+    "delayed stored": ("fp8=delayed", STORED),
     "delayed excluded stored": ("fp8=delayed", STORED, "model.fp8_exclude=['decoder.layers.0.*']"),
     "tensorwise": ("fp8=tensorwise",),
     "tensorwise stored": ("fp8=tensorwise", STORED),
@@ -79,6 +80,28 @@ def test_resumed_run_equals_the_uncut_run_bit_for_bit(tmp_path, cache_dir, name)
         [(record.step, record.loss, record.grad_norm) for record in metrics.train] for metrics in (resumed, uncut)
     ]
     assert curves[0] == curves[1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance"),
+    [
+        pytest.param("bf16", "delayed stored", 1e-2, id="BF16 goes on in FP8"),
+        pytest.param("delayed stored", "tensorwise stored", 1e-2, id="another recipe"),
+        # The same codes, cast by the optimizer or by the layer.
+        pytest.param("tensorwise stored", "tensorwise", 0.0, id="weights in FP8 go on in BF16"),
+    ],
+)
+def test_fp8_may_change_between_saving_and_resuming(tmp_path, cache_dir, before, after, tolerance):
+    masters = [*SMALL_GPU_RUN, *DETERMINISTIC, "model.use_distributed_optimizer=true"]
+    run_small(1, tmp_path / "cut", cache_dir, [*masters, *RUNS[before], "trainer.max_steps=4"], on_gpus=True)
+    resumed = [*masters, "trainer.max_steps=10", f"checkpoint.resume={tmp_path / 'cut/checkpoints/step_00000004'}"]
+    curves = [
+        [record.loss for record in run_small(1, tmp_path / fp8, cache_dir, [*resumed, *RUNS[fp8]], on_gpus=True).train]
+        for fp8 in (before, after)
+    ]
+    assert len(curves[0]) == 6
+    assert curves[1] == pytest.approx(curves[0], rel=tolerance, abs=0.0)
+    assert (curves[1] == curves[0]) == (tolerance == 0.0)
 
 
 @pytest.mark.parametrize(

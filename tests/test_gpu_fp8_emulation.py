@@ -163,16 +163,3 @@ def test_loss_curves_of_whole_runs_agree(tmp_path, cache_dir, recipe):
     for metrics in (te, emulated):
         assert len(metrics.fp8[-1].tensors) == 4 * 4 * 3, "four layers of four linear layers of three tensors"
         assert all(tensor.amax > 0 and tensor.scale_max > 0 for tensor in metrics.fp8[-1].tensors)
-
-
-def test_the_first_amaxes_of_a_model_agree(tmp_path, cache_dir):
-    one = [*SMALL_GPU_RUN, "fp8=tensorwise", "trainer.max_steps=1", "logging.fp8_statistics_interval=1"]
-    te = run_small(1, tmp_path / "te", cache_dir, one, on_gpus=True)
-    emulated = run_small(1, tmp_path / "emulated", cache_dir, [*one, "model.fp8_emulate=true"], on_gpus=True)
-    for theirs, ours in zip(te.fp8[0].tensors, emulated.fp8[0].tensors, strict=True):
-        assert (ours.layer, ours.tensor) == (theirs.layer, theirs.tensor)
-        # Weights are the same bits. Activations come through other kernels for norm and attention, and the largest of
-        # the gradients' values, which are roundings of roundings, is the same in size alone.
-        tolerance = {"weight": 0.0, "input": 0.05, "output_gradient": 0.25}[ours.tensor]
-        expected = pytest.approx(theirs.amax, rel=tolerance, abs=0.0)
-        assert ours.amax == expected, (ours, theirs)

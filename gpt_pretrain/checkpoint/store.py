@@ -34,7 +34,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
 from gpt_pretrain.config.typed import written
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.optimizer import load_optimizer_state, prepare_for_loading
+from gpt_pretrain.megatron.optimizer import cast_masters_to_fp8_weights, load_optimizer_state, prepare_for_loading
 
 _POINTER = "latest"
 # Optimizer states by their place in the model's tensors, which takes 12 bytes of host memory per parameter on every
@@ -284,6 +284,7 @@ def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig, *, res
     for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
         chunk.load_state_dict(state[key] | dict.fromkeys(not_restored[key]))
     load_optimizer_state(trainable.optimizer, state["optimizer"])
+    cast_masters_to_fp8_weights(trainable.optimizer, trainable.model)
     trainable.scheduler.load_state_dict(common["scheduler"])
     _restore_random_states(state["random_states"])
     return Progress(**common["progress"])

@@ -27,11 +27,12 @@ from megatron.core.models.gpt import GPTModel
 from gpt_pretrain.config.fp8 import FORMAT_MAX
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.fp8.counting import count_codes
 from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.megatron.layers import whole_model_modules
 
-# The codes of the largest magnitudes, without the sign bit (arXiv 2209.05433, table 1).
+# The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 # A scale computed from the amax itself, fp8_max / amax, may exceed it by the rounding of fp32.
 _ROUNDING = 1.0 + 2.0**-20
@@ -121,11 +122,9 @@ class StatisticsCollector:
         return new if role is Role.weight else counted_in is phase
 
     def _add_operand(self, row: int, operand: Operand, codes: torch.Tensor) -> None:
-        magnitudes = codes.view(torch.uint8) & 0x7F
-        values = torch.full((), codes.numel(), dtype=torch.int64, device=self._device)
-        flushed = values - torch.count_nonzero(magnitudes)
         largest_code = _LARGEST_CODE[operand.format]
-        largest = torch.count_nonzero(magnitudes == largest_code)
+        flushed, largest, highest = count_codes(codes, largest_code)
+        values = torch.full((), codes.numel(), dtype=torch.int64, device=self._device)
         scale_min, scale_max = _extremes(operand.scale)
         if operand.amax is None:
             amax, judged, saturated = torch.full_like(scale_min, -torch.inf), 0 * values, 0 * values
@@ -133,7 +132,7 @@ class StatisticsCollector:
             amax, judged = _finite_or_inf(operand.amax.detach().float()).max(), values
             saturated = largest * (amax * scale_min > FORMAT_MAX[operand.format] * _ROUNDING)
         # Casts pass over NaN when they take the amax, and leave it in the codes.
-        amax = torch.where(magnitudes.max() > largest_code, torch.inf, amax)
+        amax = torch.where(highest > largest_code, torch.inf, amax)
         seen = torch.stack([amax, -scale_min, scale_max])
         self._maxima[row, :_HISTORY] = torch.maximum(self._maxima[row, :_HISTORY], seen)
         self._sums[row] += torch.stack([values, flushed, judged, saturated])

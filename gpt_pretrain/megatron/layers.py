@@ -7,7 +7,7 @@ torch's norms refuses.
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
@@ -41,9 +41,12 @@ class TorchNorm:
     `sequence_parallel` (megatron.core.distributed.finalize_model_grads).
     """
 
+    layer_norm: ClassVar[type[torch.nn.LayerNorm]] = torch.nn.LayerNorm
+    rms_norm: ClassVar[type[torch.nn.RMSNorm]] = torch.nn.RMSNorm
+
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:  # type: ignore[misc]
         """Builds the norm that `config.normalization` names, over the last dimension of [s, b, h]."""
-        norm_cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm_cls = cls.rms_norm if config.normalization == "RMSNorm" else cls.layer_norm
         norm = norm_cls(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -57,6 +57,26 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
             moments["step"] = moments["step"].clone()
 
 
+@torch.no_grad()
+def cast_masters_to_fp8_weights(optimizer: MegatronOptimizer, model: Model) -> None:
+    """Makes weights stored in FP8 what their masters say, on all ranks; call it after masters and scales were loaded.
+
+    megatron-core writes them into a checkpoint as BF16. Cast from there, each would take the scale that it happens to
+    have in a fresh model (delayed), or one from an amax that was rounded (tensorwise), and the run would go on from
+    other weights than it was saved with.
+    """
+    parts = [
+        part
+        for part in getattr(optimizer, "chained_optimizers", [optimizer])
+        if isinstance(part, DistributedOptimizer) and part.ddp_config.fp8_param_gather
+    ]
+    for part in parts:
+        part._copy_main_params_to_model_params()
+    if parts:
+        for chunk in model.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
 # What tells the groups of one optimizer apart: with and without weight decay, and MoE's experts.
 _GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 

@@ -141,7 +141,7 @@ class _Run:
         self._checkpoints = run_dir / "checkpoints"
         self._kernels = plan_kernels(config, platform)
         fp8 = fp8_settings(config.model)
-        emulated = None if fp8 is None or not fp8.emulate else emulated_layers(config, platform, fp8)
+        emulated = None if fp8 is None or not fp8.emulate else emulated_layers(config, fp8)
         model = build_model(config, platform, self._kernels, emulated)
         optimizer = build_optimizer(config, model, platform)
         self._trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))

@@ -49,9 +49,7 @@ def _change_emulated(**changes):
     from gpt_pretrain.training import run
 
     build = run.emulated_layers
-    run.emulated_layers = lambda config, platform, settings: build(
-        config, platform, dataclasses.replace(settings, **changes)
-    )
+    run.emulated_layers = lambda config, settings: build(config, dataclasses.replace(settings, **changes))
 
 
 def swap_emulated_recipe():

@@ -5,8 +5,10 @@ are ours. Where ranks split the sequence, the input is gathered before it is cas
 gradient of a row-parallel output likewise. Transformer Engine casts first and gathers codes, with an amax that it has
 reduced over these ranks, or blocks that end where the parts do: the same codes for fewer bytes.
 
-Attention, norms, embeddings and the LM head stay as they are. TE fuses the norm before a column-parallel layer with its
-cast, and takes amax and codes from values that were never rounded to BF16; here they are (not in fp32 runs).
+Attention, embeddings and the LM head stay as they are. With delayed scaling TE computes the norm before a
+column-parallel layer and its cast in one kernel, which takes amax and codes from values that were never rounded to BF16
+(TE 2.12, pytorch/csrc/extensions/normalization.cpp); such a norm hands on fp32 here. The other recipes cast what was
+rounded.
 """
 
 from typing import Any
@@ -27,8 +29,7 @@ from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Sca
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import Cast, stateless_cast
 from gpt_pretrain.fp8.gemms import ProductListener
-from gpt_pretrain.megatron.layers import LocalLayers
-from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
 
 
 class _EmulatedLinear(torch.nn.Module):
@@ -60,7 +61,7 @@ class _EmulatedLinear(torch.nn.Module):
         tp_group: torch.distributed.ProcessGroup | None,
         **_: Any,
     ) -> torch.Tensor:
-        """x·wᵀ + b; megatron-core's other arguments belong to fusions that the rules refuse."""
+        """x·wᵀ + b in the weight's type; megatron-core's other arguments belong to fusions that the rules refuse."""
         if sequence_parallel:
             # Its backward sums the gradients over the ranks and scatters them.
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -79,6 +80,39 @@ class _EmulatedLinear(torch.nn.Module):
             self._scaling.load(state)
 
 
+class _LayerNorm(torch.nn.LayerNorm):
+    """torch's, or with its result left in fp32."""
+
+    is_rounded = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The norm over the last dimension."""
+        if self.is_rounded:
+            return super().forward(input)
+        weight, bias = self.weight.float(), self.bias.float()
+        return torch.nn.functional.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    """torch's, or with its result left in fp32."""
+
+    is_rounded = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The norm over the last dimension."""
+        if self.is_rounded:
+            return super().forward(input)
+        weight = self.weight.float()
+        return torch.nn.functional.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
+
+
+class _Norm(TorchNorm):
+    """The norms of emulated layers."""
+
+    layer_norm = _LayerNorm
+    rms_norm = _RMSNorm
+
+
 class EmulatedColumnParallelLinear(_EmulatedLinear, ColumnParallelLinear):  # type: ignore[misc]
     """A linear layer whose outputs are split over the tensor parallel ranks."""
 
@@ -93,11 +127,10 @@ class EmulatedLayers(LocalLayers):
     Args:
         settings: The FP8 of the run.
         modules: Names in the whole model of the layers in FP8; the others are megatron-core's own.
-        apex_layer_norm: apex's fused layer norm is installed.
     """
 
-    def __init__(self, settings: Fp8Settings, modules: frozenset[str], *, apex_layer_norm: bool) -> None:
-        super().__init__(apex_layer_norm=apex_layer_norm)
+    def __init__(self, settings: Fp8Settings, modules: frozenset[str]) -> None:
+        super().__init__(apex_layer_norm=False)
         self._settings = settings
         self._modules = modules
         self._scaling: DelayedScaling | None = None
@@ -113,10 +146,21 @@ class EmulatedLayers(LocalLayers):
         """Builds row-parallel layers."""
         return self._row
 
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """The norm's class."""
+        return _Norm
+
     def attach(self, chunk: GPTModel) -> None:
         """Follows the passes of a model chunk that was built from these layers."""
-        if self._scaling is not None:
-            self._scaling.attach(chunk.decoder)
+        if self._scaling is None:
+            return
+        self._scaling.attach(chunk.decoder)
+        for layer in chunk.decoder.layers:
+            for norm, linear in (
+                (layer.input_layernorm, layer.self_attention.linear_qkv),
+                (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
+            ):
+                norm.is_rounded = not isinstance(linear, EmulatedColumnParallelLinear)
 
     def _column(self, *args: Any, name: str, **kwargs: Any) -> torch.nn.Module:
         return self._build(ColumnParallelLinear, EmulatedColumnParallelLinear, *args, name=name, **kwargs)
@@ -133,15 +177,14 @@ class EmulatedLayers(LocalLayers):
         return emulated(*args, settings=self._settings, cast=cast, name=name, **kwargs)
 
 
-def emulated_layers(config: Config, platform: Platform, settings: Fp8Settings) -> EmulatedLayers:
+def emulated_layers(config: Config, settings: Fp8Settings) -> EmulatedLayers:
     """The layers of a run with `model.fp8_emulate`.
 
     Process groups must be open (`megatron.parallel.process_groups`).
 
     Args:
         config: The run's configuration.
-        platform: This machine.
         settings: Its FP8.
     """
     modules = frozenset(linear.module for linear in linears(config.model) if linear.precision == "fp8")
-    return EmulatedLayers(settings, modules, apex_layer_norm=platform.apex_layer_norm)
+    return EmulatedLayers(settings, modules)

@@ -44,8 +44,9 @@ class LinearProducts:
         """The layer's output.
 
         Args:
-            x: [..., in], whole over the ranks that split the sequence.
-            weight: [out, in].
+            x: [..., in], whole over the ranks that split the sequence; in the weight's type, or fp32 where what comes
+                before hands it on unrounded.
+            weight: [out, in]; the output is of its type.
             bias: [out], added to the product.
             is_first_microbatch: The weight has changed.
             listener: Who is told of the products, at the time of each.
@@ -98,14 +99,14 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         ctx.has_bias = bias is not None
-        ctx.weight_dtype = weight.dtype
+        ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         # Codes take the place of the values, unless the weight's gradient is to come from these.
         ctx.save_for_backward(None if call.wgrad_fp8 else x)
         call.tell(Phase.forward, call.x.along_rows, call.weight.along_rows)
         y = call.x.along_rows.values() @ call.weight.along_rows.values().t()
         if bias is not None:
             y += bias.float()
-        return y.to(x.dtype)
+        return y.to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -115,14 +116,15 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             call.tell(Phase.dgrad, codes.along_rows, call.weight.along_columns)
-            dx = (codes.along_rows.values() @ call.weight.along_columns.values()).to(dy.dtype)
+            dx = (codes.along_rows.values() @ call.weight.along_columns.values()).to(dy.dtype).to(ctx.input_dtype)
         if ctx.needs_input_grad[1] and call.wgrad_fp8:
             call.tell(Phase.wgrad, codes.along_columns, call.x.along_columns)
             product = codes.along_columns.values().t() @ call.x.along_columns.values()
             dw = product.to(ctx.weight_dtype)
         elif ctx.needs_input_grad[1]:
-            call.tell(Phase.wgrad, dy, x)
-            dw = dy.t() @ x
+            rounded = x.to(dy.dtype)
+            call.tell(Phase.wgrad, dy, rounded)
+            dw = dy.t() @ rounded
         if call.ends_backward:
             call.cast.end_backward()
         return dx, dw, dy.sum(dim=0) if ctx.has_bias else None, None
