@@ -1,7 +1,5 @@
 """The kernel behind `count_codes` on GPUs; a module of its own, as Triton is not installed everywhere."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -10,8 +8,9 @@ _BLOCK = tl.constexpr(4096)
 _BLOCKS_PER_PROGRAM = tl.constexpr(16)
 
 
+# Triton reads annotations, and takes none but its own.
 @triton.jit  # type: ignore[untyped-decorator]
-def _count(codes: Any, counts: Any, size: Any, largest: Any) -> None:
+def _count(codes, counts, size, largest):  # noqa: ANN001, ANN202
     first = tl.program_id(0).to(tl.int64) * _BLOCK * _BLOCKS_PER_PROGRAM
     zero = tl.zeros([_BLOCK], dtype=tl.int32)
     full = tl.zeros([_BLOCK], dtype=tl.int32)
