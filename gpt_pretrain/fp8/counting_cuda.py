@@ -9,8 +9,8 @@ _BLOCKS_PER_PROGRAM = tl.constexpr(16)
 
 
 # Triton reads annotations, and takes none but its own.
-@triton.jit  # type: ignore[untyped-decorator]
-def _count(codes, counts, size, largest):  # noqa: ANN001, ANN202
+@triton.jit
+def _count(codes, counts, size, largest):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     first = tl.program_id(0).to(tl.int64) * _BLOCK * _BLOCKS_PER_PROGRAM
     zero = tl.zeros([_BLOCK], dtype=tl.int32)
     full = tl.zeros([_BLOCK], dtype=tl.int32)
