@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.checkpoint.store import Trainable
+from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config

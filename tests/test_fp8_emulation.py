@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.store import Progress, load_checkpoint, save_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
 from tests.emulated_training import TINY, emulate, emulated_training

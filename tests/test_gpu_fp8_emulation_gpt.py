@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.store import Trainable
+from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config

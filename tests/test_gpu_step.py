@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.store import Progress, Trainable
+from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets

@@ -6,7 +6,9 @@ import shutil
 import pytest
 from megatron.core import dist_checkpointing
 
-from gpt_pretrain.checkpoint.store import Progress, load_checkpoint, save_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import config_to_yaml

@@ -17,7 +17,7 @@ import transformers
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from gpt_pretrain.checkpoint.store import Trainable
+from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gpt_pretrain.checkpoint.store import Progress
+from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config

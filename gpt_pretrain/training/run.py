@@ -9,14 +9,9 @@ from pathlib import Path
 
 import torch
 
-from gpt_pretrain.checkpoint.store import (
-    Progress,
-    Trainable,
-    complete_checkpoints,
-    find_newest_checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-)
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, find_newest_checkpoint, latest_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.fp8 import fp8_settings

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from gpt_pretrain.checkpoint.store import Trainable
+from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.megatron.model import Model

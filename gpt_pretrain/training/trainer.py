@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from gpt_pretrain.checkpoint.store import Progress, Trainable, save_checkpoint
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config

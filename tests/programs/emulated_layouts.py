@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.checkpoint.store import Progress, load_checkpoint, save_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.cpu import install_cpu_device

@@ -1,0 +1,77 @@
+"""What a checkpoint holds of a run, as megatron-core's sharded state: each rank names its parts of the whole."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from gpt_pretrain.megatron.model import Model
+
+# Optimizer states by their place in the model's tensors, which takes 12 bytes of host memory per parameter on every
+# rank while a distributed optimizer is saved. The other format, by a rank's buffers (dp_reshardable), loses torch's
+# Adam's step count in megatron-core 0.19.2.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Training samples seen."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Trainable:
+    """What a checkpoint holds and a run trains."""
+
+    model: Model
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Sets this rank's generators to where they were saved."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def model_keys(num_chunks: int) -> list[str]:
+    """megatron-core's names: the optimizer looks its parameters' chunks up under them."""
+    return ["model"] if num_chunks == 1 else [f"model{index}" for index in range(num_chunks)]
+
+
+def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
+    """This rank's parts of model, optimizer and random states, to be written from or read into."""
+    chunks = trainable.model.gpt_chunks
+    state = {
+        key: chunk.sharded_state_dict(metadata=dict(METADATA))
+        for key, chunk in zip(model_keys(len(chunks)), chunks, strict=True)
+    }
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    state["optimizer"] = trainable.optimizer.sharded_state_dict(
+        dict(state), is_loading=is_loading, metadata=dict(METADATA)
+    )
+    state["random_states"] = ShardedObject("random_states", _random_states(), (world_size,), (rank,), replica_id=0)
+    return state
