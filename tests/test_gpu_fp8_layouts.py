@@ -60,6 +60,19 @@ def test_layout_is_proven_and_trains_as_one_gpu(recipe, layout, tmp_path, cache_
     assert losses(metrics) == pytest.approx(one_gpu(recipe), rel=2e-2)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_fp8_weights_train_as_bf16_weights_do(recipe, tmp_path, cache_dir):
+    # Calm enough that rounding does not decide where the run goes.
+    calm = [*SMALL_GPU_RUN, f"fp8={recipe}", "parallelism=dp", "trainer.max_steps=100", "model.optim.lr=3e-4"]
+    without = losses(run_small(2, tmp_path / "bf16", cache_dir, calm, on_gpus=True))
+    stored = losses(run_small(2, tmp_path / "fp8", cache_dir, [*calm, STORED], on_gpus=True))
+    print(
+        recipe, "largest difference of 100 losses:", max(abs(a / b - 1) for a, b in zip(stored, without, strict=True))
+    )
+    assert stored == pytest.approx(without, rel=5e-3)
+    assert without[-1] < without[0] - 1.0
+
+
 @pytest.mark.parametrize("layout", ["dp", "tp2_sp"])
 def test_ranks_agree_on_delayed_scales(layout, tmp_path, cache_dir):
     """Scales are those of all ranks and, with one microbatch, of one moment: smallest and largest are the same."""
