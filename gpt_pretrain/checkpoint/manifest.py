@@ -1,0 +1,239 @@
+"""The manifest of a checkpoint: what it holds, of which run, and the size and SHA-256 of each of its files.
+
+`manifest.json` is written last, so that a checkpoint with one is complete, and it is plain JSON, so that a checkpoint
+can be told apart and checked by whoever has only Python. It carries a SHA-256 of itself: a digit that a disk has
+changed in it is found as one in a tensor is.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import typing
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from gpt_pretrain.checkpoint.durable import write_durably
+from gpt_pretrain.config.errors import UserError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+# Hashing lets go of Python's lock: four threads read as fast as most file systems give.
+_NUM_THREADS = 4
+# What a checkpoint depends on, by the names under which they are installed.
+_DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileDigest:
+    """What a file must be."""
+
+    num_bytes: int
+    sha256: str
+    """Hexadecimal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself and of the run that saved it."""
+
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Training samples seen."""
+    time_unix: float
+    """When it was saved: seconds since 1970-01-01 UTC."""
+    versions: Mapping[str, str]
+    """Installed packages that decide what the tensors mean; one that was not installed is not there."""
+    config: Mapping[str, Any]
+    """The whole resolved configuration, as `config.load.config_to_dict` gives it."""
+    data: Mapping[str, str]
+    """Fingerprints by what they are of: the tokenizer, the tokens, their shares and splits."""
+    architecture: Mapping[str, str]
+    """What decides which tensors there are (`description.architecture`)."""
+    layout: Mapping[str, str]
+    """How they were spread over processes (`description.layout`)."""
+    fp8: Mapping[str, str]
+    """What decides the meaning of FP8 scales and amax histories (`fp8_state.describe_fp8_state`); empty without any."""
+    files: Mapping[str, FileDigest]
+    """Every other file of the checkpoint's directory, by its name."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.num_bytes for file in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the hash of the whole."""
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Undoes `to_json`; fields that this version does not know are ignored.
+
+        Raises:
+            ValueError: A field is missing or of another type.
+        """
+        for field in dataclasses.fields(cls):
+            accepted = _ACCEPTED[typing.get_origin(field.type) or field.type]
+            if not isinstance(values.get(field.name), accepted):
+                raise ValueError(f'"{field.name}" is missing or no {" or ".join(kind.__name__ for kind in accepted)}')
+        files = {name: FileDigest(**entry) for name, entry in values["files"].items()}
+        known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        return cls(**{**known, "files": files})
+
+
+_ACCEPTED: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), Mapping: (dict,)}
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what the tensors of a checkpoint depend on; a package that is not installed is left out."""
+    versions = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _hash_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes `manifest.json` into a checkpoint's directory, and waits until the disk has it.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    values = manifest.to_json()
+    text = json.dumps({**values, "sha256": _hash_of(values)}, indent=1, sort_keys=True)
+    write_durably(directory / MANIFEST, text + "\n")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads the manifest of a checkpoint.
+
+    Args:
+        path: The checkpoint's directory.
+
+    Raises:
+        UserError: There is no such directory, no manifest in it, or one that is garbled or of another version.
+    """
+    file = path / MANIFEST
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist; name the directory of a checkpoint, RUN_DIR/checkpoints/step_…")
+    try:
+        values = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is not a complete checkpoint of this application (no {MANIFEST} in it); name the directory of "
+            "another, RUN_DIR/checkpoints/step_…"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
+    if not isinstance(values, dict) or "format_version" not in values:
+        raise UserError(f"{file} is garbled (it states no format_version); {_ANOTHER}")
+    saved_hash = values.pop("sha256", None)
+    if saved_hash != _hash_of(values):
+        raise UserError(f"{file} has changed since it was written: it is not what its own SHA-256 says; {_ANOTHER}")
+    if values["format_version"] != FORMAT_VERSION:
+        raise UserError(
+            f"{file} is of format version {values['format_version']}, and this version of gpt_pretrain reads "
+            f"{FORMAT_VERSION}; use the version that wrote it: {values.get('versions', {}).get('gpt_pretrain')}"
+        )
+    try:
+        return Manifest.from_json(values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
+
+
+_ANOTHER = "use another checkpoint of the run"
+
+
+def hash_file(path: Path) -> FileDigest:
+    """Size and SHA-256 of a file as it is read now.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileDigest(num_bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
+    """Sizes and hashes of some files of a directory, read by several threads.
+
+    Raises:
+        OSError: One of them cannot be read.
+    """
+    names = sorted(names)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: hash_file(directory / name), names), strict=True))
+
+
+def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
+    """Compares the files of a checkpoint with its manifest: this rank's share of them, with several threads.
+
+    The largest files are dealt out first, each to the rank that has the fewest bytes so far, so that all ranks read
+    about as much; every rank comes to the same shares by itself. Files beside those of the manifest are not looked at.
+
+    Args:
+        path: The checkpoint's directory.
+        manifest: What `read_manifest` gave.
+        hashes: Read every byte; otherwise only the sizes are compared.
+        rank: Which share.
+        num_ranks: How many shares; 1 for the whole.
+
+    Returns:
+        A sentence for each file that is missing, truncated or changed; empty if all are as they were written.
+    """
+    names = _shares(manifest, num_ranks)[rank]
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        found = threads.map(lambda name: _problem(path / name, manifest.files[name], hashes=hashes), names)
+        return [problem for problem in found if problem is not None]
+
+
+def check_files_on_all_ranks(path: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
+    """`check_files` of every rank's share; all ranks call it, and all get the sentences of all."""
+    world_size = torch.distributed.get_world_size()
+    found: list[list[str]] = [[]] * world_size
+    own = check_files(path, manifest, hashes=hashes, rank=torch.distributed.get_rank(), num_ranks=world_size)
+    torch.distributed.all_gather_object(found, own)
+    return [problem for problems in found for problem in problems]
+
+
+def _shares(manifest: Manifest, num_ranks: int) -> list[list[str]]:
+    shares: list[list[str]] = [[] for _ in range(num_ranks)]
+    num_bytes = [0] * num_ranks
+    for name, file in sorted(manifest.files.items(), key=lambda entry: (-entry[1].num_bytes, entry[0])):
+        least = num_bytes.index(min(num_bytes))
+        shares[least].append(name)
+        num_bytes[least] += file.num_bytes
+    return shares
+
+
+def _problem(path: Path, expected: FileDigest, *, hashes: bool) -> str | None:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != expected.num_bytes:
+            how = "is truncated" if num_bytes < expected.num_bytes else "has grown"
+            return f"{path} {how}: it has {num_bytes} bytes, and {expected.num_bytes} were written"
+        found = hash_file(path) if hashes else expected
+    except FileNotFoundError:
+        return f"{path} is missing: {expected.num_bytes} bytes were written"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    if found != expected:
+        return f"{path} has changed: its SHA-256 is {found.sha256}, and {expected.sha256} was written"
+    return None
