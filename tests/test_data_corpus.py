@@ -21,17 +21,22 @@ def test_indexed_files_need_no_tokenizer(tmp_path):
     assert (corpus.valid.num_documents, corpus.valid.num_tokens) == (1, 40)
 
 
-def test_the_fingerprint_survives_a_copy_and_a_restart_and_nothing_else(tmp_path):
+def test_the_fingerprints_survive_a_copy_and_a_restart_and_tell_what_has_changed(tmp_path):
     corpus = mmap_corpus(tmp_path)
-    assert mmap_corpus(tmp_path).fingerprint == corpus.fingerprint
+
+    def changes(*overrides, prefix=None):
+        other = mmap_corpus(tmp_path, *overrides, prefix=prefix).fingerprints
+        assert other.keys() == corpus.fingerprints.keys()
+        return [name for name in other if other[name] != corpus.fingerprints[name]]
+
+    assert changes() == []
     (tmp_path / "elsewhere").mkdir()
     copy = write_token_file(tmp_path / "elsewhere" / "copy", DOCUMENTS)
-    assert mmap_corpus(tmp_path, prefix=copy).fingerprint == corpus.fingerprint
+    assert changes(prefix=copy) == []
     assert mmap_corpus(tmp_path, prefix=copy).files_key != corpus.files_key
-    assert mmap_corpus(tmp_path, "model.data.splits_string='800,100,100'").fingerprint != corpus.fingerprint
-    assert mmap_corpus(tmp_path, "model.data.splits_string='90,5,5'").fingerprint == corpus.fingerprint
-    changed = write_token_file(tmp_path / "changed", DOCUMENTS[::-1])
-    assert mmap_corpus(tmp_path, prefix=changed).fingerprint != corpus.fingerprint
+    assert changes("model.data.splits_string='800,100,100'") == ["splits"]
+    assert changes("model.data.splits_string='90,5,5'") == []
+    assert changes(prefix=write_token_file(tmp_path / "changed", DOCUMENTS[::-1])) == ["tokens"]
 
 
 def test_files_without_weights_count_by_their_tokens(tmp_path):
@@ -54,7 +59,8 @@ def test_text_brings_its_tokenizer(tmp_path):
     assert corpus.tokenizer.vocab_size <= 270
     assert corpus.train.num_documents == 180
     again = prepare_corpus(config, show_progress=False)
-    assert again.fingerprint == corpus.fingerprint
+    assert again.fingerprints == corpus.fingerprints
+    assert again.fingerprints["tokenizer"] == corpus.tokenizer.fingerprint
 
 
 def test_mock_data_touches_no_cache(tmp_path):

@@ -5,6 +5,7 @@ is initialised. It tokenises text that is not tokenised yet (the ranks of a node
 cache, wait for the first), refuses wrong data, and answers the same `Corpus` on every rank.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from gpt_pretrain.data.progress import Progress
 from gpt_pretrain.data.sources import FileSource, StdlibSource
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 
+# What stands for the tokenizer of data that come as token ids.
+_NO_TOKENIZER = "none"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
@@ -29,9 +33,9 @@ class Corpus:
     """Share of each pair in the samples, with the sum 1."""
     tokenizer: Tokenizer | None
     """Null where token ids are taken as they are."""
-    fingerprint: str
-    """Of the tokens, their shares and splits, and the tokenizer: a checkpoint keeps it, and a run that resumes compares
-    it. It does not depend on where the files lie."""
+    fingerprints: Mapping[str, str]
+    """Of the tokenizer, the tokens, the files' shares and the splits, each by its name: a checkpoint keeps them, and a
+    run that resumes compares them. They do not depend on where the files lie."""
     files_key: str
     """Of the files on this machine: path, size, time of modification. Keys the sample indices of the cache."""
     splits: tuple[tuple[SplitSize, SplitSize, SplitSize], ...]
@@ -79,7 +83,14 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         )
     if model.data.data_impl is DataImpl.mock:
         key = fingerprint(["mock", model.vocab_size])
-        return Corpus(prefixes=(), weights=(), tokenizer=None, fingerprint=key, files_key=key, splits=())
+        return Corpus(
+            prefixes=(),
+            weights=(),
+            tokenizer=None,
+            fingerprints={"tokenizer": _NO_TOKENIZER, "tokens": key},
+            files_key=key,
+            splits=(),
+        )
     cache = cache_directory(model.data)
     with Progress(show=show_progress) as progress:
         prefixes, weights, tokenizer = _token_files(model, cache, progress)
@@ -104,7 +115,12 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         prefixes=prefixes,
         weights=weights,
         tokenizer=tokenizer,
-        fingerprint=fingerprint([content, weights, split_matrix(model.data.splits_string), tokenizer_key]),
+        fingerprints={
+            "tokenizer": tokenizer_key or _NO_TOKENIZER,
+            "tokens": fingerprint(content),
+            "shares of the token files": fingerprint(weights),
+            "splits": fingerprint(split_matrix(model.data.splits_string)),
+        },
         files_key=fingerprint([identity, weights, tokenizer_key]),
         splits=splits,
     )
