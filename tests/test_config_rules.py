@@ -459,6 +459,18 @@ RULES = {
         "checkpoint.resume='nowhere' is neither auto nor never nor a directory that exists",
         ["checkpoint.resume=never"],
     ),
+    "weights from nowhere": (
+        ["checkpoint.init_from=nowhere"],
+        1,
+        "checkpoint.init_from='nowhere' is no directory that exists; name a checkpoint, or null",
+        ["checkpoint.init_from=tests"],
+    ),
+    "weights and all": (
+        ["checkpoint.init_from=tests", "checkpoint.resume=docs"],
+        1,
+        "checkpoint.init_from='tests' takes the weights of a checkpoint, and checkpoint.resume='docs' all of one",
+        ["checkpoint.init_from=tests", "checkpoint.resume=auto"],
+    ),
     "name with a slash": (["name=a/b"], 1, "name='a/b' becomes part of a directory's name", ["name=a_b"]),
     "run_dir is a file": (["run_dir=pyproject.toml"], 1, "run_dir='pyproject.toml' is a file", ["run_dir=new"]),
     "peak": (["logging.peak_tflops=0"], 1, "logging.peak_tflops=0.0 is not positive", ["logging.peak_tflops=989"]),

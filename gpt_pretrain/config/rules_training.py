@@ -15,6 +15,7 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import (
+    CheckpointConfig,
     Config,
     DataConfig,
     DataImpl,
@@ -188,7 +189,7 @@ def tokenizer(config: Config) -> Iterator[str]:
 
 def trainer(section: TrainerConfig) -> Iterator[str]:
     """Lengths and intervals of the run."""
-    yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval")
+    yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
     yield from _at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
     try:
         limit = max_time_s(section)
@@ -223,7 +224,7 @@ def determinism(config: Config) -> Iterator[str]:
 
 
 def files(config: Config) -> Iterator[str]:
-    """Where the run writes and starts from."""
+    """Where the run writes."""
     # os.path's questions, because those of Path raise where a folder above may not be read.
     if config.run_dir is not None and os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
         yield f"run_dir={config.run_dir!r} is a file; name a directory"
@@ -231,10 +232,26 @@ def files(config: Config) -> Iterator[str]:
         yield "run_dir is empty; name a directory, or null for outputs/DATE/TIME_NAME"
     if not config.name or "/" in config.name:
         yield f"name={config.name!r} becomes part of a directory's name; use at least one character, and no slash"
-    yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval")
-    resume = config.checkpoint.resume
+    yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval", "keep_last", "keep_every")
+    if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
+        yield (
+            f"checkpoint.keep_every={config.checkpoint.keep_every} says what stays when older checkpoints go, and "
+            "checkpoint.keep_last=null keeps them all; set keep_last, or keep_every=null"
+        )
+
+
+def start(section: CheckpointConfig) -> Iterator[str]:
+    """What the run starts from: a path that does not exist is never a fresh start."""
+    resume, init_from = section.resume, section.init_from
     if resume not in ("auto", "never") and not os.path.isdir(resume):
         yield f"checkpoint.resume={resume!r} is neither auto nor never nor a directory that exists"
+    if init_from is not None and not os.path.isdir(init_from):
+        yield f"checkpoint.init_from={init_from!r} is no directory that exists; name a checkpoint, or null"
+    if init_from is not None and resume not in ("auto", "never"):
+        yield (
+            f"checkpoint.init_from={init_from!r} takes the weights of a checkpoint, and checkpoint.resume={resume!r} "
+            "all of one; use one of the two: resume=auto or never, or init_from=null"
+        )
 
 
 def reports(config: Config) -> Iterator[str]:
@@ -265,6 +282,7 @@ def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from trainer(config.trainer)
     yield from determinism(config)
     yield from files(config)
+    yield from start(config.checkpoint)
     yield from reports(config)
     if launch is not None:
         yield from launched(config.trainer, launch)

@@ -79,6 +79,10 @@ class AmaxComputeAlgo(Enum):
     most_recent = "most_recent"
 
 
+# Names, which a class could not have: one of them is a word of Python's.
+OnSaveError = Enum("OnSaveError", ["stop", "continue"])
+
+
 class PlanGpu(Enum):
     """A GPU that `python -m gpt_pretrain.plan` knows: NVIDIA H100 (SXM), H200 or B200."""
 
@@ -365,6 +369,10 @@ class TrainerConfig:
     """Validate before the first step, so that a broken validation set shows before hours are spent."""
     gradient_clip_val: float
     """Largest gradient norm (L2, over all parameters); 0: no clipping."""
+    hang_timeout: float | None
+    """Seconds without progress after which a rank counts as hung and the run ends on all ranks with stack traces, exit
+    code 71; a save or the building of an index must fit. Steps soon have less: 10 times the longest so far, and no less
+    than 40 s. Ranks that die end the run likewise. null: no watchdog, for a debugger."""
     gc_interval: int
     """Steps between garbage collections, at the same step on all ranks; 0: leave it to Python."""
     deterministic: bool
@@ -379,8 +387,25 @@ class CheckpointConfig:
     """Steps between checkpoints; null: only at the end."""
     save_at_end: bool
     """Write a checkpoint when the run ends, also by Ctrl-C or max_time."""
+    async_save: bool
+    """Train on while a checkpoint is written; the run stands still only while its state is copied to host memory."""
+    keep_last: int | None
+    """Checkpoints that stay: so many of those saved last; older ones go once a new one is complete. null: all."""
+    keep_every: int | None
+    """Checkpoints of steps that this divides stay for ever, whatever keep_last says; null: none."""
+    on_save_error: OnSaveError
+    """If a checkpoint cannot be written (disk full, not writable): stop, exit code 1, or continue and try again at the
+    next save_interval. The last checkpoint of a run has no next one, and its failure always ends with exit code 1."""
     resume: str
-    """auto (from the newest checkpoint of run_dir, if it has one), never, or the path of a checkpoint."""
+    """auto (from the newest checkpoint of run_dir, if it has one), never, or the path of a checkpoint; from any
+    parallel layout."""
+    fall_back: bool
+    """Where the checkpoint to resume from is damaged, go on from the newest earlier one that verifies, and say so."""
+    init_from: str | None
+    """Path of a checkpoint whose weights a new run starts from, without optimizer, schedule and position in the data;
+    a run with checkpoints of its own resumes from those. null: fresh weights."""
+    allow_data_change: bool
+    """Go on with other data or another tokenizer than the checkpoint's; consumed samples count in the new data."""
     reset_fp8_state: bool
     """Resume with fresh FP8 scales and amax histories, on purpose: after a change of recipe, history or TE version."""
 
