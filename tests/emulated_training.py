@@ -73,7 +73,9 @@ class Training:
     def validate(self) -> float:
         """Loss on other samples, without gradients."""
         iterators = self._iterators(first_sample=self.config.model.global_batch_size)
-        return validate(self.trainable.model, iterators, self.config.model, self._num_microbatches, 1)
+        return validate(
+            self.trainable.model, iterators, self.config.model, self._num_microbatches, 1, on_batch=lambda: None
+        )
 
     @property
     def _num_microbatches(self) -> int:

@@ -14,7 +14,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 _SHUTDOWN_S = 40
 
 
-def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+def clean_environment(env: Mapping[str, str] | None) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -62,7 +62,7 @@ def run_ranks(
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,
-        env=_environment(env),
+        env=clean_environment(env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,6 +13,7 @@ from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
+from gpt_pretrain.training.watchdog import Watchdog
 
 pytestmark = pytest.mark.gpu
 
@@ -74,6 +75,7 @@ def test_between_two_records_nothing_waits_for_the_gpu(overrides, tmp_path, comp
             progress=Progress(step=0, consumed_samples=0),
             checkpoints=tmp_path,
             log=log,
+            watchdog=Watchdog(None, learning_steps=1, launch=launch, run_dir=tmp_path),
         )
         try:
             with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation") as waited:

@@ -43,6 +43,7 @@ from gpt_pretrain.training.generation import generate_tokens
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
+from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 
 # 128 + the signal's number, as shells and schedulers expect it.
 _EXIT_CODES: Mapping[EndReason, int] = {"max_steps": 0, "max_time": 0, "interrupted": 130, "terminated": 143}
@@ -75,7 +76,9 @@ def train(config: Config, launch: Launch) -> int:
         # A default run directory is named by the clock, and rank 0's counts.
         check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
         run_dir, resumed_from = on_rank_zero(lambda: _open_run_dir(config))
-        reason = _Run(config, launch, platform, corpus, run_dir=run_dir, resumed_from=resumed_from).run()
+        with _watchdog(config, launch, run_dir) as watchdog:
+            run = _Run(config, launch, platform, corpus, watchdog, run_dir=run_dir, resumed_from=resumed_from)
+            reason = run.run()
     return _EXIT_CODES[reason]
 
 
@@ -114,6 +117,12 @@ def _open_run_dir(config: Config) -> tuple[Path, Path | None]:
     return run_dir, None
 
 
+def _watchdog(config: Config, launch: Launch, run_dir: Path) -> Watchdog:
+    # The host waits for the GPU where a step is logged: two of those show how long a step takes.
+    learning_steps = max(LEARNING_STEPS, 2 * config.trainer.log_every_n_steps)
+    return Watchdog(config.trainer.hang_timeout, learning_steps=learning_steps, launch=launch, run_dir=run_dir)
+
+
 class _Run:
     """The objects of one run on this rank, and what rank 0 shows of them."""
 
@@ -123,6 +132,7 @@ class _Run:
         launch: Launch,
         platform: Platform,
         corpus: Corpus,
+        watchdog: Watchdog,
         *,
         run_dir: Path,
         resumed_from: Path | None,
@@ -131,6 +141,7 @@ class _Run:
         self._launch = launch
         self._platform = platform
         self._corpus = corpus
+        self._watchdog = watchdog
         self._run_dir = run_dir
         self._resumed_from = resumed_from
         self._checkpoints = run_dir / "checkpoints"
@@ -193,6 +204,7 @@ class _Run:
                 progress=self._start,
                 checkpoints=self._checkpoints,
                 log=log,
+                watchdog=self._watchdog,
             )
             # The signals stay ours until the summary is written.
             stop = stack.enter_context(StopRequest(max_time_s(self._config.trainer)))
@@ -203,7 +215,8 @@ class _Run:
             wall_time_s = time.monotonic() - began
             if console is not None:
                 console.stop_live()
-            sample = self._sample() if reason == "max_steps" else None
+            with self._watchdog.busy("writing the text sample"):
+                sample = self._sample() if reason == "max_steps" else None
             if console is not None:
                 self._sum_up(
                     console,

@@ -113,14 +113,17 @@ def validate(
     config: ModelConfig,
     num_microbatches: int,
     num_batches: int,
+    *,
+    on_batch: Callable[[], None],
 ) -> float:
     """Mean loss in nats per token over `num_batches` global batches; the same number on all ranks.
 
-    Parameters must be gathered (`Model.gathered_parameters`).
+    Parameters must be gathered (`Model.gathered_parameters`). `on_batch` is called before each of them.
     """
     model.eval()
     total = torch.zeros(2, device=torch.cuda.current_device())
     for _ in range(num_batches):
+        on_batch()
         total += _run_schedule(model, iterators, config, num_microbatches, forward_only=True)
     model.train()
     return mean_loss(total)

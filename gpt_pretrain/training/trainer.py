@@ -25,6 +25,7 @@ from gpt_pretrain.training.fp8_watch import Fp8Watch
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.step import StepResult, data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
+from gpt_pretrain.training.watchdog import Watchdog
 
 
 class Trainer:
@@ -40,6 +41,7 @@ class Trainer:
         progress: Steps and samples behind the run.
         checkpoints: The run's directory of checkpoints.
         log: Receives every record, on every rank.
+        watchdog: Hears what the loop does.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Trainer:
         progress: Progress,
         checkpoints: Path,
         log: Callable[[Record], None],
+        watchdog: Watchdog,
     ) -> None:
         self.config = config
         self.trainable = trainable
         self.progress = progress
         self._checkpoints = checkpoints
         self._log = log
+        self._watchdog = watchdog
         self._meter = Meter(config, launch, platform)
         self._fp8_watch = Fp8Watch(config, trainable.model, platform.device)
         self._proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
@@ -93,6 +97,7 @@ class Trainer:
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             reason = self._steps(stop)
+            self._watchdog.progress("the end of the run")
             self._log_fp8()
             if reason == "max_steps" and not self._is_due(self.config.trainer.val_check_interval):
                 self.validate()
@@ -104,6 +109,7 @@ class Trainer:
         trainer = self.config.trainer
         self.trainable.model.train()
         while self.progress.step < trainer.max_steps:
+            self._watchdog.step_begins(self.progress.step + 1)
             with self._proven(), self._fp8_watch.step(self.progress.step + 1):
                 result = train_step(self.trainable, self._train_batches, self.config.model, self._num_microbatches)
             self.progress = Progress(
@@ -153,8 +159,14 @@ class Trainer:
         with self._meter.paused(), self.trainable.model.gathered_parameters():
             began = time.monotonic()
             loss = validate(
-                self.trainable.model, self._valid_batches, self.config.model, self._num_microbatches, num_batches
+                self.trainable.model,
+                self._valid_batches,
+                self.config.model,
+                self._num_microbatches,
+                num_batches,
+                on_batch=lambda: self._watchdog.progress("a batch of the validation"),
             )
+            self._watchdog.progress("what follows the validation")
             self._log(
                 ValidationRecord(
                     step=self.progress.step,
@@ -168,7 +180,11 @@ class Trainer:
     def save(self) -> None:
         """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones."""
         self._log_fp8()
-        with self._meter.paused(), self.trainable.model.gathered_parameters():
+        with (
+            self._watchdog.busy("saving a checkpoint"),
+            self._meter.paused(),
+            self.trainable.model.gathered_parameters(),
+        ):
             save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
 
     def _log_step(self, result: StepResult) -> None:

@@ -1,0 +1,142 @@
+"""A rank that dies or hangs ends the run on all ranks, with stack traces; a healthy run is left alone.
+
+Nobody watches the ranks here, as under srun: what ends them is the watchdog alone. Its times are shortened.
+"""
+
+import time
+
+import pytest
+
+from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training.watchdog import EXIT_CODE
+from tests.forked_runs import run_parent
+from tests.runs import small_run_arguments
+
+SIGKILL = -9
+TINY = (
+    "model.num_layers=2",
+    "model.encoder_seq_length=32",
+    "model.max_position_embeddings=32",
+    "model.micro_batch_size=2",
+    "trainer.limit_val_batches=0",
+    "checkpoint.save_at_end=false",
+)
+# From here on a step has 2 s.
+LEARNT = 30
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with run_parent() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start(parent, tmp_path, cache_dir):
+    runs = []
+
+    def start_run(*overrides, num_ranks=1, fault=None, rank=0, max_steps=100000):
+        layout = ["parallelism=dp"] if num_ranks > 1 else []
+        arguments = small_run_arguments(
+            tmp_path / "run", cache_dir, [*TINY, *layout, f"trainer.max_steps={max_steps}", *overrides]
+        )
+        faults = {index: [["hurry"]] for index in range(num_ranks)}
+        if fault is not None:
+            faults[rank] = [["hurry"], fault]
+        runs.append(parent.start(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=faults))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.poll()
+        run.kill()
+
+
+def stacks(tmp_path, rank):
+    path = tmp_path / "run" / "stacks" / f"rank_{rank}.txt"
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_others_with_their_stacks(rank, start, tmp_path):
+    run = start(num_ranks=2, fault=["die_at_step", 3], rank=rank)
+    codes = run.wait(60)
+    assert codes[rank] == SIGKILL
+    # Gloo may break off a collective with an error of its own before the watchdog has ended the process.
+    assert codes[1 - rank] in (EXIT_CODE, 1), run.text()
+    text = stacks(tmp_path, 1 - rank)
+    assert f"watchdog: rank {rank} on " in text
+    assert "died: its connection broke off" in text
+    assert "gpt_pretrain/__main__.py" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(rank, start, tmp_path):
+    run = start(num_ranks=2, fault=["sleep_at_step", LEARNT], rank=rank)
+    assert run.wait(60) == [EXIT_CODE, EXIT_CODE], run.text()
+    assert "in hang_in_python" in stacks(tmp_path, rank)
+    assert "in hang_in_python" not in stacks(tmp_path, 1 - rank)
+    for each in (0, 1):
+        assert f"has made no progress for 2 s in step {LEARNT} (trainer.hang_timeout=1800)" in stacks(tmp_path, each)
+        assert "gpt_pretrain/training/trainer.py" in stacks(tmp_path, each)
+        assert f"rank_{each}.txt" not in run.text(), "the terminal names the folder, not each file"
+    assert run.text().count("in hang_in_python") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "own_stack"),
+    [("stop_at_step", ""), ("hold_interpreter_at_step", "in hang_in_c")],
+    ids=["stopped", "in C"],
+)
+def test_a_rank_that_falls_silent_ends_the_others(fault, own_stack, start, tmp_path):
+    run = start(num_ranks=2, fault=[fault, 3], rank=1)
+    deadline = time.monotonic() + 60
+    while 0 not in run.codes:
+        assert time.monotonic() < deadline, run.text()
+        assert not run.poll(), "rank 1 cannot end itself"
+        time.sleep(0.05)
+    assert run.codes[0] == EXIT_CODE
+    assert "rank 1 on " in stacks(tmp_path, 0)
+    assert "has given no sign of life for 4 s" in stacks(tmp_path, 0)
+    assert own_stack in stacks(tmp_path, 1)
+
+
+def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):
+    run = start(num_ranks=2, fault=["fail_at_step", 3], rank=1)
+    codes = run.wait(60)
+    assert codes[1] == 1
+    assert "RuntimeError: a fault of the test" in stacks(tmp_path, 1)
+    assert codes[0] in (EXIT_CODE, 1), run.text()
+    assert "ended with RuntimeError: a fault of the test" in stacks(tmp_path, 0) or "Connection closed" in run.text()
+
+
+def test_a_single_process_that_hangs_ends(start, tmp_path):
+    run = start("trainer.hang_timeout=3", fault=["sleep_at_step", 3])
+    assert run.wait(60) == [EXIT_CODE], run.text()
+    assert "has made no progress for 3 s in step 3 (trainer.hang_timeout=3)" in stacks(tmp_path, 0)
+    assert "in hang_in_python" in stacks(tmp_path, 0)
+
+
+def test_a_healthy_run_is_left_alone_also_when_it_was_suspended(start, tmp_path):
+    run = start(num_ranks=1, fault=["pause_at_step", LEARNT, 6], max_steps=LEARNT + 5)
+    assert run.wait(60) == [0], run.text()
+    assert load_metrics(tmp_path / "run").summary.end_reason == "max_steps"
+    # The suspended process's timer may have written its stack.
+    assert "watchdog:" not in stacks(tmp_path, 0)
+
+
+def test_a_healthy_run_of_two_ranks_leaves_no_stacks(start, tmp_path):
+    run = start("trainer.val_check_interval=5", "trainer.limit_val_batches=2", num_ranks=2, max_steps=40)
+    assert run.wait(60) == [0, 0], run.text()
+    assert not (tmp_path / "run" / "stacks").exists()
+
+
+def test_without_a_timeout_nothing_is_watched(start, tmp_path):
+    run = start("trainer.hang_timeout=null", max_steps=3)
+    assert run.wait(60) == [0], run.text()
+    assert not (tmp_path / "run" / "stacks").exists()
