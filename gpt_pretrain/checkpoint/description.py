@@ -1,6 +1,6 @@
 """What a checkpoint says of the run that saved it: which of its tensors mean the same in another run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -37,6 +37,7 @@ _LAYOUT_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
+_DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
 
 def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
@@ -64,6 +65,11 @@ def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> d
 def layout(model: ModelConfig) -> dict[str, str]:
     """How the tensors are spread over processes; plain text by key."""
     return _described(model, _LAYOUT_KEYS) | {
-        "model.use_distributed_optimizer": written(uses_distributed_optimizer(model)),
+        _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
         "processes": str(torch.distributed.get_world_size()),
     }
+
+
+def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:
+    """Of a layout, what decides which part of the model and which samples each rank has; plain text by key."""
+    return {key: value for key, value in layout.items() if key != _DISTRIBUTED_OPTIMIZER}

@@ -3,10 +3,11 @@
 A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300`, and `RUN_DIR/checkpoints/latest` names the newest one.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core import dist_checkpointing
-
+from gpt_pretrain.checkpoint.manifest import MANIFEST, read_manifest
 from gpt_pretrain.config.errors import UserError
 
 POINTER = "latest"
@@ -18,47 +19,75 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Every checkpoint of a run, oldest first, whether `latest` names it or not."""
-    steps = {path: path.name.removeprefix("step_") for path in directory.glob("step_*")}
-    complete = [
-        path
-        for path, step in steps.items()
-        if step.isdecimal() and dist_checkpointing.check_is_distributed_checkpoint(str(path))
-    ]
-    return sorted(complete, key=lambda path: int(steps[path]))
+    """Every checkpoint of a run in the order in which they were saved, whether `latest` names it or not.
+
+    Not by their steps: a run that was taken back to an earlier step has newer checkpoints with lower ones.
+    """
+    complete = [path for path in directory.glob("step_*") if _is_step(path.name) and (path / MANIFEST).is_file()]
+    return sorted(complete, key=lambda path: (_saved_at(path), step_of(path)))
+
+
+def _saved_at(path: Path) -> float:
+    """When a checkpoint was saved; one whose manifest is garbled counts as older than all others."""
+    try:
+        return read_manifest(path).time_unix
+    except UserError:
+        return 0.0
+
+
+def _is_step(name: str) -> bool:
+    return name.startswith("step_") and name.removeprefix("step_").isdecimal()
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's directory."""
+    return int(path.name.removeprefix("step_"))
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint that `latest` names, if it is there."""
     name = _latest_name(directory)
-    return directory / name if name and (directory / name).is_dir() else None
+    return directory / name if name is not None and (directory / name).is_dir() else None
 
 
-def _latest_name(directory: Path) -> str:
+def _latest_name(directory: Path) -> str | None:
+    """None where there is no `latest`, or nothing in it that could be the name of a checkpoint."""
     pointer = directory / POINTER
-    return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else ""
+    if not pointer.is_file():
+        return None
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    return name if _is_step(name) else None
 
 
-def find_newest_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where no checkpoint was ever completed.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundCheckpoints:
+    """The checkpoints that a run can go on from."""
+
+    paths: Sequence[Path]
+    """The one that `latest` names and the earlier ones; newest first."""
+    problem: str | None
+    """What is wrong with `latest`, where it names none of them: then all are there."""
+
+
+def find_checkpoints(directory: Path) -> FoundCheckpoints:
+    """The checkpoint that `latest` names, and those before it. Whether they are whole is another question.
+
+    A checkpoint newer than the named one was given up: `latest` is what a user changes to go back behind it.
 
     Raises:
-        UserError: The pointer names a checkpoint that is not there, or is missing where there are checkpoints.
+        UserError: There is a pointer, and no checkpoint at all.
     """
-    newest = latest_checkpoint(directory)
+    newest, complete = latest_checkpoint(directory), complete_checkpoints(directory)[::-1]
     if newest is not None:
-        return newest
-    pointer, name, complete = directory / POINTER, _latest_name(directory), complete_checkpoints(directory)
-    if name:
-        raise UserError(
-            f"{pointer} names {name}, which is not in {directory}; write the name of one that is into it, "
-            "or start anew with checkpoint.resume=never and another run_dir"
-        )
-    if complete:
-        # Which of them is meant is not for us to guess: the newest may be what somebody wanted to go back behind.
-        raise UserError(
-            f"{directory} holds {len(complete)} complete checkpoint(s), and {pointer} does not name one of them; the "
-            f"newest is {complete[-1].name}: write its name into that file, or use "
-            f"checkpoint.resume={complete[-1]}; to start anew, give another run_dir"
-        )
-    return None
+        earlier = complete[complete.index(newest) + 1 :] if newest in complete else complete
+        return FoundCheckpoints(paths=[newest, *earlier], problem=None)
+    pointer = directory / POINTER
+    if not complete:
+        if pointer.exists():
+            raise UserError(
+                f"{pointer} is there, and no checkpoint is: they were deleted, or are kept elsewhere; put them back, "
+                "or start anew with another run_dir"
+            )
+        return FoundCheckpoints(paths=[], problem=None)
+    problem = f"{pointer} names no checkpoint that is there" if pointer.exists() else f"{pointer} is missing"
+    return FoundCheckpoints(paths=complete, problem=problem)

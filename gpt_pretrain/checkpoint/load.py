@@ -1,72 +1,202 @@
-"""Restore a checkpoint into freshly built objects."""
+"""Restore a checkpoint, saved by any layout of processes, into the objects of a run."""
 
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from gpt_pretrain.checkpoint.description import architecture, layout
+from gpt_pretrain.checkpoint.description import architecture, layout, places_of_ranks
 from gpt_pretrain.checkpoint.differences import differences
 from gpt_pretrain.checkpoint.fp8_state import EXTRA_STATE, describe_fp8_state, keeps_fp8_state, take_extra_states
-from gpt_pretrain.checkpoint.state import Progress, Trainable, model_keys, restore_random_states, sharded_state
+from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
+from gpt_pretrain.checkpoint.state import (
+    RANDOM_STATES,
+    Progress,
+    Trainable,
+    model_keys,
+    restore_random_states,
+    sharded_model,
+    sharded_state,
+)
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.optimizer import cast_masters_to_fp8_weights, load_optimizer_state, prepare_for_loading
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.optimizer_state import (
+    cast_masters_to_fp8_weights,
+    load_optimizer_state,
+    make_masters_from_weights,
+)
+from gpt_pretrain.megatron.parallel import seed_dropout
+
+_KEYS_SHOWN = 20
+# Of an architecture: what decides the optimizer's tensors and the types of values, but not which weights there are.
+_NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")
 
 
-def _listed(what: str, keys: set[str]) -> str:
-    shown = ", ".join(sorted(keys)[:5])
-    return f"{what} {len(keys)} tensors more ({shown}{', …' if len(keys) > 5 else ''}); " if keys else ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What came of loading a checkpoint."""
+
+    progress: Progress
+    """How far the saved run was; the start of another where only its weights were taken."""
+    notes: Sequence[str]
+    """What is otherwise than in the saved run, for the user."""
 
 
-def load_checkpoint(path: Path, trainable: Trainable, model: ModelConfig, *, reset_fp8_state: bool = False) -> Progress:
-    """Restores a checkpoint into freshly built objects; every rank calls it.
+def load_checkpoint(
+    checkpoint: VerifiedCheckpoint, trainable: Trainable, config: Config, data: Mapping[str, str]
+) -> Restored:
+    """Restores all of a checkpoint, so that the run goes on where it was saved; every rank calls it.
+
+    The checkpoint may come from any layout. Random states are those of ranks at their places: in another layout they
+    are seeded anew, from the run's seed and the step.
 
     Args:
-        path: A checkpoint's directory.
-        trainable: What to restore into.
-        model: Gives the parallel layout and the FP8 recipe, which must be the checkpoint's.
-        reset_fp8_state: Leave scales and amax histories at their start.
-
-    Returns:
-        How far the saved run was.
+        checkpoint: Where from.
+        trainable: What to restore into, freshly built or trained before.
+        config: The run; its model must be the checkpoint's, and unless `checkpoint.reset_fp8_state`, its FP8 recipe.
+        data: Fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`).
 
     Raises:
-        UserError: The directory is no checkpoint, or was saved by another parallel layout, model or FP8 recipe.
+        UserError: The checkpoint is of another model, FP8 recipe or, unless `checkpoint.allow_data_change`, of other
+            data; or its tensors are not those of this model.
     """
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise UserError(f"{path} is not a checkpoint of this application (no metadata.json in it)")
-    common = dist_checkpointing.load_common_state_dict(str(path))
-    if "architecture" not in common:
-        raise UserError(f"{path} is a megatron-core checkpoint, but not one of this application")
-    different = differences(architecture(model, trainable.model.transformer_config), common["architecture"])
+    path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
+    notes = _compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
+    different = differences(architecture(model, trainable.model.transformer_config), manifest.architecture)
     if different:
         raise UserError(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
         )
-    different = differences(layout(model), common["layout"])
-    if different:
-        raise UserError(f"{path} was saved by another parallel layout: {different}; resume with the saved one")
-    restores_fp8 = keeps_fp8_state(path, describe_fp8_state(model), common.get("fp8", {}), reset=reset_fp8_state)
-    prepare_for_loading(trainable.optimizer)
-    # megatron-core's "missing" are keys of the checkpoint that were not asked for, "unexpected" those it does not have.
+    restores_fp8 = keeps_fp8_state(
+        path, describe_fp8_state(model), manifest.fp8, reset=config.checkpoint.reset_fp8_state
+    )
+    current = layout(model)
+    restores_random_states = places_of_ranks(current) == places_of_ranks(manifest.layout)
+    if not restores_random_states:
+        notes.append(
+            f"resharded: {differences(places_of_ranks(current), manifest.layout)}; random states are seeded anew from "
+            "model.seed and the step"
+        )
     wanted = sharded_state(trainable, is_loading=True)
+    if not restores_random_states:
+        del wanted[RANDOM_STATES]
+
+    def left_out(key: str) -> bool:
+        return (key == RANDOM_STATES and not restores_random_states) or (EXTRA_STATE in key and not restores_fp8)
+
+    state = _load(path, trainable, wanted, left_out)
+    load_optimizer_state(trainable.optimizer, state["optimizer"])
+    cast_masters_to_fp8_weights(trainable.optimizer, trainable.model)
+    trainable.scheduler.load_state_dict(state["scheduler"])
+    progress = Progress(step=manifest.step, consumed_samples=manifest.consumed_samples)
+    if restores_random_states:
+        restore_random_states(state[RANDOM_STATES])
+    else:
+        _seed_anew(model.seed, progress.step)
+    return Restored(progress=progress, notes=notes)
+
+
+def load_weights(
+    checkpoint: VerifiedCheckpoint, trainable: Trainable, config: Config, data: Mapping[str, str]
+) -> Restored:
+    """Takes the weights of a checkpoint, of any layout and optimizer, for a run of its own; every rank calls it.
+
+    Schedule, moments, FP8 scales and position in the data start anew; masters and FP8 weights are made of the weights.
+
+    Args:
+        checkpoint: Where from.
+        trainable: Freshly built.
+        config: The run.
+        data: Fingerprints of tokenizer and tokens; only the tokenizer must be the saved one.
+
+    Raises:
+        UserError: The checkpoint is of another model or, unless `checkpoint.allow_data_change`, of another tokenizer.
+    """
+    path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
+    saved_tokenizer = {name: value for name, value in manifest.data.items() if name == "tokenizer"}
+    notes = _compare_data(
+        path,
+        {name: data[name] for name in saved_tokenizer if name in data},
+        saved_tokenizer,
+        allowed=config.checkpoint.allow_data_change,
+    )
+    current = architecture(model, trainable.model.transformer_config)
+    different = differences(
+        {key: value for key, value in current.items() if key not in _NOT_OF_WEIGHTS}, manifest.architecture
+    )
+    if different:
+        raise UserError(f"{path} holds another model: {different}; use the saved values, or another checkpoint")
+
+    def left_out(key: str) -> bool:
+        return key == RANDOM_STATES or key.startswith("optimizer.") or EXTRA_STATE in key
+
+    state = _load(path, trainable, sharded_model(trainable.model), left_out)
+    weights = {key: state[key] for key in model_keys(len(trainable.model.gpt_chunks))}
+    make_masters_from_weights(trainable.optimizer, trainable.model, weights)
+    return Restored(progress=Progress(step=0, consumed_samples=0), notes=notes)
+
+
+def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, str], *, allowed: bool) -> list[str]:
+    """Notes of what has changed, if that is allowed."""
+    changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+    if not changed:
+        return []
+    what = f"{path} was saved with other data: {', '.join(changed)} changed"
+    if not allowed:
+        raise UserError(
+            f"{what}; give the run what the saved one had (model.data and model.tokenizer), or go on with the new data "
+            "on purpose: checkpoint.allow_data_change=true"
+        )
+    return [f"{what}; going on with the new (checkpoint.allow_data_change=true)"]
+
+
+def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:
+    """Reads `wanted` and gives the chunks their weights; `left_out` says which keys of a checkpoint are not asked for.
+
+    Ranks that hold the same tensors read a part each and hand it to the others.
+    """
     keys = model_keys(len(trainable.model.gpt_chunks))
-    not_restored = {key: [] if restores_fp8 else take_extra_states(wanted[key]) for key in keys}
-    state, not_asked_for, not_there = dist_checkpointing.load(wanted, str(path), strict=StrictHandling.RETURN_ALL)
-    if not restores_fp8:
-        not_asked_for = {key for key in not_asked_for if EXTRA_STATE not in key}
+    not_restored = {key: take_extra_states(wanted[key]) if left_out(EXTRA_STATE) else [] for key in keys}
+    strategy = FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(path)),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    # megatron-core's "missing" are keys of the checkpoint that were not asked for, "unexpected" those it does not have.
+    state: dict[str, Any]
+    state, not_asked_for, not_there = dist_checkpointing.load(
+        wanted, str(path), strategy, strict=StrictHandling.RETURN_ALL
+    )
     # Each rank knows only of the keys that it asked for itself.
     found: list[tuple[set[str], set[str]]] = [(set(), set())] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, (set(not_asked_for), set(not_there)))
+    surplus_here = {key for key in not_asked_for if not left_out(key)}
+    torch.distributed.all_gather_object(found, (surplus_here, set(not_there)))
     surplus, lacking = (set[str]().union(*sets) for sets in zip(*found, strict=True))
     if surplus or lacking:
         raise UserError(f"{path} holds another model: {_listed('it has', surplus)}{_listed('this model has', lacking)}")
     for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
         chunk.load_state_dict(state[key] | dict.fromkeys(not_restored[key]))
-    load_optimizer_state(trainable.optimizer, state["optimizer"])
-    cast_masters_to_fp8_weights(trainable.optimizer, trainable.model)
-    trainable.scheduler.load_state_dict(common["scheduler"])
-    restore_random_states(state["random_states"])
-    return Progress(**common["progress"])
+    return state
+
+
+def _listed(what: str, keys: set[str]) -> str:
+    shown = ", ".join(sorted(keys)[:_KEYS_SHOWN])
+    return f"{what} {len(keys)} tensors more ({shown}{', …' if len(keys) > _KEYS_SHOWN else ''}); " if keys else ""
+
+
+def _seed_anew(seed: int, step: int) -> None:
+    """Random states that follow from seed and step, and are not those of the run's start."""
+    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
+    fresh = int.from_bytes(digest[:4], "little") >> 1
+    random.seed(fresh)
+    np.random.seed(fresh)
+    torch.manual_seed(fresh)
+    seed_dropout(fresh)

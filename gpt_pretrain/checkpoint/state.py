@@ -12,11 +12,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.optimizer_state import sharded_optimizer_state
 
-# Optimizer states by their place in the model's tensors, which takes 12 bytes of host memory per parameter on every
-# rank while a distributed optimizer is saved. The other format, by a rank's buffers (dp_reshardable), loses torch's
-# Adam's step count in megatron-core 0.19.2.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+# Optimizer states by their place in the model's tensors, so that any layout can read them; it takes 12 bytes of host
+# memory per parameter on every rank while a distributed optimizer is saved or loaded.
+METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+RANDOM_STATES = "random_states"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +64,18 @@ def model_keys(num_chunks: int) -> list[str]:
     return ["model"] if num_chunks == 1 else [f"model{index}" for index in range(num_chunks)]
 
 
+def sharded_model(model: Model) -> dict[str, Any]:
+    """This rank's parts of the model, by chunk (`model_keys`)."""
+    return {
+        key: chunk.sharded_state_dict(metadata=dict(METADATA))
+        for key, chunk in zip(model_keys(len(model.gpt_chunks)), model.gpt_chunks, strict=True)
+    }
+
+
 def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
     """This rank's parts of model, optimizer and random states, to be written from or read into."""
-    chunks = trainable.model.gpt_chunks
-    state = {
-        key: chunk.sharded_state_dict(metadata=dict(METADATA))
-        for key, chunk in zip(model_keys(len(chunks)), chunks, strict=True)
-    }
+    state = sharded_model(trainable.model)
+    state["optimizer"] = sharded_optimizer_state(trainable.optimizer, state, metadata=METADATA, is_loading=is_loading)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    state["optimizer"] = trainable.optimizer.sharded_state_dict(
-        dict(state), is_loading=is_loading, metadata=dict(METADATA)
-    )
-    state["random_states"] = ShardedObject("random_states", _random_states(), (world_size,), (rank,), replica_id=0)
+    state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, _random_states(), (world_size,), (rank,), replica_id=0)
     return state

@@ -50,18 +50,7 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
     try:
         # Before the groups: ranks that do not agree on these would wait for each other.
         check_ranks_agree(dict(flatten(config_to_dict(model), "model")))
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=model.tensor_model_parallel_size,
-            pipeline_model_parallel_size=model.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
-            context_parallel_size=model.context_parallel_size,
-            # Second groups for CPU tensors beside NCCL; under gloo the first ones serve.
-            create_gloo_process_groups=False,
-        )
-        # Dropout differs between tensor parallel ranks where activations are split, and between pipeline stages.
-        tensor_parallel.model_parallel_cuda_manual_seed(
-            model.seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
-        )
+        lay_out_ranks(model)
         yield
     except BaseException:
         # Other ranks may wait in a collective that this one will never join: closing NCCL's groups would wait for them,
@@ -75,6 +64,29 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
 def _close() -> None:
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+def lay_out_ranks(model: ModelConfig) -> None:
+    """Opens megatron-core's groups for a model's parallel sizes, and seeds dropout; torch.distributed is open."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        # Second groups for CPU tensors beside NCCL; under gloo the first ones serve.
+        create_gloo_process_groups=False,
+    )
+    seed_dropout(model.seed)
+
+
+def seed_dropout(seed: int) -> None:
+    """Sets this rank's random states of dropout.
+
+    It differs between tensor parallel ranks where activations are split, and between pipeline stages.
+    """
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
+    )
 
 
 def on_rank_zero[Result](function: Callable[[], Result]) -> Result:

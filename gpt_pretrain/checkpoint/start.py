@@ -1,0 +1,121 @@
+"""What a run starts from: its newest checkpoint, the one that it was given, the weights of another run, or nothing.
+
+Nothing is loaded from a checkpoint whose files are not, byte for byte, what was written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, find_checkpoints
+from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import CheckpointConfig
+from gpt_pretrain.megatron.parallel import on_rank_zero
+
+_PROBLEMS_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedCheckpoint:
+    """A checkpoint whose files are what its manifest says; `verify_checkpoint` makes it."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a run starts from."""
+
+    checkpoint: VerifiedCheckpoint
+    weights_only: bool
+    """Whether only its weights are taken (`checkpoint.init_from`); otherwise the run goes on where it was saved."""
+    warnings: Sequence[str] = ()
+    """What was not as it should be on the way to it, for the user."""
+    notes: Sequence[str] = ()
+    """What else the user should know of the choice."""
+
+
+def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
+    """Reads every byte of a checkpoint, each rank its share; all ranks call it.
+
+    Raises:
+        UserError: It is none, or files are missing, truncated or changed: names them; on all ranks alike.
+    """
+    manifest = on_rank_zero(lambda: read_manifest(path))
+    problems = check_files_on_all_ranks(path, manifest)
+    if problems:
+        more = f"; {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        raise UserError("; ".join(problems[:_PROBLEMS_SHOWN]) + more)
+    return VerifiedCheckpoint(path=path, manifest=manifest)
+
+
+def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
+    """Finds and verifies what a run starts from; all ranks call it.
+
+    Args:
+        config: `resume`, `init_from` and `fall_back`.
+        directory: The run's checkpoints, `RUN_DIR/checkpoints`.
+
+    Returns:
+        None where the run begins with fresh weights.
+
+    Raises:
+        UserError: The checkpoint that is meant is not there or damaged, and none may take its place; or
+            `resume=never` would overwrite a run.
+    """
+    if config.resume not in ("auto", "never"):
+        named = Path(config.resume).absolute()
+        return _resume([named, *on_rank_zero(lambda: _earlier(named))], fall_back=config.fall_back)
+    found = on_rank_zero(lambda: find_checkpoints(directory))
+    if config.resume == "never" and found.paths:
+        raise UserError(
+            f"checkpoint.resume=never, but {directory} holds the checkpoints of a run; "
+            "give another run_dir, or checkpoint.resume=auto to go on with it"
+        )
+    if found.paths:
+        # Without a name nothing says which one is meant, and the newest good one is the best answer.
+        start = _resume(found.paths, fall_back=config.fall_back or found.problem is not None)
+        if found.problem is not None:
+            warning = f"{found.problem}; going on from {start.checkpoint.path.name}, the newest one that verifies"
+            start = replace(start, warnings=[warning, *start.warnings])
+        if config.init_from is not None:
+            # A run that is queued again starts with the same command.
+            note = f"checkpoint.init_from={config.init_from} is passed over: this run has checkpoints of its own"
+            start = replace(start, notes=[note])
+        return start
+    if config.init_from is not None:
+        return Start(checkpoint=verify_checkpoint(Path(config.init_from).absolute()), weights_only=True)
+    return None
+
+
+def _earlier(path: Path) -> list[Path]:
+    """Checkpoints beside one that were saved before it, newest first."""
+    beside = complete_checkpoints(path.parent)
+    return beside[: beside.index(path)][::-1] if path in beside else []
+
+
+def _resume(candidates: Sequence[Path], *, fall_back: bool) -> Start:
+    """The first candidate that verifies, or the first one only."""
+    passed_over: list[str] = []
+    for path in candidates:
+        try:
+            checkpoint = verify_checkpoint(path)
+        except UserError as error:
+            if not fall_back:
+                raise UserError(f"{error}. {_way_out(candidates)}") from None
+            passed_over.append(f"{path} is passed over: {error}")
+            continue
+        return Start(checkpoint=checkpoint, weights_only=False, warnings=passed_over)
+    raise UserError(f"no checkpoint verifies. {'. '.join(passed_over[:_PROBLEMS_SHOWN])}. {_way_out(())}")
+
+
+def _way_out(candidates: Sequence[Path]) -> str:
+    anew = "start anew with another run_dir"
+    if len(candidates) < 2:
+        return f"Put the files back from a copy, or {anew}"
+    return (
+        "Put the files back from a copy, go on from the newest earlier checkpoint that verifies with "
+        f"checkpoint.fall_back=true, or {anew}"
+    )

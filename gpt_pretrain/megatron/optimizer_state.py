@@ -1,0 +1,189 @@
+"""An optimizer's state in a checkpoint: one form, however the ranks of a run share parameters and states.
+
+megatron-core 0.19 writes another form from each of its optimizers: plain, with masters, distributed. Here all of them
+say the same: the tensors that belong to a parameter lie under `optimizer.state.KIND.PARAMETER` in the parameter's own
+shape, with KIND exp_avg and exp_avg_sq (Adam), momentum_buffer (SGD) and fp32_param (masters, where parameters are
+BF16), and the steps taken are one number. Whatever else an optimizer holds, the configuration says.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from gpt_pretrain.megatron.model import Model
+
+_TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+# The distributed optimizer's name of masters, which are the parameters themselves in fp32, and the plain one's.
+_DISTRIBUTED_MASTER, _MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: dict[str, Any], *, metadata: dict[str, Any], is_loading: bool
+) -> dict[str, Any]:
+    """This rank's part of the optimizer, to be written from or read into.
+
+    Args:
+        optimizer: megatron-core's; one that has not taken a step yet gets its states first.
+        model_state: The sharded state of the model's chunks, which the tensors are named and placed by.
+        metadata: megatron-core's choice of formats.
+        is_loading: Whether the tensors are to be read into.
+
+    Returns:
+        "step": steps taken; "tensors": what belongs to parameters; "parts": what stays on this rank, for
+        `load_optimizer_state`.
+    """
+    parts = list(_parts(optimizer))
+    tensors: dict[str, Any] = {}
+    nested = []
+    for part in parts:
+        _allocate_states(part)
+        state = part.sharded_state_dict(dict(model_state), is_loading=is_loading, metadata=dict(metadata))
+        if isinstance(part, DistributedOptimizer):
+            _name_masters(part, state["param_state"])
+        dict_list_map_inplace(partial(_take_tensor, tensors), state)
+        nested.append(state)
+    return {
+        "step": max((_steps_taken(part.optimizer) for part in parts), default=0),
+        "tensors": tensors,
+        "parts": LocalNonpersistentObject(nested),
+    }
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Restores what `sharded_optimizer_state` described and megatron-core has read.
+
+    Masters, moments and the step count come from the checkpoint; rates, betas and decay are the configuration's.
+    """
+    step = state["step"]
+    for part, nested in zip(_parts(optimizer), state["parts"], strict=True):
+        dict_list_map_inplace(partial(_put_tensor, state["tensors"]), nested)
+        inner = nested.get("optimizer", nested)
+        if isinstance(part, DistributedOptimizer):
+            part._set_main_param_and_optimizer_states = partial(
+                _set_what_was_loaded, DistributedOptimizer._set_main_param_and_optimizer_states, part
+            )
+        elif isinstance(part.optimizer, _TORCH_ADAM):
+            inner["state"]["common_step"] = torch.tensor(float(step))
+        part.load_state_dict(nested)
+        if isinstance(part.optimizer, _TORCH_ADAM):
+            # megatron-core hands one step tensor to all parameters, and each of them would count it up.
+            for moments in part.optimizer.state.values():
+                moments["step"] = torch.tensor(float(step))
+        elif step:
+            # The fused optimizers count by group, those without parameters on this rank included.
+            for group in part.optimizer.param_groups:
+                group["step"] = step
+
+
+@torch.no_grad()
+def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weights: dict[str, Any]) -> None:
+    """Gives the optimizer the masters of weights that were loaded without it, and FP8 weights what these say.
+
+    Args:
+        optimizer: The run's, before its first step.
+        model: Its chunks hold the weights already.
+        weights: The loaded tensors by chunk, `model` or `model0`, `model1`, …: not rounded to FP8.
+    """
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            part.reload_model_params({key: dict(state) for key, state in weights.items()})
+        else:
+            part.reload_model_params()
+    cast_masters_to_fp8_weights(optimizer, model)
+
+
+@torch.no_grad()
+def cast_masters_to_fp8_weights(optimizer: MegatronOptimizer, model: Model) -> None:
+    """Makes weights stored in FP8 what their masters say, on all ranks; call it after masters and scales were loaded.
+
+    megatron-core writes them into a checkpoint as BF16. Cast from there, each would take the scale that it happens to
+    have in a fresh model (delayed), or one from an amax that was rounded (tensorwise), and the run would go on from
+    other weights than it was saved with.
+    """
+    parts = [
+        part
+        for part in _parts(optimizer)
+        if isinstance(part, DistributedOptimizer) and part.ddp_config.fp8_param_gather
+    ]
+    for part in parts:
+        part._copy_main_params_to_model_params()
+    if parts:
+        for chunk in model.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # A rank without parameters has none.
+        if not part.is_stub_optimizer:
+            yield part
+
+
+def _allocate_states(part: Any) -> None:
+    """Gives an optimizer before its first step the states that the step would give it: zeros.
+
+    megatron-core forgets torch's own optimizers here: Adam's step count beside its moments, and SGD altogether.
+    """
+    inner = part.optimizer
+    if isinstance(inner, _TORCH_ADAM) or part.init_state_fn is None:
+        part.init_state_fn = _allocate_as_torch
+    part.init_state_fn(inner, part.config)
+
+
+def _allocate_as_torch(inner: torch.optim.Optimizer, _: object) -> None:
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            if not state and isinstance(inner, _TORCH_ADAM):
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            elif not state and group["momentum"]:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _steps_taken(inner: torch.optim.Optimizer) -> int:
+    counters = [*inner.param_groups, *inner.state.values()]
+    return max((int(counter["step"]) for counter in counters if "step" in counter), default=0)
+
+
+def _name_masters(part: DistributedOptimizer, param_state: dict[int, dict[str, Any]]) -> None:
+    for tensors in param_state.values():
+        if part.config.bf16:
+            tensors["param"].key = tensors["param"].key.replace(_DISTRIBUTED_MASTER, _MASTER, 1)
+        else:
+            del tensors["param"]
+
+
+class _Place(str):
+    """Where a tensor was taken from, by its name among the tensors."""
+
+    __slots__ = ()
+
+
+def _take_tensor(tensors: dict[str, Any], leaf: Any) -> Any:
+    if isinstance(leaf, LocalNonpersistentObject):
+        return leaf.unwrap()
+    if not isinstance(leaf, ShardedTensor | ShardedTensorFactory):
+        return leaf
+    place = _Place(len(tensors))
+    tensors[str(place)] = leaf
+    return place
+
+
+def _put_tensor(tensors: dict[str, torch.Tensor], leaf: Any) -> Any:
+    return tensors[str(leaf)] if isinstance(leaf, _Place) else leaf
+
+
+def _set_what_was_loaded(
+    put: Any, part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]
+) -> None:
+    """megatron-core asks for everything that it holds; what it does not find as a tensor it leaves as it is."""
+    put(part, parameter, {"step": None, "param": None, **tensors})

@@ -1,0 +1,171 @@
+"""Tiny runs that save in one layout and go on in another: the same on one rank in this process and on launched ones.
+
+A run takes `STEPS` steps, saves, and takes as many more; runs in other layouts load what it saved and take those again.
+Each rank writes what it saw as JSON, under the name of the case.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.data.batches import build_batch_iterator
+from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.data.datasets import SampleDataset, build_datasets
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.parallel import data_parallel_rank, lay_out_ranks, process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
+from tests.emulated_training import TINY, Training, build_training, emulate
+
+STEPS = 3
+# Four layers, so that two stages can have two chunks each; a step is four microbatches of one sequence.
+_RUN = (
+    "model.num_layers=4",
+    "model.micro_batch_size=1",
+    "model.data.num_workers=0",
+    "trainer.max_steps=6",
+    "model.activation=swiglu",
+)
+_BF16 = ("trainer.precision=bf16",)
+_DELAYED = emulate("delayed", "model.fp8_amax_history_len=4")
+
+# Name to number of ranks and overrides. `single` has a plain optimizer, the others of parallelism/ a distributed one.
+LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
+    "single": (1, ["parallelism=single"]),
+    "dp2": (2, ["parallelism=dp"]),
+    "tp2": (2, ["parallelism=tp2"]),
+    "pp2": (2, ["parallelism=pp2"]),
+    "tp2_sp": (2, ["parallelism=tp2_sp"]),
+    "tp2_pp2": (4, ["parallelism=tp2_pp2"]),
+}
+# What the six are not: other precisions, chunks, optimizers.
+OTHERS: dict[str, tuple[int, Sequence[str]]] = {
+    "pp2_vp2": (2, ["parallelism=pp2_vp2"]),
+    "single.tied": (1, ["model.share_embeddings_and_output_weights=true"]),
+    "pp2.tied": (2, ["parallelism=pp2", "model.share_embeddings_and_output_weights=true"]),
+    "single.bf16": (1, _BF16),
+    "dp2.bf16": (2, ["parallelism=dp", *_BF16]),
+    "dp2_plain.bf16": (2, ["parallelism=single", *_BF16]),
+    "single.delayed": (1, _DELAYED),
+    "tp2.delayed": (2, ["parallelism=tp2", *_DELAYED]),
+    "single.sgd": (1, ["model.optim.name=sgd"]),
+    "tp2_plain.sgd": (
+        2,
+        [
+            "parallelism=tp2",
+            "model.optim.name=sgd",
+            "model.use_distributed_optimizer=false",
+            "model.overlap_param_gather=false",
+        ],
+    ),
+}
+
+
+def overrides_of(layout: str) -> list[str]:
+    return [*_RUN, *{**LAYOUTS, **OTHERS}[layout][1]]
+
+
+@dataclass
+class _RecordedDataset:
+    """Notes which samples are read."""
+
+    dataset: SampleDataset
+    read: list[int]
+    num_epochs: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        return self.dataset[index]
+
+
+def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
+    """Trains `STEPS` steps on the data that the application would read from there on.
+
+    Returns:
+        "losses" and "grad_norms" by step, and "samples": what this rank has read, in order; none where no tokens are.
+    """
+    config, trainable = training.config, training.trainable
+    corpus = prepare_corpus(config, show_progress=False)
+    dataset, _ = build_datasets(config, corpus, num_train_samples=100, num_valid_samples=0)
+    recorded = _RecordedDataset(dataset, [])
+    ranks = parallel_state.get_data_parallel_world_size()
+    iterators = data_iterators(
+        trainable.model,
+        lambda: build_batch_iterator(
+            recorded,
+            config=config,
+            consumed_samples=progress.consumed_samples,
+            data_parallel_rank=data_parallel_rank(),
+            data_parallel_size=ranks,
+            device=detect_platform().device,
+        ),
+    )
+    model = config.model
+    num_microbatches = model.global_batch_size // model.micro_batch_size // ranks
+    seen: dict[str, Any] = {"losses": [], "grad_norms": []}
+    for _ in range(STEPS):
+        result = train_step(trainable, iterators, model, num_microbatches)
+        seen["losses"].append(mean_loss(result.loss_sum_and_tokens))
+        seen["grad_norms"].append(float(result.grad_norm))
+    # Of one chunk of this rank: others read the same.
+    readers = sum(iterator is not None for iterator in iterators)
+    samples = recorded.read if readers < 2 else sorted(set(recorded.read), key=recorded.read.index)
+    return {**seen, "samples": samples, "data_parallel": [data_parallel_rank(), ranks]}
+
+
+def save_in(layout: str, folder: Path) -> None:
+    """Trains from fresh weights, saves FOLDER/LAYOUT/step_…, and notes the steps after it as LAYOUT.uncut."""
+    training = build_training(*overrides_of(layout))
+    run_steps(training, Progress(step=0, consumed_samples=0))
+    progress = Progress(step=STEPS, consumed_samples=STEPS * training.config.model.global_batch_size)
+    data = prepare_corpus(training.config, show_progress=False).fingerprints
+    with training.trainable.model.gathered_parameters():
+        save_checkpoint(folder / layout, training.trainable, progress, training.config, data)
+    _write(folder, f"{layout}.uncut", run_steps(training, progress))
+
+
+def load_in(layout: str, source: str, folder: Path) -> None:
+    """Loads what was saved in another layout and notes the steps after it as SOURCE.LAYOUT; saves it again first."""
+    training = build_training(*overrides_of(layout))
+    checkpoint = verify_checkpoint(folder / source / f"step_{STEPS:08d}")
+    data = prepare_corpus(training.config, show_progress=False).fingerprints
+    restored = load_checkpoint(checkpoint, training.trainable, training.config, data)
+    again = folder / f"{source}.{layout}.again"
+    with training.trainable.model.gathered_parameters():
+        save_checkpoint(again, training.trainable, restored.progress, training.config, data)
+    seen = run_steps(training, restored.progress)
+    _write(folder, f"{source}.{layout}", {**seen, "notes": list(restored.notes)})
+
+
+def _write(folder: Path, case: str, seen: dict[str, Any]) -> None:
+    rank = torch.distributed.get_rank()
+    (folder / f"{case}.{rank}.json").write_text(json.dumps(seen))
+
+
+def run_cases(folder: Path, cases: Iterable[str]) -> None:
+    """Runs cases one after the other: `LAYOUT` saves, `SOURCE>LAYOUT` loads; all with this launch's number of ranks."""
+    install_cpu_device()
+    launch, platform = read_launch(), detect_platform()
+    with process_groups(load_config(TINY).model, launch, platform):
+        for case in cases:
+            *source, layout = case.split(">")
+            parallel_state.destroy_model_parallel()
+            lay_out_ranks(load_config([*TINY, *overrides_of(layout)]).model)
+            if source:
+                load_in(layout, source[0], folder)
+            else:
+                save_in(layout, folder)
