@@ -18,6 +18,11 @@ KNOWS = {
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
     "plan": {"config", "megatron", "fp8"},
     "training": {"config", "megatron", "fp8", "data", "checkpoint", "report"},
+    # Another library's names for what a checkpoint holds; between the two stand these commands.
+    "huggingface": {"config", "checkpoint"},
+    "export": {"config", "megatron", "data", "checkpoint", "huggingface"},
+    "import_hf": {"config", "megatron", "data", "checkpoint", "huggingface"},
+    "generate": {"config", "megatron", "data", "checkpoint", "export", "training"},
     "__main__": {"config", "megatron", "training"},
     "__init__": set(),
 }

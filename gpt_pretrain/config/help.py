@@ -89,6 +89,23 @@ def _print_key(console: Console, key: Key, values: Mapping[str, Any]) -> None:
     console.print(textwrap.fill(key.doc, console.width - 6, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
+def print_command_help(program: Program, keys: Mapping[str, Key], values: Mapping[str, Any]) -> None:
+    """Prints the help of a command that takes a few `KEY=VALUE` and nothing else.
+
+    Args:
+        program: Which one.
+        keys: What it takes.
+        values: What it takes for those that may be left out.
+    """
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(program.about, soft_wrap=True)
+    _heading(console, "Examples")
+    console.print(textwrap.indent(program.examples, "  "), soft_wrap=True)
+    _heading(console, "Keys: give each as KEY=VALUE; those without a value here are needed")
+    for key in keys.values():
+        _print_key(console, key, values)
+
+
 def print_help(
     groups: Mapping[str, Sequence[str]],
     choices: Mapping[str, str],

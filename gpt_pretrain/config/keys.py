@@ -1,12 +1,14 @@
 """The names of the configuration, read from the schema: every dotted key with its type and documentation.
 
 The gate asks here whether a key exists and which one was probably meant; `--help` prints from here. Documentation is
-the string literal below a field of `schema.py`, which Python drops at run time, so it is read from the source.
+the string literal below a dataclass's field, which Python drops at run time, so it is read from the source. The
+commands with a few arguments of their own (`config.arguments`) declare them in the same way.
 """
 
 import ast
 import difflib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -168,10 +170,10 @@ class Key:
 
 
 @cache
-def _docs() -> dict[tuple[str, str], str]:
-    """(class, field) to the string literal below the field."""
+def _docs(module: str) -> dict[tuple[str, str], str]:
+    """(class, field) to the string literal below the field, of the dataclasses of a module."""
     docs: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in zip(node.body, node.body[1:], strict=False):
@@ -206,13 +208,18 @@ def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
             yield path, hint
             yield from _walk(hint, f"{path}.")
         else:
-            yield path, _key(path, hint, _docs().get((section.__name__, field.name), ""))
+            yield path, _key(path, hint, _docs(section.__module__).get((section.__name__, field.name), ""))
+
+
+def section_keys(section: type) -> dict[str, Key]:
+    """Every value of a dataclass, and of those in it, by its dotted key, in their order."""
+    return {path: entry for path, entry in _walk(section, "") if isinstance(entry, Key)}
 
 
 @cache
 def schema_keys() -> dict[str, Key]:
     """Every value of the configuration by its dotted key, in the schema's order."""
-    return {path: entry for path, entry in _walk(schema.Config, "") if isinstance(entry, Key)}
+    return section_keys(schema.Config)
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import (
     TYPE_NAMES,
     UNSUPPORTED_VALUES,
@@ -143,6 +144,19 @@ def _convert(value: Any, key: Key) -> Any:
     except _Wrong as wrong:
         what, use, instead = str(wrong).partition("; use ")
         raise _Wrong(f"{what} or null{use}{instead}" if key.optional else str(wrong)) from None
+
+
+def read_value(text: str, key: Key) -> Any:
+    """One argument of a command line as its type; a string is taken as it stands, whatever is in it.
+
+    Raises:
+        ConfigError: The value does not fit.
+    """
+    value = None if text == "null" and key.optional else text
+    try:
+        return _convert(value, key)
+    except _Wrong as wrong:
+        raise ConfigError([f"{key.path}={text} {wrong}"]) from None
 
 
 class _Reader:

@@ -20,7 +20,7 @@ from gpt_pretrain.data.sources import FileSource, StdlibSource
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 
 # What stands for the tokenizer of data that come as token ids.
-_NO_TOKENIZER = "none"
+NO_TOKENIZER = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +87,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             prefixes=(),
             weights=(),
             tokenizer=None,
-            fingerprints={"tokenizer": _NO_TOKENIZER, "tokens": key},
+            fingerprints={"tokenizer": NO_TOKENIZER, "tokens": key},
             files_key=key,
             splits=(),
         )
@@ -116,7 +116,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         weights=weights,
         tokenizer=tokenizer,
         fingerprints={
-            "tokenizer": tokenizer_key or _NO_TOKENIZER,
+            "tokenizer": tokenizer_key or NO_TOKENIZER,
             "tokens": fingerprint(content),
             "shares of the token files": fingerprint(weights),
             "splits": fingerprint(split_matrix(model.data.splits_string)),

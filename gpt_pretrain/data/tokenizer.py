@@ -15,6 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.cache import fingerprint
 
+# What Hugging Face calls the file, and every program that reads one.
+TOKENIZER_FILE = "tokenizer.json"
 BPE_EOD = "<|endoftext|>"
 # In order of preference: GPT-2/NeoX/Qwen base, Llama 3 base, DeepSeek, Llama 2/Mistral/T5, Gemma, Phi and others.
 EOD_CANDIDATES = (BPE_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>")
@@ -107,23 +109,27 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, "the BPE trained on the corpus")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
     """Reads a Hugging Face `tokenizer.json`.
+
+    Args:
+        path: The file.
+        key: Where its name was given, for error messages.
 
     Raises:
         UserError: The file is missing, is none, or has no end-of-document token.
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        raise UserError(f"model.tokenizer.model={path} is a directory; name the file: {path / 'tokenizer.json'}")
+        raise UserError(f"{key}={path} is a directory; name the file: {path / 'tokenizer.json'}")
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"model.tokenizer.model={path} cannot be read ({error}); it must be a Hugging Face tokenizer.json"
+            f"{key}={path} cannot be read ({error}); it must be a Hugging Face tokenizer.json"
         ) from error
     try:
         backend = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # `tokenizers` raises plain Exception for any malformed file
-        raise UserError(f"model.tokenizer.model={path} is not a Hugging Face tokenizer.json: {error}") from error
-    return Tokenizer(backend, f"model.tokenizer.model={path}")
+        raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json: {error}") from error
+    return Tokenizer(backend, f"{key}={path}")

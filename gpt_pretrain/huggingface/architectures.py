@@ -1,0 +1,289 @@
+"""Which class of `transformers` a model of ours is, and its config.json, both ways.
+
+Four classes are known. Their fields are the published ones, read where they stand in a `config.json` of
+`transformers` 4 and 5. What a class cannot say is refused with the field's name: a checkpoint that loads, and computes
+something else, would be found by nobody.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.schema import Activation, ModelConfig, Normalization, PositionEmbedding
+from gpt_pretrain.config.typed import show
+
+
+class Architecture(Enum):
+    """A `model_type` of `transformers`; the values are the classes."""
+
+    gpt2 = "GPT2LMHeadModel"
+    llama = "LlamaForCausalLM"
+    mistral = "MistralForCausalLM"
+    qwen2 = "Qwen2ForCausalLM"
+
+
+_GPT2_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
+_GPT2_ACTIVATION_NAMES = {
+    "gelu_new": Activation.gelu_tanh,
+    "gelu_pytorch_tanh": Activation.gelu_tanh,
+    "gelu": Activation.gelu,
+}
+
+# Fields of ours that each class fixes, with the values that it can have.
+_GPT2_FIELDS: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": (PositionEmbedding.learned_absolute,),
+    "normalization": (Normalization.layernorm,),
+    "activation": tuple(_GPT2_ACTIVATIONS),
+    "bias": (True,),
+}
+_LLAMA_FIELDS: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": (PositionEmbedding.rope,),
+    "rotary_percentage": (1.0,),
+    "normalization": (Normalization.rmsnorm,),
+    "activation": (Activation.swiglu,),
+}
+_FIELDS: dict[Architecture, dict[str, tuple[Any, ...]]] = {
+    Architecture.gpt2: _GPT2_FIELDS,
+    Architecture.llama: _LLAMA_FIELDS,
+    Architecture.mistral: {**_LLAMA_FIELDS, "bias": (False,), "qkv_bias": (False,)},
+    Architecture.qwen2: {**_LLAMA_FIELDS, "bias": (False,), "qkv_bias": (True,)},
+}
+
+
+def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) -> Architecture:
+    """The class that computes what a model of ours computes.
+
+    Args:
+        model: The model.
+        wanted: The class that it has to be; otherwise the one that its fields say, and Llama where Mistral, which is
+            the same without its sliding window, would do as well.
+
+    Raises:
+        ConfigError: The class cannot say all of the model's fields; names each.
+    """
+    if wanted is not None:
+        chosen = wanted
+    elif model.position_embedding_type is PositionEmbedding.learned_absolute:
+        chosen = Architecture.gpt2
+    else:
+        chosen = Architecture.qwen2 if model.qkv_bias and not model.bias else Architecture.llama
+    problems = list(_inexpressible(model, chosen))
+    if problems:
+        raise ConfigError(problems)
+    return chosen
+
+
+def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[str]:
+    for name, values in _FIELDS[architecture].items():
+        value = getattr(model, name)
+        if value not in values:
+            has = " or ".join(show(possible) for possible in values)
+            yield f"model.{name}={show(value)} cannot be said by {architecture.value}, which has {has}"
+    if architecture is Architecture.gpt2 and num_query_groups(model) != model.num_attention_heads:
+        yield (
+            f"model.num_query_groups={num_query_groups(model)} cannot be said by {architecture.value}, which has as "
+            f"many key/value heads as query heads (model.num_attention_heads={model.num_attention_heads})"
+        )
+    fixed_heads = architecture in (Architecture.gpt2, Architecture.qwen2)
+    if fixed_heads and kv_channels(model) * model.num_attention_heads != model.hidden_size:
+        yield (
+            f"model.kv_channels={model.kv_channels} cannot be said by {architecture.value}, whose heads are "
+            f"model.hidden_size / model.num_attention_heads = {model.hidden_size} / {model.num_attention_heads} wide"
+        )
+
+
+def to_hf_config(
+    model: ModelConfig, architecture: Architecture, *, torch_dtype: str, end_token_id: int | None
+) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Args:
+        model: The model, which `choose_architecture` has let through.
+        architecture: Its class.
+        torch_dtype: Type of the weights as torch names it: float32, bfloat16, float16.
+        end_token_id: What ends a document; null without a tokenizer.
+    """
+    common = {
+        "architectures": [architecture.value],
+        "model_type": architecture.name,
+        "torch_dtype": torch_dtype,
+        "vocab_size": model.vocab_size,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": model.share_embeddings_and_output_weights,
+        "bos_token_id": None,
+        "eos_token_id": end_token_id,
+        "use_cache": True,
+    }
+    if architecture is Architecture.gpt2:
+        return {
+            **common,
+            "n_layer": model.num_layers,
+            "n_embd": model.hidden_size,
+            "n_head": model.num_attention_heads,
+            "n_inner": ffn_hidden_size(model),
+            "n_positions": model.max_position_embeddings,
+            "activation_function": _GPT2_ACTIVATIONS[model.activation],
+            "layer_norm_epsilon": model.layernorm_epsilon,
+            "embd_pdrop": model.hidden_dropout,
+            "resid_pdrop": model.hidden_dropout,
+            "attn_pdrop": model.attention_dropout,
+        }
+    llama = {
+        **common,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": ffn_hidden_size(model),
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": num_query_groups(model),
+        "max_position_embeddings": model.max_position_embeddings,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.layernorm_epsilon,
+        "rope_theta": float(model.rotary_base),
+        "attention_dropout": model.attention_dropout,
+    }
+    match architecture:
+        case Architecture.llama:
+            biases = {"attention_bias": model.bias, "mlp_bias": model.bias}
+            return {**llama, "head_dim": kv_channels(model), "rope_scaling": None, **biases}
+        case Architecture.mistral:
+            return {**llama, "head_dim": kv_channels(model), "sliding_window": None}
+        case _:
+            return {**llama, "rope_scaling": None, "use_sliding_window": False}
+
+
+def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture of a published model, and the fields of `model.` that make one of ours compute the same.
+
+    Args:
+        values: Its config.json.
+        origin: Where it comes from, for messages.
+
+    Raises:
+        UserError: A field is missing, or says what no model of ours computes.
+    """
+    reader = _HfConfig(values, origin)
+    known = Architecture.__members__
+    architecture = known.get(str(values.get("model_type")))
+    if architecture is None:
+        raise UserError(
+            f"{origin}: model_type={values.get('model_type')!r} cannot be imported; known: {', '.join(known)}"
+        )
+    if "quantization_config" in values:
+        reader.refuse("quantization_config", "import the model's unquantised weights")
+    fields = reader.gpt2() if architecture is Architecture.gpt2 else reader.llama(architecture)
+    fields |= {
+        "vocab_size": reader.integer("vocab_size"),
+        "share_embeddings_and_output_weights": reader.boolean("tie_word_embeddings", architecture is Architecture.gpt2),
+        "init_method_std": reader.number("initializer_range", 0.02),
+    }
+    if reader.problems:
+        raise UserError("\n".join(reader.problems))
+    return architecture, fields
+
+
+class _HfConfig:
+    """A config.json, read field by field; `problems` are what is wrong with it. Defaults are the published classes'."""
+
+    def __init__(self, values: Mapping[str, Any], origin: str) -> None:
+        self._values = values
+        self._origin = origin
+        self.problems: list[str] = []
+
+    def refuse(self, name: str, why: str) -> None:
+        self.problems.append(f"{self._origin}: {name}={show(self._values.get(name))} cannot be imported: {why}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return int(self._number(name, default, whole=True))
+
+    def number(self, name: str, default: float) -> float:
+        return float(self._number(name, default, whole=False))
+
+    def _number(self, name: str, default: float | None, *, whole: bool) -> float:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
+            what = "is missing" if value is None else f"={show(value)} is no {'whole ' * whole}number"
+            self.problems.append(f"{self._origin}: {name}{' ' * (value is None)}{what}")
+            return 1
+        return value
+
+    def boolean(self, name: str, default: bool) -> bool:
+        return bool(self._values.get(name, default))
+
+    def _expect(self, name: str, default: Any, expected: Any, why: str) -> None:
+        if self._values.get(name, default) != expected:
+            self.refuse(name, why)
+
+    def gpt2(self) -> dict[str, Any]:
+        """GPT2Config."""
+        hidden = self.integer("n_embd")
+        activation = str(self._values.get("activation_function", "gelu_new"))
+        if activation not in _GPT2_ACTIVATION_NAMES:
+            self.refuse("activation_function", f"known are {', '.join(_GPT2_ACTIVATION_NAMES)}")
+        self._expect("scale_attn_weights", True, True, "scores are divided by the root of a head's width here")
+        self._expect("scale_attn_by_inverse_layer_idx", False, False, "every layer's attention has one scale here")
+        self._expect("add_cross_attention", False, False, "there is no cross attention here")
+        return {
+            "num_layers": self.integer("n_layer"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": self.integer("n_inner", 4 * hidden),
+            "num_attention_heads": self.integer("n_head"),
+            "num_query_groups": None,
+            "kv_channels": None,
+            "max_position_embeddings": self.integer("n_positions"),
+            "position_embedding_type": PositionEmbedding.learned_absolute.name,
+            "normalization": Normalization.layernorm.name,
+            "layernorm_epsilon": self.number("layer_norm_epsilon", 1e-5),
+            "activation": _GPT2_ACTIVATION_NAMES.get(activation, Activation.gelu_tanh).name,
+            "bias": True,
+            "qkv_bias": False,
+        }
+
+    def llama(self, architecture: Architecture) -> dict[str, Any]:
+        """LlamaConfig, MistralConfig and Qwen2Config."""
+        heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        self._expect("hidden_act", "silu", "silu", "the gated MLP is SiLU's here")
+        groups = self.integer("num_key_value_heads", 8 if architecture is Architecture.mistral else heads)
+        has_head_width = self._values.get("head_dim") is not None
+        is_window_on = architecture is Architecture.mistral or self.boolean("use_sliding_window", False)
+        # MistralConfig's own default is the window of Mistral 7B v0.1.
+        if is_window_on and self._values.get("sliding_window", 4096) is not None:
+            self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3")
+        bias = architecture is Architecture.llama and self.boolean("attention_bias", False)
+        if architecture is Architecture.llama and self.boolean("mlp_bias", False) != bias:
+            self.refuse("mlp_bias", "biases are in all linear layers here, or in none (attention_bias differs)")
+        return {
+            "num_layers": self.integer("num_hidden_layers"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": self.integer("intermediate_size"),
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "kv_channels": self.integer("head_dim") if has_head_width else None,
+            "max_position_embeddings": self.integer("max_position_embeddings"),
+            "position_embedding_type": PositionEmbedding.rope.name,
+            "rotary_percentage": 1.0,
+            "rotary_base": self._rotary_base(),
+            "normalization": Normalization.rmsnorm.name,
+            "layernorm_epsilon": self.number("rms_norm_eps", 1e-6),
+            "activation": Activation.swiglu.name,
+            "bias": bias,
+            "qkv_bias": architecture is Architecture.qwen2,
+        }
+
+    def _rotary_base(self) -> int:
+        """Of `rope_parameters`, which `transformers` 5 writes, or of `rope_theta` and `rope_scaling` before it."""
+        written = self._values.get("rope_parameters")
+        rope = written if isinstance(written, dict) else {"rope_theta": self._values.get("rope_theta", 1e4)}
+        name = "rope_parameters" if isinstance(written, dict) else "rope_scaling"
+        scaling = rope if name == "rope_parameters" else self._values.get("rope_scaling") or {}
+        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+            self.refuse(name, "rope is not rescaled here")
+        if scaling.get("partial_rotary_factor", self._values.get("partial_rotary_factor", 1.0)) != 1.0:
+            self.refuse(name, "these classes rotate whole heads")
+        base = rope.get("rope_theta", 1e4)
+        if isinstance(base, bool) or not isinstance(base, int | float) or base != int(base):
+            self.problems.append(f"{self._origin}: rope_theta={show(base)} is no whole number")
+            return 10_000
+        return int(base)

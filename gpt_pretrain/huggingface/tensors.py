@@ -1,0 +1,203 @@
+"""Names and layouts of tensors: a checkpoint of ours beside a model of `transformers`.
+
+The checkpoint's tensors are megatron-core's: layers are one axis more in front, query, key and value are one matrix
+with the rows of each query group together (q q k v | q q k v | …), a gated MLP's halves are one matrix, the norm before
+a linear layer has its name, and the vocabulary is padded. Shapes below are of one layer, [out, in].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.schema import Activation, ModelConfig
+from gpt_pretrain.huggingface.architectures import Architecture
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One tensor of a checkpoint, and what it is in `transformers`."""
+
+    key: str
+    """Its key in the checkpoint."""
+    layer: int | None
+    """Which of the stacked layers; None for what is not in a layer."""
+    shape: tuple[int, ...]
+    """Its shape, without the axis of layers."""
+    names: tuple[str, ...]
+    """Names in `transformers`; several where it is stored in parts."""
+    to_hf: Callable[[torch.Tensor], Tensors]
+    """From the one tensor to as many as there are names; views where it can, meta tensors too."""
+    to_ours: Callable[[Tensors], torch.Tensor]
+    """The way back, to the bit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Conversion:
+    """The two functions of a rule."""
+
+    to_hf: Callable[[torch.Tensor], Tensors]
+    to_ours: Callable[[Tensors], torch.Tensor]
+
+
+def _only(tensors: Tensors) -> torch.Tensor:
+    (tensor,) = tensors
+    return tensor
+
+
+_SAME = _Conversion(to_hf=lambda tensor: [tensor], to_ours=_only)
+# GPT-2's Conv1D keeps matrices as [in, out].
+_TRANSPOSED = _Conversion(to_hf=lambda tensor: [tensor.t()], to_ours=lambda tensors: _only(tensors).t())
+_HALVES = _Conversion(to_hf=lambda tensor: tensor.chunk(2), to_ours=lambda tensors: torch.cat(list(tensors)))
+
+
+def _split_by_group(tensor: torch.Tensor, *, groups: int, width: int) -> list[torch.Tensor]:
+    """[groups · (queries + 2) · width, …] to query, key and value rows."""
+    blocks = tensor.unflatten(0, (groups, -1, width))
+    return [part.flatten(0, 2) for part in (blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:])]
+
+
+def _join_by_group(tensors: Tensors, *, groups: int, width: int) -> torch.Tensor:
+    """The way back."""
+    return torch.cat([part.unflatten(0, (groups, -1, width)) for part in tensors], dim=1).flatten(0, 2)
+
+
+def _fused_to_hf(tensor: torch.Tensor, *, groups: int, width: int) -> list[torch.Tensor]:
+    """To GPT-2's one projection: all queries, all keys, all values, [in, 3 · out] (biases: [3 · out])."""
+    return [torch.cat(_split_by_group(tensor, groups=groups, width=width)).t().contiguous()]
+
+
+def _fused_to_ours(tensors: Tensors, *, groups: int, width: int) -> torch.Tensor:
+    """The way back."""
+    return _join_by_group(_only(tensors).t().chunk(3), groups=groups, width=width)
+
+
+def _pad_vocabulary(tensors: Tensors, *, num_rows: int) -> torch.Tensor:
+    """Rows of no token, the mean of all that are one.
+
+    The softmax sees them. The logit of a mean row is the mean logit, whose exponential is at most the mean of the
+    exponentials (Jensen's inequality): n rows beside V tokens raise the loss by at most log(1 + n / V). Rows of zeros
+    would not be bounded so: GPT-2's logits are far below zero.
+    """
+    embedding = _only(tensors)
+    padding = num_rows - embedding.size(0)
+    if padding == 0:
+        return embedding
+    return torch.cat(
+        [embedding, embedding.mean(0, keepdim=True, dtype=torch.float32).to(embedding).expand(padding, -1)]
+    )
+
+
+def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
+    """Every tensor of a model, in the order of its layers.
+
+    Args:
+        model: The model.
+        architecture: What it is in `transformers`, by `choose_architecture` or `from_hf_config`.
+    """
+    vocabulary = _Conversion(
+        to_hf=lambda tensor: [tensor[: model.vocab_size]],
+        to_ours=partial(_pad_vocabulary, num_rows=padded_vocab_size(model)),
+    )
+    gpt2 = architecture is Architecture.gpt2
+    embedding, norm = ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
+    layer_rules = _gpt2_layer(model) if gpt2 else _llama_layer(model)
+    prefix = "transformer.h" if gpt2 else "model.layers"
+
+    shapes = _layer_shapes(model)
+    hidden, embedded = model.hidden_size, (padded_vocab_size(model), model.hidden_size)
+
+    def rule(key: str, name: str, shape: tuple[int, ...], conversion: _Conversion = _SAME) -> Rule:
+        to_hf, to_ours = conversion.to_hf, conversion.to_ours
+        return Rule(key=key, layer=None, shape=shape, names=(name,), to_hf=to_hf, to_ours=to_ours)
+
+    rules = [rule("embedding.word_embeddings.weight", f"{embedding}.weight", embedded, vocabulary)]
+    if gpt2:
+        positions = (model.max_position_embeddings, hidden)
+        rules.append(rule("embedding.position_embeddings.weight", "transformer.wpe.weight", positions))
+    rules += [
+        Rule(
+            key=f"decoder.layers.{key}",
+            layer=layer,
+            shape=shapes[key],
+            names=tuple(f"{prefix}.{layer}.{name}" for name in names),
+            to_hf=conversion.to_hf,
+            to_ours=conversion.to_ours,
+        )
+        for layer in range(model.num_layers)
+        for key, names, conversion in layer_rules
+    ]
+    for part in ("weight", "bias")[: 1 + gpt2]:
+        rules.append(rule(f"decoder.final_layernorm.{part}", f"{norm}.{part}", (hidden,)))
+    if not model.share_embeddings_and_output_weights:
+        rules.append(rule("output_layer.weight", "lm_head.weight", embedded, vocabulary))
+    return rules
+
+
+def _layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of a layer: matrices are [out, in], and a bias is as long as its matrix has rows."""
+    hidden, width = model.hidden_size, kv_channels(model)
+    queries, groups, inner = model.num_attention_heads, num_query_groups(model), ffn_hidden_size(model)
+    matrices = {
+        "self_attention.linear_qkv": ((queries + 2 * groups) * width, hidden),
+        "self_attention.linear_proj": (hidden, queries * width),
+        "mlp.linear_fc1": (inner * (2 if model.activation is Activation.swiglu else 1), hidden),
+        "mlp.linear_fc2": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns) in matrices.items():
+        shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+        shapes |= {f"{name}.layer_norm_{part}": (columns,) for part in ("weight", "bias")}
+    return shapes
+
+
+def _gpt2_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Conversion]]:
+    groups, width = num_query_groups(model), kv_channels(model)
+    fused = _Conversion(
+        to_hf=partial(_fused_to_hf, groups=groups, width=width),
+        to_ours=partial(_fused_to_ours, groups=groups, width=width),
+    )
+    return [
+        ("self_attention.linear_qkv.layer_norm_weight", ("ln_1.weight",), _SAME),
+        ("self_attention.linear_qkv.layer_norm_bias", ("ln_1.bias",), _SAME),
+        ("self_attention.linear_qkv.weight", ("attn.c_attn.weight",), fused),
+        ("self_attention.linear_qkv.bias", ("attn.c_attn.bias",), fused),
+        ("self_attention.linear_proj.weight", ("attn.c_proj.weight",), _TRANSPOSED),
+        ("self_attention.linear_proj.bias", ("attn.c_proj.bias",), _SAME),
+        ("mlp.linear_fc1.layer_norm_weight", ("ln_2.weight",), _SAME),
+        ("mlp.linear_fc1.layer_norm_bias", ("ln_2.bias",), _SAME),
+        ("mlp.linear_fc1.weight", ("mlp.c_fc.weight",), _TRANSPOSED),
+        ("mlp.linear_fc1.bias", ("mlp.c_fc.bias",), _SAME),
+        ("mlp.linear_fc2.weight", ("mlp.c_proj.weight",), _TRANSPOSED),
+        ("mlp.linear_fc2.bias", ("mlp.c_proj.bias",), _SAME),
+    ]
+
+
+def _llama_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Conversion]]:
+    groups, width = num_query_groups(model), kv_channels(model)
+    by_group = _Conversion(
+        to_hf=partial(_split_by_group, groups=groups, width=width),
+        to_ours=partial(_join_by_group, groups=groups, width=width),
+    )
+    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    rules: list[tuple[str, tuple[str, ...], _Conversion]] = [
+        ("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), _SAME),
+        ("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in projections), by_group),
+        ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _SAME),
+        ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), _SAME),
+        ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _HALVES),
+        ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _SAME),
+    ]
+    if model.bias or model.qkv_bias:
+        rules.append(("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in projections), by_group))
+    if model.bias:
+        rules += [
+            ("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), _SAME),
+            ("mlp.linear_fc1.bias", ("mlp.gate_proj.bias", "mlp.up_proj.bias"), _HALVES),
+            ("mlp.linear_fc2.bias", ("mlp.down_proj.bias",), _SAME),
+        ]
+    return rules

@@ -1,0 +1,1 @@
+"""A published model as a checkpoint that training starts from."""
