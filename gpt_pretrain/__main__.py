@@ -3,7 +3,17 @@
     command line → gate (config/) → Hydra → one job, or each of a sweep → training.run.train
 
 Torch is not imported before the gate has let the command line through, and what a user can mend ends with
-`error: …` lines and exit code 2. Exit codes: 0 done, 1 a crash, 2 a mistake in what was given, 130 Ctrl-C, 143 SIGTERM.
+`error: …` lines and exit code 2. Exit codes:
+
+      0  all steps done
+      1  a crash, a checkpoint that could not be saved, or too many steps in a row with a loss or gradient that is
+         not finite
+      2  a mistake in what was given
+     75  stopped by SIGTERM, SIGUSR1 or trainer.max_time with steps left: start it again (EX_TEMPFAIL of sysexits(3))
+    130  Ctrl-C
+
+torchrun's own exit code is 1 after any of them but 0. What a run ended with is in RUN_DIR/metrics.jsonl, too: its last
+line is then the summary with `end_reason` and `exit_code`; a run that crashed or was killed has written none.
 """
 
 import os
@@ -21,13 +31,15 @@ from omegaconf import DictConfig
 
 from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
 from gpt_pretrain.config.environment import quiet_libraries, set_environment
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import read_job
 from gpt_pretrain.config.messages import print_error, print_error_after_rank_zero, print_job, print_sweep_result
 from gpt_pretrain.config.run_dir import check_run_dir
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.run_lock import check_run_lock
 
-CRASH, USER_ERROR, KILLED, INTERRUPTED = 1, 2, 128, 130
+CRASH, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
@@ -44,6 +56,7 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
     codes: list[int] = []
 
     def job(composed: DictConfig) -> None:
+        asked_for = False
         print_job(len(codes), names)
         try:
             config = read_job(composed)
@@ -53,24 +66,40 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
 
             install_cpu_device()
             from gpt_pretrain.training.run import train
+            from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
 
-            code = train(config, launch)
+            reason = train(config, launch)
+            code, asked_for = EXIT_CODES[reason], reason in ASKED_FOR
         except UserError as error:
             print_error_after_rank_zero(error, launch)
             code = USER_ERROR
-        except Exception:
-            if not request.options.multirun:
+        except RunError as error:
+            print_error_after_rank_zero(error, launch)
+            code = CRASH
+        except Exception as error:
+            out_of_memory = _explain_out_of_memory(config, launch, error)
+            if not request.options.multirun and out_of_memory is None:
                 raise
             traceback.print_exc()
+            if out_of_memory is not None:
+                # Below the traceback, where it is seen.
+                print_error(UserError(out_of_memory))
             code = CRASH
-        if code > KILLED and request.options.multirun:
-            # Ctrl-C and SIGTERM end the sweep, not only the job that they hit.
+        if asked_for and request.options.multirun:
+            # Ctrl-C and signals end the sweep, not only the job that they hit.
             raise SystemExit(code)
         codes.append(code)
 
     run_hydra(request, job)
     print_sweep_result(names, codes)
     return max(codes, default=0)
+
+
+def _explain_out_of_memory(config: Config, launch: Launch, error: Exception) -> str | None:
+    """The message for an error that says that memory ran out; None for another."""
+    from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+
+    return explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,6 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Only where it will be made: another node may not see the place.
             for job in jobs if launch.is_rank_zero else []:
                 check_run_dir(job.config)
+                if job.config.run_dir is not None:
+                    check_run_lock(Path(job.config.run_dir).absolute())
             return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
         if launch.is_rank_zero:
             show_help(request) if request.options.help else run_hydra(request, lambda _: None)

@@ -5,6 +5,7 @@ import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
@@ -183,12 +184,11 @@ def test_resumed_training_equals_the_uncut_one(overrides, tmp_path):
             training.step()
         # What validation leaves in the histories is part of the state.
         training.validate()
-        model = training.config.model
-        path = save_checkpoint(tmp_path, training.trainable, Progress(step=3, consumed_samples=12), model)
+        path = save_checkpoint(tmp_path, training.trainable, Progress(step=3, consumed_samples=12), training.config, {})
         expected = [training.step() for _ in range(3)]
         expected_states = {name: layer.get_extra_state() for name, layer in training.layers().items()}
     with emulated_training(*overrides) as training:
-        load_checkpoint(path, training.trainable, training.config.model)
+        load_checkpoint(verify_checkpoint(path), training.trainable, training.config, {})
         assert [training.step() for _ in range(3)] == expected
         states = {name: layer.get_extra_state() for name, layer in training.layers().items()}
     if overrides is not TENSORWISE:

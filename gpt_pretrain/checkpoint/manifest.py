@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from gpt_pretrain.checkpoint.dealing import deal
 from gpt_pretrain.checkpoint.durable import write_durably
 from gpt_pretrain.config.errors import UserError
 
@@ -198,7 +199,8 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
     Returns:
         A sentence for each file that is missing, truncated or changed; empty if all are as they were written.
     """
-    names = _shares(manifest, num_ranks)[rank]
+    sizes = [file.num_bytes for file in manifest.files.values()]
+    names = deal(list(manifest.files), sizes, num_ranks)[rank]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         found = threads.map(lambda name: _problem(path / name, manifest.files[name], hashes=hashes), names)
         return [problem for problem in found if problem is not None]
@@ -211,16 +213,6 @@ def check_files_on_all_ranks(path: Path, manifest: Manifest, *, hashes: bool = T
     own = check_files(path, manifest, hashes=hashes, rank=torch.distributed.get_rank(), num_ranks=world_size)
     torch.distributed.all_gather_object(found, own)
     return [problem for problems in found for problem in problems]
-
-
-def _shares(manifest: Manifest, num_ranks: int) -> list[list[str]]:
-    shares: list[list[str]] = [[] for _ in range(num_ranks)]
-    num_bytes = [0] * num_ranks
-    for name, file in sorted(manifest.files.items(), key=lambda entry: (-entry[1].num_bytes, entry[0])):
-        least = num_bytes.index(min(num_bytes))
-        shares[least].append(name)
-        num_bytes[least] += file.num_bytes
-    return shares
 
 
 def _problem(path: Path, expected: FileDigest, *, hashes: bool) -> str | None:

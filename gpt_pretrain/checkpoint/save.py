@@ -1,55 +1,278 @@
-"""Save a checkpoint with megatron-core's distributed format (torch_dist).
+"""Save checkpoints beside the training loop: the run stands still while its state is copied, and goes on meanwhile.
 
-All ranks write their shards into a directory under a temporary name, which is renamed when it is complete.
+    save()  plan who writes what → room on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
+                                                                           └→ a thread writes, hashes, syncs, renames
+
+A thread writes, not a process: what it does (writing, hashing, waiting for the disk) lets go of Python's lock, there is
+nothing to fork beside CUDA and no program to import anew, and what goes wrong in it is known at the next step.
 """
 
-import os
 import shutil
-from dataclasses import asdict
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import torch
-from megatron.core import dist_checkpointing
 
 from gpt_pretrain.checkpoint.description import architecture, layout
-from gpt_pretrain.checkpoint.directory import POINTER, checkpoint_path
+from gpt_pretrain.checkpoint.directory import checkpoint_path, latest_checkpoint
 from gpt_pretrain.checkpoint.fp8_state import describe_fp8_state
+from gpt_pretrain.checkpoint.manifest import Manifest, installed_versions
+from gpt_pretrain.checkpoint.publishing import Destination, Retention
+from gpt_pretrain.checkpoint.staging import HostBuffer, Share, plan_share
 from gpt_pretrain.checkpoint.state import METADATA, Progress, Trainable, sharded_state
-from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.checkpoint.writing import SaveProblem, write_checkpoint
+from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.load import config_to_dict
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.parallel import on_rank_zero
 
 
-def save_checkpoint(directory: Path, trainable: Trainable, progress: Progress, model: ModelConfig) -> Path:
-    """Writes a checkpoint; every rank calls it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOutcome:
+    """What came of a save, the same on all ranks but for the times."""
+
+    step: int
+    """The step whose checkpoint it is."""
+    path: Path
+    problem: str | None
+    """Why there is no checkpoint, and which stands; None if it is complete."""
+    num_bytes: int
+    """Of all files; 0 with a problem."""
+    stall_s: float
+    """Seconds that the training loop stood still for it."""
+    time_s: float
+    """Seconds until it was on the disk, or had failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Running:
+    """A save that is being written."""
+
+    progress: Progress
+    began: float
+    stall_s: float
+    written: "Future[tuple[int, float]]"
+    """Bytes, and when it ended."""
+    thread: threading.Thread
+
+
+class CheckpointSaver:
+    """Saves a run's checkpoints, one at a time; a context manager that waits for the last one. Every rank has one.
 
     Args:
         directory: The run's checkpoints, `RUN_DIR/checkpoints`.
+        trainable: What to save.
+        config: The run's; `checkpoint` says how, and whether the loop waits.
+        data: Fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`).
+    """
+
+    def __init__(self, directory: Path, trainable: Trainable, config: Config, data: Mapping[str, str]) -> None:
+        self._directory = directory
+        self._trainable = trainable
+        self._config = config.checkpoint
+        self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
+        self._described: dict[str, Any] = {
+            "versions": installed_versions(),
+            "config": config_to_dict(config),
+            "data": dict(data),
+            "architecture": architecture(config.model, trainable.model.transformer_config),
+            "layout": layout(config.model),
+            "fp8": describe_fp8_state(config.model),
+        }
+        self._buffer = HostBuffer()
+        self._running: _Running | None = None
+        # Two threads must not talk over one group: the writers' own, and the loop's for asking whether they are done.
+        several = torch.distributed.get_world_size() > 1
+        self._writers = torch.distributed.new_group(backend="gloo") if several else None
+        self._loop = torch.distributed.new_group(backend="gloo") if several else None
+        self._is_done = torch.zeros(1, dtype=torch.int32)
+        self._asked: torch.distributed.Work | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # The others may not get here after an error of this rank's own, but their writers answer this one's.
+        if self._running is not None:
+            self._running.thread.join()
+        self._buffer.release()
+
+    def reserve(self) -> None:
+        """Takes the host memory that saves copy into, so that the first one does not wait for it; every rank calls it.
+
+        The run's parameters must be gathered, and its optimizer have taken a step.
+        """
+        self._buffer.reserve(self._plan(Progress(step=0, consumed_samples=0)))
+
+    def save(self, progress: Progress) -> list[SaveOutcome]:
+        """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
+
+        Args:
+            progress: How far the run is.
+
+        Returns:
+            What ended meanwhile: an earlier save that was still being written, and this one if it was refused, or if
+            `checkpoint.async_save` is off.
+        """
+        began = time.monotonic()
+        ended = self.wait()
+        share = self._plan(progress)
+        problem = self._begin(progress, share)
+        if problem is not None:
+            stall_s = time.monotonic() - began
+            return [*ended, self._outcome(progress, problem=problem, num_bytes=0, stall_s=stall_s, time_s=stall_s)]
+        staged = self._staged(share)
+        written: Future[tuple[int, float]] = Future()
+        thread = threading.Thread(
+            target=self._write, args=(progress, staged, written), name="checkpoint writer", daemon=True
+        )
+        thread.start()
+        if not self._config.async_save:
+            thread.join()
+        stall_s = time.monotonic() - began
+        self._running = _Running(progress=progress, began=began, stall_s=stall_s, written=written, thread=thread)
+        return ended if self._config.async_save else [*ended, *self.wait()]
+
+    def poll(self) -> list[SaveOutcome]:
+        """The save that has ended, at the same step on all ranks; call it once a step, on every rank.
+
+        Ranks tell each other that they are done by an asynchronous all-reduce of one number, and read it a step later.
+        """
+        if self._running is None:
+            return []
+        if self._loop is None:
+            return self.wait() if self._running.written.done() else []
+        if self._asked is not None:
+            self._asked.wait()
+            self._asked = None
+            if int(self._is_done):
+                return self.wait()
+        self._is_done.fill_(self._running.written.done())
+        self._asked = torch.distributed.all_reduce(
+            self._is_done, op=torch.distributed.ReduceOp.MIN, group=self._loop, async_op=True
+        )
+        return []
+
+    def wait(self) -> list[SaveOutcome]:
+        """Waits for the save that is being written, if one is; every rank calls it."""
+        running, self._running = self._running, None
+        if running is None:
+            return []
+        if self._asked is not None:
+            self._asked.wait()
+            self._asked = None
+        running.thread.join()
+        problem, num_bytes, ended = None, 0, time.monotonic()
+        try:
+            num_bytes, ended = running.written.result()
+        except Exception as error:  # whatever the writer died of
+            problem = str(error) if isinstance(error, SaveProblem) else f"{type(error).__name__}: {error}"
+        return [
+            self._outcome(
+                running.progress,
+                problem=problem,
+                num_bytes=num_bytes,
+                stall_s=running.stall_s,
+                time_s=ended - running.began,
+            )
+        ]
+
+    def _plan(self, progress: Progress) -> Share:
+        state = sharded_state(self._trainable, is_loading=False)
+        state["scheduler"] = self._trainable.scheduler.state_dict()
+        return plan_share(state, checkpoint_path(self._directory, progress.step), dict(METADATA))
+
+    def _destination(self, progress: Progress) -> Destination:
+        return Destination(directory=self._directory, step=progress.step, retention=self._retention)
+
+    def _begin(self, progress: Progress, share: Share) -> str | None:
+        """Makes the directory to write into; says why it cannot be, the same on all ranks."""
+        num_bytes = torch.tensor([share.num_bytes], device=torch.cuda.current_device())
+        torch.distributed.all_reduce(num_bytes)
+        needed = int(num_bytes)
+
+        def begin() -> str | None:
+            try:
+                self._destination(progress).begin()
+                free = shutil.disk_usage(self._directory).free
+            except OSError as error:
+                return f"{error.filename or self._directory}: {error.strerror or error}"
+            if free >= needed:
+                return None
+            return (
+                f"{self._directory} has {free:,} bytes free, and the checkpoint needs {needed:,}; make room, or keep "
+                "fewer checkpoints (checkpoint.keep_last)"
+            )
+
+        return on_rank_zero(begin)
+
+    def _staged(self, share: Share) -> Share | str:
+        """The share in host memory, or why it is not: the other ranks hear that from this one's writer."""
+        try:
+            return self._buffer.copy(share)
+        except MemoryError as error:
+            return f"rank {torch.distributed.get_rank()} has no {share.num_bytes:,} bytes of host memory: {error}"
+
+    def _write(self, progress: Progress, share: Share | str, written: "Future[tuple[int, float]]") -> None:
+        try:
+            manifest = Manifest(
+                step=progress.step,
+                consumed_samples=progress.consumed_samples,
+                time_unix=time.time(),
+                files={},
+                **self._described,
+            )
+            num_bytes = write_checkpoint(self._destination(progress), share, manifest, self._writers)
+        except BaseException as error:  # it is raised again by `wait`, in the loop's thread
+            written.set_exception(error)
+        else:
+            written.set_result((num_bytes, time.monotonic()))
+
+    def _outcome(
+        self, progress: Progress, *, problem: str | None, num_bytes: int, stall_s: float, time_s: float
+    ) -> SaveOutcome:
+        if problem is not None:
+            newest = latest_checkpoint(self._directory)
+            stands = "there is none yet" if newest is None else f"the newest complete one is {newest}"
+            problem = f"the checkpoint of step {progress.step} could not be saved: {problem}; {stands}"
+        return SaveOutcome(
+            step=progress.step,
+            path=checkpoint_path(self._directory, progress.step),
+            problem=problem,
+            num_bytes=num_bytes,
+            stall_s=stall_s,
+            time_s=time_s,
+        )
+
+
+def save_checkpoint(
+    directory: Path, trainable: Trainable, progress: Progress, config: Config, data: Mapping[str, str]
+) -> Path:
+    """Writes a single checkpoint and waits for it; every rank calls it.
+
+    Args:
+        directory: The directory of checkpoints that it goes into.
         trainable: What to save; its parameters gathered (`Model.gathered_parameters`).
         progress: How far the run is.
-        model: Gives the parallel layout.
+        config: The run's.
+        data: Fingerprints of tokenizer and tokens.
 
     Returns:
         The checkpoint's directory.
+
+    Raises:
+        RunError: It could not be written.
     """
-    path = checkpoint_path(directory, progress.step)
-    unfinished = directory / f".{path.name}.unfinished"
-    writer = torch.distributed.get_rank() == 0
-    if writer:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    torch.distributed.barrier()
-    state = sharded_state(trainable, is_loading=False)
-    state["scheduler"] = trainable.scheduler.state_dict()
-    state["progress"] = asdict(progress)
-    state["architecture"] = architecture(model, trainable.model.transformer_config)
-    state["layout"] = layout(model)
-    state["fp8"] = describe_fp8_state(model)
-    dist_checkpointing.save(state, str(unfinished), content_metadata=dict(METADATA))
-    torch.distributed.barrier()
-    if writer:
-        shutil.rmtree(path, ignore_errors=True)
-        unfinished.rename(path)
-        pointer = directory / f".{POINTER}.unfinished"
-        pointer.write_text(path.name + "\n", encoding="utf-8")
-        os.replace(pointer, directory / POINTER)
-    torch.distributed.barrier()
-    return path
+    with CheckpointSaver(directory, trainable, config, data) as saver:
+        (outcome,) = [*saver.save(progress), *saver.wait()]
+    if outcome.problem is not None:
+        raise RunError(outcome.problem)
+    return outcome.path

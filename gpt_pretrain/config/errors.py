@@ -18,3 +18,7 @@ class ConfigError(UserError):
         assert problems, "a ConfigError lists at least one problem"
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+class RunError(RuntimeError):
+    """What ended a run and is no mistake in what was given: printed without a traceback, exit code 1."""

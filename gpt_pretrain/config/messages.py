@@ -4,14 +4,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.launch import Launch
 
 # Longer than a launcher needs to end the other ranks once rank 0 has told the error and left.
 RANK_ZERO_FIRST_S = 3.0
 
 
-def print_error(error: UserError, who: str = "") -> None:
+def print_error(error: UserError | RunError, who: str = "") -> None:
     """Prints `error: …` lines, one for each problem, without a traceback."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     for problem in problems:
@@ -19,7 +19,7 @@ def print_error(error: UserError, who: str = "") -> None:
     sys.stderr.flush()
 
 
-def print_error_after_rank_zero(error: UserError, launch: Launch) -> None:
+def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:
     """Prints an error that training raised: on rank 0 at once, elsewhere only if rank 0 does not end the run first.
 
     An error that all ranks find is so told once, and one that a single rank finds (a file missing on its node) is not

@@ -191,6 +191,7 @@ def trainer(section: TrainerConfig) -> Iterator[str]:
     """Lengths and intervals of the run."""
     yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
     yield from _at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
+    yield from _at_least(section, "trainer", 1, "max_skipped_steps", "spike_threshold")
     try:
         limit = max_time_s(section)
     except ConfigError as error:

@@ -369,6 +369,12 @@ class TrainerConfig:
     """Validate before the first step, so that a broken validation set shows before hours are spent."""
     gradient_clip_val: float
     """Largest gradient norm (L2, over all parameters); 0: no clipping."""
+    max_skipped_steps: int
+    """Steps in a row with a loss or gradient that is NaN or infinite after which the run ends, with exit code 1 and a
+    file in RUN_DIR/dumps that names the first bad tensor. Each of them updates nothing; its samples count as seen."""
+    spike_threshold: float | None
+    """Warn of a step whose loss is above the median of up to 64 before it by more than this many standard deviations
+    (1.4826 times their median absolute deviation); null: no warnings."""
     hang_timeout: float | None
     """Seconds without progress after which a rank counts as hung and the run ends on all ranks with stack traces, exit
     code 71; a save or the building of an index must fit. Steps soon have less: 10 times the longest so far, and no less

@@ -18,14 +18,23 @@ from rich.text import Text
 
 from gpt_pretrain.report.chart import VALIDATION_MARKER, draw_loss_chart
 from gpt_pretrain.report.fp8_lines import coverage_sentence, fp8_table, plain_coverage_line, plain_fp8_lines
-from gpt_pretrain.report.live import MAX_WIDTH, LiveStatus, plain_train_line, plain_validation_line
+from gpt_pretrain.report.live import (
+    MAX_WIDTH,
+    LiveStatus,
+    plain_checkpoint_line,
+    plain_train_line,
+    plain_validation_line,
+)
 from gpt_pretrain.report.metrics_file import Metrics
-from gpt_pretrain.report.numbers import UNKNOWN, format_count, format_duration, format_loss
+from gpt_pretrain.report.numbers import UNKNOWN, format_bytes, format_count, format_duration, format_loss
 from gpt_pretrain.report.records import (
+    CheckpointRecord,
     EndReason,
     Fp8CoverageRecord,
     Fp8Record,
+    LossSpikeRecord,
     Record,
+    SkippedStepRecord,
     SummaryRecord,
     TrainRecord,
     ValidationRecord,
@@ -36,6 +45,8 @@ _END_REASONS: dict[EndReason, str] = {
     "max_time": "stopped: trainer.max_time is used up",
     "interrupted": "stopped by Ctrl-C",
     "terminated": "stopped by SIGTERM",
+    "warned": "stopped by SIGUSR1",
+    "not_finite": "stopped: loss or gradient is not finite",
 }
 
 
@@ -113,6 +124,10 @@ class RunConsole:
                 self.train(record)
             case ValidationRecord():
                 self.validation(record)
+            case SkippedStepRecord() | LossSpikeRecord():
+                self.warning(_bad_step_sentence(record))
+            case CheckpointRecord():
+                self.checkpoint(record)
             case Fp8CoverageRecord():
                 self.fp8_coverage(record)
             case Fp8Record():
@@ -143,6 +158,23 @@ class RunConsole:
             )
         )
         self._refresh()
+
+    def checkpoint(self, record: CheckpointRecord) -> None:
+        """Prints that a checkpoint is complete, or why it is not."""
+        if record.problem is not None:
+            self.warning(record.problem)
+        elif not self.is_terminal:
+            self._print_plain(plain_checkpoint_line(record, self._max_steps))
+        else:
+            self._out.print(
+                Text.assemble(
+                    (f"step {record.saved_step}/{self._max_steps}", "dim"),
+                    "  checkpoint ",
+                    (format_bytes(record.num_bytes), "bold green"),
+                    (f"  saved in {record.time_s:.1f} s, training stood still for {record.stall_s:.2f} s", "dim"),
+                )
+            )
+            self._refresh()
 
     def fp8_coverage(self, record: Fp8CoverageRecord) -> None:
         """Prints how much of the model runs in FP8."""
@@ -255,7 +287,22 @@ class RunConsole:
         facts["tokens/s"] = rate
         facts["tokens"] = format_count(summary.consumed_tokens)
         facts["time"] = format_duration(summary.wall_time_s)
+        if summary.skipped_steps:
+            facts["skipped steps"] = f"{summary.skipped_steps}, loss or gradient not finite"
         return facts
+
+
+def _bad_step_sentence(record: SkippedStepRecord | LossSpikeRecord) -> str:
+    samples = f"samples {record.first_sample} to {record.first_sample + record.num_samples - 1}"
+    if isinstance(record, LossSpikeRecord):
+        return (
+            f"step {record.step}: loss {record.loss:.4f} is a spike, above {record.limit:.4f} "
+            f"(median of the last {record.median:.4f}); {samples}"
+        )
+    return (
+        f"step {record.step}: loss {record.loss:.4f}, gradient norm {record.grad_norm:.4f}; nothing was updated "
+        f"({record.in_a_row} in a row); {samples}"
+    )
 
 
 def _printable(text: str) -> str:

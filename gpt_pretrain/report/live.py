@@ -17,7 +17,7 @@ from gpt_pretrain.report.numbers import (
     format_percent,
     format_rate,
 )
-from gpt_pretrain.report.records import TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import CheckpointRecord, TrainRecord, ValidationRecord
 
 MAX_WIDTH = 100
 
@@ -119,4 +119,12 @@ def plain_validation_line(record: ValidationRecord, max_steps: int) -> str:
     return (
         f"validation step {record.step}/{max_steps} loss {record.loss:.4f} perplexity {record.perplexity:.2f} "
         f"num_samples {record.num_samples} time_s {record.time_s:.2f}"
+    )
+
+
+def plain_checkpoint_line(record: CheckpointRecord, max_steps: int) -> str:
+    """A complete checkpoint as one line of `name value` pairs."""
+    return (
+        f"checkpoint step {record.saved_step}/{max_steps} bytes {record.num_bytes} stall_s {record.stall_s:.3f} "
+        f"time_s {record.time_s:.2f}"
     )

@@ -15,8 +15,9 @@ from typing import ClassVar, Literal
 
 from gpt_pretrain.report.json_object import JsonObject
 
-EndReason = Literal["max_steps", "max_time", "interrupted", "terminated"]
-"""Why a run ended: all steps done, the time used up, Ctrl-C, or a SIGTERM. One that fails leaves no summary."""
+EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite"]
+"""Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM, a SIGUSR1 (Slurm's warning), or too many steps
+in a row with a loss or gradient that is not finite. One that fails in another way leaves no summary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,8 @@ class TrainRecord(Record):
     """Learning rate of this step."""
     grad_norm: float | None
     """L2 norm of the gradient over all parameters, before clipping; null if the optimizer did not compute it."""
+    skipped_steps: int | None
+    """Steps since the last record that updated nothing: loss or gradient were not finite. They are not in loss."""
     step_time_s: float
     """Seconds per step."""
     tokens_per_s: float
@@ -96,6 +99,60 @@ class ValidationRecord(Record):
     """Samples it was computed on."""
     time_s: float
     """Seconds it took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedStepRecord(Record):
+    """A step whose loss or gradient was not finite: no rank changed weights or moments, and the run went on."""
+
+    kind: ClassVar[str] = "skipped_step"
+
+    loss: float
+    """Cross entropy in nats per token, over all ranks."""
+    grad_norm: float
+    """L2 norm of the gradient over all parameters, before clipping."""
+    in_a_row: int
+    """Skipped steps without one between them, this one included; `trainer.max_skipped_steps` of them end the run."""
+    first_sample: int
+    """The first of its training samples, counted from the start of the whole run."""
+    num_samples: int
+    """How many there are; they count as seen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossSpikeRecord(Record):
+    """A step whose loss leapt out of those before it (`trainer.spike_threshold`); it was trained on all the same."""
+
+    kind: ClassVar[str] = "loss_spike"
+
+    loss: float
+    """Cross entropy in nats per token, over all ranks."""
+    median: float
+    """Median of the losses before it, up to 64 of them."""
+    limit: float
+    """The largest loss that would not have been a spike."""
+    first_sample: int
+    """The first of its training samples, counted from the start of the whole run."""
+    num_samples: int
+    """How many there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRecord(Record):
+    """A checkpoint was saved, or could not be; logged when the run knew it, which may be some steps later."""
+
+    kind: ClassVar[str] = "checkpoint"
+
+    saved_step: int
+    """The step whose checkpoint it is."""
+    num_bytes: int
+    """Bytes of all its files; 0 if it could not be saved."""
+    stall_s: float
+    """Seconds that training stood still for it."""
+    time_s: float
+    """Seconds until it was complete on the disk, or had failed."""
+    problem: str | None
+    """Why it could not be saved; null if it was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +214,11 @@ class SummaryRecord(Record):
     consumed_tokens: int
     """Training tokens seen."""
     end_reason: EndReason
-    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM)."""
+    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM), warned (SIGUSR1), not_finite."""
+    exit_code: int | None
+    """Exit code of the process: 0 done, 75 start it again for the steps that are left, 130 Ctrl-C, 1 not_finite."""
+    skipped_steps: int | None
+    """Steps of the whole run that updated nothing, as their loss or gradient was not finite."""
     wall_time_s: float
     """Seconds of training in this process, validation and checkpoints included."""
     first_loss: float | None
@@ -186,5 +247,15 @@ class SummaryRecord(Record):
 
 RECORD_KINDS: dict[str, type[Record]] = {
     record.kind: record
-    for record in (StartRecord, TrainRecord, ValidationRecord, Fp8CoverageRecord, Fp8Record, SummaryRecord)
+    for record in (
+        StartRecord,
+        TrainRecord,
+        ValidationRecord,
+        SkippedStepRecord,
+        LossSpikeRecord,
+        CheckpointRecord,
+        Fp8CoverageRecord,
+        Fp8Record,
+        SummaryRecord,
+    )
 }

@@ -2,26 +2,30 @@
 
 import gc
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from gpt_pretrain.checkpoint.directory import complete_checkpoints, find_newest_checkpoint, latest_checkpoint
-from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.checkpoint.durable import write_durably
+from gpt_pretrain.checkpoint.load import Restored, load_checkpoint, load_weights
+from gpt_pretrain.checkpoint.save import CheckpointSaver
+from gpt_pretrain.checkpoint.start import Start, choose_start
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import max_time_s
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.run_dir import make_run_dir
+from gpt_pretrain.config.run_lock import run_lock
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus, prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.megatron.agreement import check_ranks_agree
 from gpt_pretrain.megatron.model import build_model
@@ -41,15 +45,12 @@ from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.training.generation import generate_tokens
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
-from gpt_pretrain.training.stop import StopRequest
+from gpt_pretrain.training.stop import EXIT_CODES, StopRequest, ended_by_signals
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 
-# 128 + the signal's number, as shells and schedulers expect it.
-_EXIT_CODES: Mapping[EndReason, int] = {"max_steps": 0, "max_time": 0, "interrupted": 130, "terminated": 143}
 
-
-def train(config: Config, launch: Launch) -> int:
+def train(config: Config, launch: Launch) -> EndReason:
     """Runs a checked configuration on this rank, where `megatron.cpu.install_cpu_device` has been called.
 
     Args:
@@ -57,11 +58,18 @@ def train(config: Config, launch: Launch) -> int:
         launch: This process's place in the run.
 
     Returns:
-        The exit code: 0 when the steps or the time are used up, 130 after Ctrl-C, 143 after SIGTERM.
+        Why it ended, the same on all ranks; `training.stop.EXIT_CODES` has the exit code.
 
     Raises:
         UserError: The machine, the data, the run directory or a checkpoint do not allow the run.
+        RunError: Loss or gradient were not finite too often, or a checkpoint could not be saved.
+        SystemExit: A signal came before there was anything to save.
     """
+    with ended_by_signals():
+        return _train(config, launch)
+
+
+def _train(config: Config, launch: Launch) -> EndReason:
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     if torch.cuda.is_initialized():
         # An earlier job of a sweep: its objects refer to each other, and its peak is not this job's.
@@ -72,14 +80,14 @@ def train(config: Config, launch: Launch) -> int:
     check_platform(config, platform, launch)
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     _check_prompt(config, corpus)
-    with process_groups(config.model, launch, platform):
+    with process_groups(config.model, launch, platform), ExitStack() as stack:
         # A default run directory is named by the clock, and rank 0's counts.
         check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
-        run_dir, resumed_from = on_rank_zero(lambda: _open_run_dir(config))
-        with _watchdog(config, launch, run_dir) as watchdog:
-            run = _Run(config, launch, platform, corpus, watchdog, run_dir=run_dir, resumed_from=resumed_from)
-            reason = run.run()
-    return _EXIT_CODES[reason]
+        run_dir, lock_note = on_rank_zero(lambda: _open_run_dir(config, stack))
+        start = choose_start(config.checkpoint, run_dir / "checkpoints")
+        watchdog = stack.enter_context(_watchdog(config, launch, run_dir))
+        run = _Run(config, launch, platform, corpus, watchdog, run_dir=run_dir, start=start)
+        return run.run(lock_note)
 
 
 def _check_prompt(config: Config, corpus: Corpus) -> None:
@@ -96,25 +104,17 @@ def _check_prompt(config: Config, corpus: Corpus) -> None:
         )
 
 
-def _open_run_dir(config: Config) -> tuple[Path, Path | None]:
-    """Makes the run directory, given or named by the time of the start, and finds what to resume from.
+def _open_run_dir(config: Config, stack: ExitStack) -> tuple[Path, str | None]:
+    """Makes the run directory, given or named by the time of the start, and locks it until the stack is closed.
+
+    Returns:
+        The directory, and what to tell of a lock that an earlier run left there.
 
     Raises:
-        UserError: The directory cannot be written, `checkpoint.resume=never` would overwrite a run, or there are
-            checkpoints and `latest` names none of them.
+        UserError: The directory cannot be written, or another run writes to it.
     """
     run_dir = make_run_dir(config)
-    resume, checkpoints = config.checkpoint.resume, run_dir / "checkpoints"
-    if resume not in ("auto", "never"):
-        return run_dir, Path(resume).absolute()
-    if resume == "auto":
-        return run_dir, find_newest_checkpoint(checkpoints)
-    if complete_checkpoints(checkpoints):
-        raise UserError(
-            f"checkpoint.resume=never, but run_dir={run_dir} holds the checkpoints of a run; "
-            "give another run_dir, or checkpoint.resume=auto to go on with it"
-        )
-    return run_dir, None
+    return run_dir, stack.enter_context(run_lock(run_dir))
 
 
 def _watchdog(config: Config, launch: Launch, run_dir: Path) -> Watchdog:
@@ -135,7 +135,7 @@ class _Run:
         watchdog: Watchdog,
         *,
         run_dir: Path,
-        resumed_from: Path | None,
+        start: Start | None,
     ) -> None:
         self._config = config
         self._launch = launch
@@ -143,7 +143,7 @@ class _Run:
         self._corpus = corpus
         self._watchdog = watchdog
         self._run_dir = run_dir
-        self._resumed_from = resumed_from
+        self._start_from = start
         self._checkpoints = run_dir / "checkpoints"
         self._kernels = plan_kernels(config, platform)
         fp8 = fp8_settings(config.model)
@@ -151,11 +151,8 @@ class _Run:
         model = build_model(config, platform, self._kernels, emulated)
         optimizer = build_optimizer(config, model, platform)
         self._trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
-        self._start = Progress(step=0, consumed_samples=0)
-        if resumed_from is not None:
-            self._start = load_checkpoint(
-                resumed_from, self._trainable, config.model, reset_fp8_state=config.checkpoint.reset_fp8_state
-            )
+        self._restored = self._restore()
+        self._start = self._restored.progress
         steps_left = max(0, config.trainer.max_steps - self._start.step)
         self._train_data, self._valid_data = build_datasets(
             config,
@@ -165,14 +162,27 @@ class _Run:
             num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
         )
 
+    def _restore(self) -> Restored:
+        start = self._start_from
+        if start is None:
+            return Restored(progress=Progress(step=0, consumed_samples=0), notes=())
+        load = load_weights if start.weights_only else load_checkpoint
+        return load(start.checkpoint, self._trainable, self._config, self._corpus.fingerprints)
+
     @property
     def _is_done(self) -> bool:
         return self._start.step >= self._config.trainer.max_steps
 
-    def run(self) -> EndReason:
-        """Trains and sums up; every rank calls it."""
+    def run(self, lock_note: str | None) -> EndReason:
+        """Trains and sums up; every rank calls it.
+
+        Args:
+            lock_note: What to tell of the run directory's lock.
+        """
         with ExitStack() as stack:
             console = stack.enter_context(self._open_console()) if self._launch.is_rank_zero else None
+            if console is not None and lock_note is not None:
+                console.note(lock_note)
             if self._is_done:
                 if console is not None:
                     console.note(
@@ -184,6 +194,9 @@ class _Run:
 
             def open_sinks() -> None:
                 (self._run_dir / "config.yaml").write_text(config_to_yaml(self._config), encoding="utf-8")
+                if self._corpus.tokenizer is not None:
+                    # Exports and text from a checkpoint need it where the corpus is not.
+                    write_durably(self._run_dir / TOKENIZER_FILE, self._corpus.tokenizer.to_json())
                 sinks.append(stack.enter_context(self._build_sinks()))
 
             on_rank_zero(open_sinks)
@@ -202,7 +215,8 @@ class _Run:
                 train_data=self._train_data,
                 valid_data=self._valid_data,
                 progress=self._start,
-                checkpoints=self._checkpoints,
+                saver=CheckpointSaver(self._checkpoints, self._trainable, self._config, self._corpus.fingerprints),
+                dumps=self._run_dir / "dumps",
                 log=log,
                 watchdog=self._watchdog,
             )
@@ -226,6 +240,8 @@ class _Run:
                     wall_time_s=wall_time_s,
                     sample=sample,
                 )
+            if trainer.problem is not None:
+                raise RunError(trainer.problem)
         return reason
 
     def _build_sinks(self) -> MetricsSinks:
@@ -241,8 +257,9 @@ class _Run:
         config = self._config
         console = RunConsole(max_steps=config.trainer.max_steps, start_step=self._start.step)
         places = {"directory": str(self._run_dir), "steps": describe_steps(self._start.step, config.trainer.max_steps)}
-        if self._resumed_from is not None:
-            places["resumed from"] = str(self._resumed_from)
+        start = self._start_from
+        if start is not None:
+            places["weights from" if start.weights_only else "resumed from"] = str(start.checkpoint.path)
         console.print_header(
             config.name,
             describe_run(
@@ -257,8 +274,12 @@ class _Run:
         )
         for note in platform_notes(config, self._platform):
             console.warning(note)
-        if self._resumed_from is not None:
-            changes = describe_changes(config, self._resumed_from)
+        for warning in () if start is None else start.warnings:
+            console.warning(warning)
+        for note in (*(() if start is None else start.notes), *self._restored.notes):
+            console.note(note)
+        if start is not None and not start.weights_only:
+            changes = describe_changes(config, start.checkpoint.path)
             if changes is not None:
                 console.note(changes)
             if config.checkpoint.reset_fp8_state:
@@ -276,7 +297,7 @@ class _Run:
             return None
         with self._trainable.model.gathered_parameters():
             tokens = generate_tokens(
-                self._trainable.model,
+                self._trainable.model.chunks,
                 self._config.model,
                 tokenizer.encode(sample.prompt),
                 vocab_size=tokenizer.vocab_size,
@@ -306,6 +327,7 @@ class _Run:
             consumed_tokens=progress.consumed_samples * self._config.model.encoder_seq_length,
             num_gpus=self._launch.world_size,
             end_reason=reason,
+            exit_code=EXIT_CODES[reason],
             wall_time_s=wall_time_s,
             checkpoint=None if newest is None else str(newest),
             sample_prompt=None if sample is None else self._config.sample.prompt,

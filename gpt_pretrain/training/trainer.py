@@ -3,27 +3,40 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
+from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.data.batches import build_batch_iterator, build_validation_iterator
+from gpt_pretrain.config.schema import Config, OnSaveError
+from gpt_pretrain.data.batches import Batch, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.data.datasets import SampleDataset
+from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.report.records import EndReason, Fp8CoverageRecord, Record, ValidationRecord
+from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.report.records import (
+    CheckpointRecord,
+    EndReason,
+    Fp8CoverageRecord,
+    Record,
+    SkippedStepRecord,
+    ValidationRecord,
+)
+from gpt_pretrain.training.dump import write_dump
+from gpt_pretrain.training.first_bad import weights_are_finite
 from gpt_pretrain.training.fp8_watch import Fp8Watch
+from gpt_pretrain.training.guards import BadStep, NotFiniteError, StepGuard
 from gpt_pretrain.training.meter import Meter
-from gpt_pretrain.training.step import StepResult, data_iterators, train_step, validate
+from gpt_pretrain.training.step import data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
 
@@ -39,7 +52,8 @@ class Trainer:
         train_data: Samples of the whole run.
         valid_data: Samples of one validation; None for no validation.
         progress: Steps and samples behind the run.
-        checkpoints: The run's directory of checkpoints.
+        saver: Saves what is trained; closed when the training ends.
+        dumps: Receives a file where loss or gradient are not finite too often.
         log: Receives every record, on every rank.
         watchdog: Hears what the loop does.
     """
@@ -54,18 +68,24 @@ class Trainer:
         train_data: SampleDataset,
         valid_data: SampleDataset | None,
         progress: Progress,
-        checkpoints: Path,
+        saver: CheckpointSaver,
+        dumps: Path,
         log: Callable[[Record], None],
         watchdog: Watchdog,
     ) -> None:
         self.config = config
         self.trainable = trainable
         self.progress = progress
-        self._checkpoints = checkpoints
+        self._saver = saver
+        self._dumps = dumps
+        self._save_problem: str | None = None
         self._log = log
         self._watchdog = watchdog
         self._meter = Meter(config, launch, platform)
         self._fp8_watch = Fp8Watch(config, trainable.model, platform.device)
+        self._guard = StepGuard(config.trainer, config.model.global_batch_size)
+        self.problem: str | None = None
+        """What "not_finite" means in this run, for people."""
         self._proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
         self._num_microbatches = num_microbatches(config.model, launch.world_size)
         source: dict[str, Any] = {
@@ -74,10 +94,14 @@ class Trainer:
             "data_parallel_size": data_parallel_size(config.model, launch.world_size),
             "device": platform.device,
         }
-        self._train_batches = data_iterators(
-            trainable.model,
-            lambda: build_batch_iterator(train_data, consumed_samples=progress.consumed_samples, **source),
-        )
+
+        def batches_from(consumed_samples: int) -> list[Iterator[Batch] | None]:
+            return data_iterators(
+                trainable.model, lambda: build_batch_iterator(train_data, consumed_samples=consumed_samples, **source)
+            )
+
+        self._batches_from = batches_from
+        self._train_batches = batches_from(progress.consumed_samples)
         self._valid_batches = (
             None
             if valid_data is None
@@ -93,16 +117,21 @@ class Trainer:
         Returns:
             Why it ended, the same on all ranks.
         """
-        with self._scheduled_garbage_collection():
+        with self._saver, self._scheduled_garbage_collection():
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
-            reason = self._steps(stop)
-            self._watchdog.progress("the end of the run")
-            self._log_fp8()
-            if reason == "max_steps" and not self._is_due(self.config.trainer.val_check_interval):
-                self.validate()
-            if self.config.checkpoint.save_at_end and not self._is_due(self.config.checkpoint.save_interval):
-                self.save()
+            try:
+                reason = self._steps(stop)
+                self._watchdog.progress("the end of the run")
+                self._log_guarded(self._guard.read())
+                self._log_fp8()
+                if reason == "max_steps" and not self._is_due(self.config.trainer.val_check_interval):
+                    self.validate()
+                if self.config.checkpoint.save_at_end and not self._is_due(self.config.checkpoint.save_interval):
+                    self.save()
+            except NotFiniteError as error:
+                reason, self.problem = "not_finite", self._dump(error)
+            self._await_last_save()
         return reason
 
     def _steps(self, stop: StopRequest) -> EndReason:
@@ -117,6 +146,9 @@ class Trainer:
                 consumed_samples=self.progress.consumed_samples + self.config.model.global_batch_size,
             )
             self._meter.add(result)
+            first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
+            self._log_guarded(self._guard.add(self.progress.step, first_sample, result))
+            self._settle(self._saver.poll())
             if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
@@ -178,20 +210,84 @@ class Trainer:
             )
 
     def save(self) -> None:
-        """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones."""
+        """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones.
+
+        Raises:
+            NotFiniteError: Its weights are no state to go on from.
+        """
         self._log_fp8()
+        if not weights_are_finite(self.trainable.model.gpt_chunks):
+            first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
+            raise NotFiniteError(
+                BadStep(step=self.progress.step, first_sample=first_sample),
+                f"the weights are not finite any more after step {self.progress.step}",
+            )
         with (
             self._watchdog.busy("saving a checkpoint"),
             self._meter.paused(),
             self.trainable.model.gathered_parameters(),
         ):
-            save_checkpoint(self._checkpoints, self.trainable, self.progress, self.config.model)
+            outcomes = self._saver.save(self.progress)
+        self._settle(outcomes)
+
+    def _settle(self, outcomes: Sequence[SaveOutcome]) -> None:
+        """Logs what came of saves, and ends the run if one has failed and the configuration does not go on."""
+        for outcome in outcomes:
+            self._save_problem = outcome.problem
+            self._log(
+                CheckpointRecord(
+                    step=self.progress.step,
+                    saved_step=outcome.step,
+                    num_bytes=outcome.num_bytes,
+                    stall_s=outcome.stall_s,
+                    time_s=outcome.time_s,
+                    problem=outcome.problem,
+                )
+            )
+            if outcome.problem is not None and self.config.checkpoint.on_save_error is OnSaveError.stop:
+                raise RunError(outcome.problem)
+
+    def _await_last_save(self) -> None:
+        """A run that ends has no next interval to try again at: its last save is complete, or the run has failed."""
+        with self._watchdog.busy("waiting for the last checkpoint"):
+            outcomes = self._saver.wait()
+        self._settle(outcomes)
+        if self._save_problem is not None:
+            raise RunError(self._save_problem)
 
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics are read, which waits, and logged after them: a log's steps only rise.
         record = self._meter.read(result, self.progress, self._lr())
+        guarded = self._guard.read()
         self._log_fp8()
+        self._log_guarded(guarded)
         self._log(record)
+
+    def _log_guarded(self, records: Sequence[Record]) -> None:
+        """Logs what the guard has found.
+
+        Raises:
+            NotFiniteError: It was too much.
+        """
+        for record in records:
+            if isinstance(record, SkippedStepRecord):
+                forget_non_finite_amaxes(self.trainable.model.gpt_chunks)
+            self._log(record)
+        self._guard.check()
+
+    def _dump(self, error: NotFiniteError) -> str:
+        """Looks for the first bad tensor; returns what to tell."""
+        self._log_fp8()
+        with self._watchdog.busy("looking for the first bad tensor"):
+            dump = write_dump(
+                self._dumps,
+                error.bad_step,
+                trainable=self.trainable,
+                config=self.config,
+                iterators=self._batches_from(error.bad_step.first_sample),
+                num_microbatches=self._num_microbatches,
+            )
+        return f"{error}; {dump.finding}. No checkpoint was written of it; all that was found: {dump.path}"
 
     def _log_fp8(self) -> None:
         """Statistics of the steps observed since the last logged one."""

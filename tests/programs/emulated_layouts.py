@@ -14,6 +14,7 @@ import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
@@ -34,12 +35,12 @@ def train(folder: Path, layout: str, recipe: str, resume: bool) -> dict[str, Any
     result = observed_training(training)
     if resume:
         training.validate()
-        model, trainable = training.config.model, training.trainable
+        config, trainable = training.config, training.trainable
         with trainable.model.gathered_parameters():
-            path = save_checkpoint(folder / layout, trainable, Progress(step=3, consumed_samples=12), model)
+            path = save_checkpoint(folder / layout, trainable, Progress(step=3, consumed_samples=12), config, {})
         result["uncut"] = two_more_steps(training)
         resumed = build_training(*overrides)
-        load_checkpoint(path, resumed.trainable, model)
+        load_checkpoint(verify_checkpoint(path), resumed.trainable, config, {})
         result["resumed"] = two_more_steps(resumed)
     return result
 

@@ -1,0 +1,218 @@
+"""From bytes in host memory to a checkpoint on the disk: written, hashed, synced, described, renamed.
+
+It touches neither the model nor the groups that training communicates over, so that it can run beside the training
+loop. A checkpoint appears in one piece:
+
+    .step_00000300.unfinished/   each rank's files, hashed as they are written and synced; then, by rank 0, the
+                                 metadata, the sizes compared with what is on the disk, and manifest.json as the last
+    step_00000300/               the same, renamed
+    latest                       replaced, and what the retention does not keep removed
+
+A process that is killed anywhere in between leaves the newest complete checkpoint and the pointer to it as they were.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    SerializationFormat,
+    _StorageWriterTransforms,
+    _write_item,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from gpt_pretrain.checkpoint.dealing import deal
+from gpt_pretrain.checkpoint.durable import fsync
+from gpt_pretrain.checkpoint.manifest import FileDigest, Manifest, check_files, hash_files, write_manifest
+from gpt_pretrain.checkpoint.publishing import Destination
+from gpt_pretrain.checkpoint.staging import Item, Share
+
+# megatron-core's name and version of the format, which its reader asks for.
+_FORMAT = CheckpointingConfig("torch_dist", 1)
+# A rank writes its share as up to so many files side by side, each of at least so many bytes.
+_MAX_FILES, _BYTES_OF_A_FILE = 4, 256 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class _RankReport:
+    """What a rank tells the others when its files are on the disk, or why they are not."""
+
+    files: Mapping[str, FileDigest]
+    results: Sequence[WriteResult]
+    problem: str | None
+
+
+class SaveProblem(Exception):
+    """Why a checkpoint could not be written: a path and what the system said of it."""
+
+
+def write_checkpoint(
+    destination: Destination,
+    share: Share | str,
+    manifest: Manifest,
+    group: torch.distributed.ProcessGroup | None,
+) -> int:
+    """Writes this rank's files, and with the other ranks completes the checkpoint; every rank calls it.
+
+    Args:
+        destination: Where to; the directory to write into is made (`Destination.begin`), and all ranks see it.
+        share: What this rank writes, in host memory; or why it cannot.
+        manifest: Everything but the files.
+        group: Of all ranks, for CPU tensors, which nothing else uses meanwhile; None for a single rank.
+
+    Returns:
+        Bytes of all files.
+
+    Raises:
+        SaveProblem: It could not be written, by this rank or by another; the same on all. What was complete before
+            stands as it was, and the unfinished directory is removed.
+    """
+    own = _RankReport({}, [], share) if isinstance(share, str) else _write_own_files(destination.unfinished, share)
+    reports = _gathered(own, group)
+    problem = next((report.problem for report in reports if report.problem is not None), None)
+    answer: list[tuple[int, str | None]] = [(0, problem)]
+    if _is_first(group):
+        if problem is None:
+            answer = [_complete(destination, cast("Share", share), reports, manifest)]
+        if answer[0][1] is not None:
+            shutil.rmtree(destination.unfinished, ignore_errors=True)
+    if group is not None:
+        torch.distributed.broadcast_object_list(answer, src=0, group=group)
+    num_bytes, problem = answer[0]
+    if problem is not None:
+        raise SaveProblem(problem)
+    return num_bytes
+
+
+def _is_first(group: torch.distributed.ProcessGroup | None) -> bool:
+    return group is None or group.rank() == 0
+
+
+def _gathered(report: _RankReport, group: torch.distributed.ProcessGroup | None) -> list[_RankReport]:
+    """The reports of all ranks on rank 0; on the others only their own."""
+    if group is None:
+        return [report]
+    reports: list[Any] | None = [None] * group.size() if _is_first(group) else None
+    torch.distributed.gather_object(report, reports, dst=0, group=group)
+    return reports or [report]
+
+
+def _write_own_files(directory: Path, share: Share) -> _RankReport:
+    rank = torch.distributed.get_rank()
+    num_files = min(_MAX_FILES, 1 + share.num_bytes // _BYTES_OF_A_FILE)
+    buckets = [bucket for bucket in deal(share.items, [item.num_bytes for item in share.items], num_files) if bucket]
+    names = [f"__{rank}_{index}.distcp" for index in range(len(buckets))]
+    try:
+        with ThreadPoolExecutor(_MAX_FILES) as threads:
+            written = list(threads.map(_write_file, [directory / name for name in names], buckets))
+    except Exception as error:  # one rank's failure must reach all of them, whatever it is
+        return _RankReport({}, [], _described(error, directory))
+    results = [result for _, results in written for result in results]
+    return _RankReport({name: digest for name, (digest, _) in zip(names, written, strict=True)}, results, None)
+
+
+def _described(error: Exception, directory: Path) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or directory}: {error.strerror or error}"
+    return f"{directory}: {type(error).__name__}: {error}"
+
+
+class _HashedFile(RawIOBase):
+    """A file that is hashed as it is written: of the bytes that were meant, whatever the disk makes of them.
+
+    torch's writer says "unexpected pos" where the disk is full; the file remembers what the system said.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("wb")
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def write(self, data: Any) -> int:
+        self._noting_errors(lambda: self._file.write(data))
+        self._hash.update(data)
+        num_bytes = memoryview(data).nbytes
+        self._num_bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        if not self.closed:
+            self._noting_errors(self._file.flush)
+
+    def finish(self) -> FileDigest:
+        """Waits for the disk, closes the file, and says what it must be from now on."""
+        self.flush()
+        self._noting_errors(lambda: os.fsync(self._file.fileno()))
+        return FileDigest(num_bytes=self._num_bytes, sha256=self._hash.hexdigest())
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._noting_errors(self._file.close)
+
+    def _noting_errors(self, call: Any) -> None:
+        try:
+            call()
+        except OSError as error:
+            error.filename = error.filename or str(self._path)
+            self.error = self.error or error
+            raise
+
+
+def _write_file(path: Path, items: Sequence[Item]) -> tuple[FileDigest, list[WriteResult]]:
+    file = _HashedFile(path)
+    try:
+        with file:
+            results = [
+                _write_item(
+                    _StorageWriterTransforms(), file, item.data, item.write, path.name, SerializationFormat.TORCH_SAVE
+                )
+                for item in items
+            ]
+            return file.finish(), results
+    except Exception:
+        if file.error is not None:
+            raise file.error from None
+        raise
+
+
+def _complete(
+    destination: Destination, share: Share, reports: Sequence[_RankReport], manifest: Manifest
+) -> tuple[int, str | None]:
+    """Describes and publishes what all ranks have written; rank 0 calls it. Answers bytes, or a problem."""
+    unfinished, results = destination.unfinished, [list(report.results) for report in reports]
+    try:
+        FileSystemWriter(unfinished).finish(cast("Metadata", share.metadata), results)
+        save_config(_FORMAT, str(unfinished))
+        described = [".metadata", CONFIG_FNAME]
+        for name in described:
+            fsync(unfinished / name)
+        files = {name: digest for report in reports for name, digest in report.files.items()}
+        manifest = replace(manifest, files={**files, **hash_files(unfinished, described)})
+        problems = check_files(unfinished, manifest, hashes=False)
+        if problems:
+            return 0, f"{'; '.join(problems)}. Do all nodes share this directory?"
+        write_manifest(unfinished, manifest)
+        destination.publish()
+    except Exception as error:  # the other ranks wait for the answer
+        return 0, _described(error, unfinished)
+    return manifest.num_bytes, None
