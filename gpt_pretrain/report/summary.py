@@ -35,6 +35,7 @@ def build_summary(
     consumed_tokens: int,
     num_gpus: int,
     end_reason: EndReason,
+    exit_code: int,
     wall_time_s: float,
     checkpoint: str | None,
     sample_prompt: str | None = None,
@@ -49,6 +50,7 @@ def build_summary(
         consumed_tokens: Training tokens seen.
         num_gpus: Ranks of the run.
         end_reason: Why it ended.
+        exit_code: What the process will end with.
         wall_time_s: Seconds of training in this process.
         checkpoint: The newest checkpoint, if there is one.
         sample_prompt: Prompt of the text sample, if there is one.
@@ -62,6 +64,8 @@ def build_summary(
         consumed_samples=consumed_samples,
         consumed_tokens=consumed_tokens,
         end_reason=end_reason,
+        exit_code=exit_code,
+        skipped_steps=len(metrics.skipped_steps),
         wall_time_s=wall_time_s,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,

@@ -11,9 +11,10 @@ from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.training.performance import memory_gib, peak_tflops
-from gpt_pretrain.training.step import StepResult, mean_loss
+from gpt_pretrain.training.step import mean_loss
 
 
 class Meter:
@@ -33,13 +34,16 @@ class Meter:
         self._restart()
 
     def _restart(self) -> None:
-        self._loss = torch.zeros(2, device=torch.cuda.current_device())
+        # Sum of losses, tokens, skipped steps.
+        self._sums = torch.zeros(3, device=torch.cuda.current_device())
         self._num_steps = 0
         self._started = time.monotonic()
 
     def add(self, result: StepResult) -> None:
         """Counts a step; does not wait for it."""
-        self._loss += result.loss_sum_and_tokens
+        # What a skipped step computed is no loss of the model: it may be NaN, and the mean with it.
+        seen = torch.where(result.skipped, 0.0, result.loss_sum_and_tokens)
+        self._sums += torch.cat([seen, result.skipped.float().view(1)])
         self._num_steps += 1
 
     @contextmanager
@@ -51,14 +55,15 @@ class Meter:
         self._started += time.monotonic() - began
 
     def read(self, result: StepResult, progress: Progress, lr: float) -> TrainRecord:
-        """Waits for the device, sums over all ranks and starts the next interval; every rank calls it.
+        """Waits for the device and starts the next interval; the same numbers on every rank.
 
         Args:
             result: The newest step.
             progress: Steps and samples with that step.
             lr: Learning rate of that step.
         """
-        loss = mean_loss(self._loss)
+        loss = mean_loss(self._sums[:2])
+        skipped_steps = round(self._sums[2].item())
         grad_norm = float(result.grad_norm)
         step_time_s = (time.monotonic() - self._started) / self._num_steps
         model = self._config.model
@@ -72,6 +77,7 @@ class Meter:
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,
+            skipped_steps=skipped_steps,
             step_time_s=step_time_s,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_gpu=tokens_per_s / self._num_gpus,

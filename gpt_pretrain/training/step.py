@@ -1,7 +1,6 @@
 """One optimizer step, one validation: the microbatches of this rank through megatron-core's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +13,7 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.parallel import is_last_stage_writer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What a step leaves on the device; reading it waits for the device."""
-
-    loss_sum_and_tokens: torch.Tensor
-    """[2], fp32: sum of the token losses and number of tokens on this rank; zeros off the last pipeline stage."""
-    grad_norm: torch.Tensor
-    """L2 norm over all parameters before clipping."""
+from gpt_pretrain.megatron.update import StepResult, conditional_update
 
 
 def data_iterators(model: Model, build: Callable[[], Iterator[Batch]]) -> list[Iterator[Batch] | None]:
@@ -92,18 +82,31 @@ def train_step(
     config: ModelConfig,
     num_microbatches: int,
 ) -> StepResult:
-    """Forward and backward over all microbatches of this rank, and one optimizer update.
+    """Forward and backward over all microbatches of this rank, and one optimizer update if all of it is finite.
 
     The schedule advances first, so that step n trains with the learning rate of n and the first step does not train
-    with that of zero.
+    with that of zero. It advances in a step that updates nothing, too: the learning rate is a function of the step.
+    """
+    report = compute_gradients(trainable, iterators, config, num_microbatches)
+    trainable.scheduler.step(1)
+    return conditional_update(trainable.optimizer, report)
+
+
+def compute_gradients(
+    trainable: Trainable,
+    iterators: Sequence[Iterator[Batch] | None],
+    config: ModelConfig,
+    num_microbatches: int,
+) -> torch.Tensor:
+    """Forward and backward over all microbatches of this rank.
+
+    Returns:
+        [2], fp32: sum of the token losses and number of tokens on this rank; zeros off the last pipeline stage.
     """
     for chunk in trainable.model.chunks:
         chunk.zero_grad_buffer()
     trainable.optimizer.zero_grad()
-    report = _run_schedule(trainable.model, iterators, config, num_microbatches, forward_only=False)
-    trainable.scheduler.step(1)
-    _, grad_norm, _ = trainable.optimizer.step()
-    return StepResult(loss_sum_and_tokens=report, grad_norm=grad_norm)
+    return _run_schedule(trainable.model, iterators, config, num_microbatches, forward_only=False)
 
 
 @torch.no_grad()
@@ -126,15 +129,15 @@ def validate(
         on_batch()
         total += _run_schedule(model, iterators, config, num_microbatches, forward_only=True)
     model.train()
+    torch.distributed.all_reduce(total)
     return mean_loss(total)
 
 
 def mean_loss(loss_sum_and_tokens: torch.Tensor) -> float:
-    """Mean over all ranks' tokens; waits for the device.
+    """Loss per token, NaN of no tokens; waits for the device.
 
     Args:
-        loss_sum_and_tokens: [2], this rank's sum of losses and number of tokens.
+        loss_sum_and_tokens: [2], sum of losses and number of tokens, over all ranks.
     """
-    torch.distributed.all_reduce(loss_sum_and_tokens)
     loss_sum, num_tokens = loss_sum_and_tokens.tolist()
     return float(loss_sum / num_tokens) if num_tokens else float("nan")

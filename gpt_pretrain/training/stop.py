@@ -1,23 +1,62 @@
-"""Ending early, on all ranks after the same step.
+"""Ending early, on all ranks after the same step, with an exit code that says what to do next.
 
-Ctrl-C, SIGTERM and `trainer.max_time` reach the ranks at different moments. At each step's end every rank tells the
-others what it knows through an asynchronous all-reduce of one number between the processors (gloo), and reads the
-answer one step later: all ranks see the same answer at the same step, and no rank waits for its GPU.
+Ctrl-C, SIGTERM, SIGUSR1 (which Slurm sends ahead of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time`
+reach the ranks at different moments. At each step's end every rank tells the others what it knows through an
+asynchronous all-reduce of one number between the processors (gloo), and reads the answer one step later: all ranks see
+the same answer at the same step, and no rank waits for its GPU.
+
+A checkpoint follows, so between a signal and the checkpoint lie at most the present step, the next one, and the save.
+Signals that come later, in whatever order, change nothing: launchers repeat them, and a save must not be broken off.
 """
 
 import os
 import signal
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 
 from gpt_pretrain.report.records import EndReason
 
+# EX_TEMPFAIL of sysexits(3): "the user is invited to retry the operation".
+REQUEUE = 75
+EXIT_CODES: Mapping[EndReason, int] = {
+    "max_steps": 0,
+    "max_time": REQUEUE,
+    "terminated": REQUEUE,
+    "warned": REQUEUE,
+    # 128 + the signal's number, as shells have it.
+    "interrupted": 128 + signal.SIGINT,
+    "not_finite": 1,
+}
 # The order settles which reason stands if ranks disagree.
-_REASONS: tuple[EndReason | None, ...] = (None, "max_time", "interrupted", "terminated")
-_SIGNALS: dict[int, EndReason] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_REASONS: tuple[EndReason | None, ...] = (None, "max_time", "interrupted", "warned", "terminated")
+_SIGNALS: Mapping[int, EndReason] = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGUSR1: "warned",
+}
+
+# Ends that somebody asked for: of a whole sweep, then, and not only of the run that was hit.
+ASKED_FOR = frozenset(_SIGNALS.values())
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """While a run is prepared there is nothing to save: SIGTERM and SIGUSR1 end it at once, to be started again."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(EXIT_CODES[_SIGNALS[number]])
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:

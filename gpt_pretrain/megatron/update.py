@@ -1,0 +1,90 @@
+"""One optimizer update that happens on all ranks or on none: not where the loss or a gradient is NaN or infinite.
+
+megatron-core 0.19 clips by the gradient norm and updates whatever it is: one infinite gradient makes all weights NaN.
+Its own check (`check_for_nan_in_grad`) waits for the GPU and ends the run. Here the decision stays on the device: the
+ranks add up one number, and torch's fused Adam and SGD take the sum as `found_inf`, which automatic mixed precision
+made for them. Where it is not zero they leave weights, moments and step counts as they are. The host goes on without
+waiting, and what it launches behind the update (the cast of masters, the gathering of weights) repeats what was there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step leaves on the device; reading it waits for the device."""
+
+    loss_sum_and_tokens: torch.Tensor
+    """[2], fp32: sum of the token losses and number of tokens, over all ranks."""
+    grad_norm: torch.Tensor
+    """[1], fp32: L2 norm over all parameters before clipping."""
+    skipped: torch.Tensor
+    """[], bool: loss or norm was not finite, and nothing was updated; the same on all ranks."""
+
+
+def choose_torch_optimizers() -> None:
+    """Makes megatron-core build torch's optimizers also where it finds those of Transformer Engine or apex.
+
+    Those update by what the host tells them; torch's fused ones ask the device. A second call does nothing.
+    """
+    core_optimizer.USING_PYTORCH_OPTIMIZER = True
+    core_optimizer.SGD = torch.optim.SGD
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+
+
+def make_conditional(optimizer: MegatronOptimizer) -> None:
+    """Lets `conditional_update` decide on the device whether a fresh optimizer updates."""
+    found_inf = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
+    for inner in _torch_optimizers(optimizer):
+        inner.found_inf = found_inf
+        inner.defaults["fused"], inner.defaults["foreach"] = True, False
+        for group in inner.param_groups:
+            group["fused"], group["foreach"] = True, False
+            if isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                # SGD would make them at its first step, and leave them undefined where that is skipped.
+                for parameter in group["params"]:
+                    inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+@torch.no_grad()
+def conditional_update(optimizer: MegatronOptimizer, loss_sum_and_tokens: torch.Tensor) -> StepResult:
+    """Clips the gradients and updates the weights, unless loss or gradient norm are not finite; all ranks call it.
+
+    Args:
+        optimizer: megatron-core's, its gradients reduced.
+        loss_sum_and_tokens: [2], this rank's sum of losses and number of tokens.
+    """
+    optimizer.prepare_grads()
+    # Computed on the device: `kernels.install_gradient_norm`.
+    grad_norm = optimizer.get_grad_norm()
+    not_finite = (~torch.isfinite(grad_norm)).float()
+    # A sum with a NaN or an infinity is none that is finite: one collective tells both of loss and of norm.
+    total = torch.cat([loss_sum_and_tokens, not_finite])
+    torch.distributed.all_reduce(total)
+    skipped = ~torch.isfinite(total[0]) | (total[2] > 0)
+    for part in _parts(optimizer):
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+    for inner in _torch_optimizers(optimizer):
+        inner.found_inf.copy_(skipped)
+    optimizer.step_with_ready_grads()
+    return StepResult(loss_sum_and_tokens=total[:2], grad_norm=grad_norm, skipped=skipped)
+
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    yield from getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """The optimizers of torch that megatron-core's are made around; a rank without parameters has none."""
+    for part in _parts(optimizer):
+        if part.optimizer is not None:
+            yield part.optimizer

@@ -1,0 +1,164 @@
+"""What the loop knows of each step, and what it does about steps that went wrong, without waiting for the GPU.
+
+Loss, gradient norm and whether the step was skipped are copied to the host beside the computation and looked at one
+step later, when they have long arrived: the host is at most one step ahead of the GPU, which still has a whole step to
+compute, and all ranks read the same numbers at the same step. A step whose loss or gradient is not finite has changed
+nothing by then (`megatron/update.py`), so to hear of it late does no harm.
+"""
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from gpt_pretrain.config.schema import TrainerConfig
+from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.report.records import LossSpikeRecord, Record, SkippedStepRecord
+
+# Losses that tell how much a loss usually varies: enough for a median, short against a run.
+SPIKE_WINDOW = 64
+SPIKE_MIN_LOSSES = 16
+# The median absolute deviation of a normal distribution is its standard deviation divided by this.
+_MAD_TO_SIGMA = 1.4826
+# Losses that hardly vary at all, as on a batch repeated for ever, make no spike of a rounding.
+_MIN_SIGMA = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    step: int
+    first_sample: int
+    values: torch.Tensor
+    """[4] on the host: sum of losses, tokens, gradient norm, whether it was skipped."""
+    arrived: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadStep:
+    """A step that updated nothing."""
+
+    step: int
+    first_sample: int
+
+
+class NotFiniteError(Exception):
+    """Loss, gradient or weights are not finite, and the run gives up; raised on all ranks at the same step.
+
+    Args:
+        bad_step: The newest step that shows it.
+        why: What has happened.
+    """
+
+    def __init__(self, bad_step: BadStep, why: str) -> None:
+        self.bad_step = bad_step
+        super().__init__(why)
+
+
+class StepGuard:
+    """Counts steps that were skipped, and finds losses that leap.
+
+    Args:
+        trainer: When to stop, and what a spike is.
+        num_samples: Samples of a step, over all ranks.
+    """
+
+    def __init__(self, trainer: TrainerConfig, num_samples: int) -> None:
+        self._max_skipped_steps = trainer.max_skipped_steps
+        self._spike_threshold = trainer.spike_threshold
+        self._num_samples = num_samples
+        self._pending: _Seen | None = None
+        self._pinned: list[torch.Tensor] = []
+        self._in_a_row = 0
+        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._last_bad: BadStep | None = None
+
+    def check(self) -> None:
+        """Whether the run can go on.
+
+        Raises:
+            NotFiniteError: `trainer.max_skipped_steps` steps in a row were skipped.
+        """
+        if self._last_bad is not None and self._in_a_row >= self._max_skipped_steps:
+            raise NotFiniteError(
+                self._last_bad,
+                f"loss or gradient were not finite in {self._in_a_row} steps in a row, up to step "
+                f"{self._last_bad.step} (trainer.max_skipped_steps={self._max_skipped_steps})",
+            )
+
+    def add(self, step: int, first_sample: int, result: StepResult) -> list[Record]:
+        """Notes a step, and tells of the one before it.
+
+        Args:
+            step: Its number.
+            first_sample: Its first sample.
+            result: What it left on the device.
+
+        Returns:
+            Records of the step before, if anything is to be said of it.
+        """
+        told = self.read()
+        values = torch.cat([result.loss_sum_and_tokens, result.grad_norm.view(1), result.skipped.float().view(1)])
+        arrived = None
+        if values.is_cuda:
+            # Into pinned memory, so that the copy waits in the GPU's queue and not the host for it; one for the step
+            # that is looked at, one for the next.
+            self._pinned = self._pinned or [torch.empty(4, pin_memory=True) for _ in range(2)]
+            values = self._pinned[step % 2].copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._pending = _Seen(step=step, first_sample=first_sample, values=values, arrived=arrived)
+        return told
+
+    def read(self) -> list[Record]:
+        """Records of what was noted and not told of yet; waits for that step."""
+        seen, self._pending = self._pending, None
+        if seen is None:
+            return []
+        if seen.arrived is not None:
+            seen.arrived.synchronize()
+        loss_sum, num_tokens, grad_norm, skipped = seen.values.tolist()
+        loss = loss_sum / num_tokens if num_tokens else math.nan
+        if skipped:
+            self._in_a_row += 1
+            self._last_bad = BadStep(step=seen.step, first_sample=seen.first_sample)
+            return [
+                SkippedStepRecord(
+                    step=seen.step,
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    in_a_row=self._in_a_row,
+                    first_sample=seen.first_sample,
+                    num_samples=self._num_samples,
+                )
+            ]
+        self._in_a_row = 0
+        return self._spikes(seen, loss)
+
+    def _spikes(self, seen: _Seen, loss: float) -> list[Record]:
+        """Above the median of the last losses by more than the threshold's number of robust standard deviations.
+
+        A median and the median absolute deviation (Rousseeuw and Croux 1993) do not follow the spikes themselves, as a
+        mean would.
+        """
+        if self._spike_threshold is None:
+            return []
+        told: list[Record] = []
+        if len(self._losses) >= SPIKE_MIN_LOSSES:
+            median = statistics.median(self._losses)
+            sigma = _MAD_TO_SIGMA * statistics.median(abs(earlier - median) for earlier in self._losses)
+            limit = median + self._spike_threshold * max(sigma, _MIN_SIGMA)
+            if loss > limit:
+                told.append(
+                    LossSpikeRecord(
+                        step=seen.step,
+                        loss=loss,
+                        median=median,
+                        limit=limit,
+                        first_sample=seen.first_sample,
+                        num_samples=self._num_samples,
+                    )
+                )
+        self._losses.append(loss)
+        return told
