@@ -17,7 +17,9 @@ from gpt_pretrain.report.records import (
     RECORD_KINDS,
     Fp8CoverageRecord,
     Fp8Record,
+    LossSpikeRecord,
     Record,
+    SkippedStepRecord,
     StartRecord,
     SummaryRecord,
     TrainRecord,
@@ -98,6 +100,8 @@ class Metrics:
     starts: list[StartRecord] = field(default_factory=list)
     train: list[TrainRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
+    skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
+    loss_spikes: list[LossSpikeRecord] = field(default_factory=list)
     fp8: list[Fp8Record] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
     """That of the newest start; None without FP8, and before its first step is done."""
@@ -125,6 +129,8 @@ def load_metrics(run_dir: str | Path) -> Metrics:
     metrics = Metrics()
     train: dict[int, TrainRecord] = {}
     validation: dict[int, ValidationRecord] = {}
+    skipped: dict[int, SkippedStepRecord] = {}
+    spikes: dict[int, LossSpikeRecord] = {}
     fp8: dict[int, Fp8Record] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -134,12 +140,18 @@ def load_metrics(run_dir: str | Path) -> Metrics:
                 metrics.starts = [earlier for earlier in metrics.starts if earlier.step < start.step] + [start]
                 train = {step: record for step, record in train.items() if step <= start.step}
                 validation = {step: record for step, record in validation.items() if step <= start.step}
+                skipped = {step: record for step, record in skipped.items() if step <= start.step}
+                spikes = {step: record for step, record in spikes.items() if step <= start.step}
                 fp8 = {step: record for step, record in fp8.items() if step <= start.step}
                 metrics.fp8_coverage, metrics.summary = None, None
             case TrainRecord() as record:
                 train[record.step] = record
             case ValidationRecord() as record:
                 validation[record.step] = record
+            case SkippedStepRecord() as record:
+                skipped[record.step] = record
+            case LossSpikeRecord() as record:
+                spikes[record.step] = record
             case Fp8Record() as record:
                 fp8[record.step] = record
             case Fp8CoverageRecord() as record:
@@ -148,6 +160,8 @@ def load_metrics(run_dir: str | Path) -> Metrics:
                 metrics.summary = record
     metrics.train = [train[step] for step in sorted(train)]
     metrics.validation = [validation[step] for step in sorted(validation)]
+    metrics.skipped_steps = [skipped[step] for step in sorted(skipped)]
+    metrics.loss_spikes = [spikes[step] for step in sorted(spikes)]
     metrics.fp8 = [fp8[step] for step in sorted(fp8)]
     return metrics
 
