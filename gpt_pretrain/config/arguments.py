@@ -41,12 +41,15 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
         return None
     values: dict[str, Any] = {}
     problems: list[str] = []
+    meant: set[str | None] = set()
     for argument in arguments:
         name, equals, text = argument.partition("=")
         # As on the command line of a run, plus signs make no difference.
         name = name.lstrip("+")
         if name not in keys:
-            problems.append(f"{name} is not a key of this command{did_you_mean(nearest_name(name, keys))}")
+            nearest = nearest_name(name, keys)
+            problems.append(f"{name} is not a key of this command{did_you_mean(nearest)}")
+            meant.add(nearest)
         elif not equals:
             problems.append(f"{name} has no value; write {name}=…")
         elif name in values:
@@ -60,7 +63,7 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
     problems += [
         f"{name} is missing; give {name}=… ({key.type_text}: {key.doc})"
         for name, key in keys.items()
-        if name not in values and name not in defaults
+        if name not in values and name not in defaults and name not in meant
     ]
     if problems:
         raise ConfigError(problems)

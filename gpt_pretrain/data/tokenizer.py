@@ -68,10 +68,14 @@ class Tokenizer:
             [token for token in token_ids if token < self.vocab_size], skip_special_tokens=False
         )
 
+    def to_json(self) -> str:
+        """The content of its `tokenizer.json`."""
+        self._backend.encode_special_tokens = False
+        return self._backend.to_str(pretty=True)
+
     def save(self, path: Path) -> None:
         """Writes the `tokenizer.json`."""
-        self._backend.encode_special_tokens = False
-        self._backend.save(str(path))
+        path.write_text(self.to_json(), encoding="utf-8")
 
 
 def _fingerprint(backend: tokenizers.Tokenizer) -> str:
@@ -125,9 +129,7 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{key}={path} cannot be read ({error}); it must be a Hugging Face tokenizer.json"
-        ) from error
+        raise UserError(f"{key}={path} cannot be read ({error}); it must be a Hugging Face tokenizer.json") from error
     try:
         backend = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # `tokenizers` raises plain Exception for any malformed file

@@ -1,4 +1,4 @@
-"""Text from the model that is being trained, at any tensor and pipeline parallel layout.
+"""Text from a model, at any tensor and pipeline parallel layout: at the end of a run, and from a checkpoint.
 
 There is no key/value cache: every token is one forward pass over a buffer of fixed length, padded on the right, which
 causal attention cannot see. That is slow for long texts and simple for a sample at the end of a run.
@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.model import Model
 
 # What the last stage tells the others instead of a token.
 _NOTHING = -1
@@ -32,7 +31,9 @@ def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
 
 
 @torch.no_grad()
-def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, position: int) -> torch.Tensor | None:
+def _next_token_logits(
+    chunks: Sequence[torch.nn.Module], config: ModelConfig, tokens: torch.Tensor, position: int
+) -> torch.Tensor | None:
     """Logits [vocab] after `position`, on the last pipeline stage; None elsewhere."""
     inputs = {"tokens": tokens, "positions": torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)}
     context_parallel = parallel_state.get_context_parallel_world_size() > 1
@@ -43,11 +44,11 @@ def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, 
         return chunk(inputs["tokens"], inputs["positions"], None), lambda output, non_loss_data: output
 
     # Interleaved schedules take microbatches by the pipeline's size; the copies cost what one would.
-    interleaved = len(model.chunks) > 1
+    interleaved = len(chunks) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[None] * len(model.chunks) if interleaved else None,
-        model=model.chunks if interleaved else model.chunks[0],
+        data_iterator=[None] * len(chunks) if interleaved else None,
+        model=list(chunks) if interleaved else chunks[0],
         num_microbatches=config.pipeline_model_parallel_size if interleaved else 1,
         seq_length=tokens.size(1),
         micro_batch_size=tokens.size(0),
@@ -64,26 +65,37 @@ def _next_token_logits(model: Model, config: ModelConfig, tokens: torch.Tensor, 
     return logits
 
 
+def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+    """One token id, [1], by its probability among the likeliest."""
+    if top_k is not None and top_k < logits.numel():
+        smallest = torch.topk(logits, top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    probabilities = torch.softmax(logits / temperature, dim=-1).cpu()
+    return torch.multinomial(probabilities, 1, generator=generator)
+
+
 def generate_tokens(
-    model: Model,
+    chunks: Sequence[torch.nn.Module],
     config: ModelConfig,
     prompt: Sequence[int],
     *,
     vocab_size: int,
     max_new_tokens: int,
     temperature: float,
+    top_k: int | None = None,
     end_token: int | None,
     seed: int,
 ) -> list[int]:
     """Continues a prompt; every rank calls it and gets the same tokens.
 
     Args:
-        model: The model, its parameters gathered (`Model.gathered_parameters`).
+        chunks: This rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
         config: Its configuration.
         prompt: Token ids, at least one.
         vocab_size: Ids to choose from: the tokenizer's, without the rows that pad the embedding.
         max_new_tokens: Most tokens to add; fewer where the training sequence length ends first.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
+        top_k: Draw among so many likeliest tokens; None: among all.
         end_token: Stop after this id, if it is given.
         seed: Of the draws.
 
@@ -101,10 +113,11 @@ def generate_tokens(
     generator = torch.Generator().manual_seed(seed)
     pipeline_group = parallel_state.get_pipeline_model_parallel_group()
     last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
-    model.eval()
+    for chunk in chunks:
+        chunk.eval()
     end = len(prompt)
     while end < total:
-        logits = _next_token_logits(model, config, tokens, end - 1)
+        logits = _next_token_logits(chunks, config, tokens, end - 1)
         choice = torch.zeros(1, dtype=torch.int64, device=device)
         if logits is not None:
             logits = logits[:vocab_size]
@@ -113,8 +126,7 @@ def generate_tokens(
             elif temperature == 0.0:
                 choice = logits.argmax(keepdim=True)
             else:
-                probabilities = torch.softmax(logits / temperature, dim=-1).cpu()
-                choice.copy_(torch.multinomial(probabilities, 1, generator=generator))
+                choice.copy_(_draw(logits, temperature, top_k, generator))
         torch.distributed.broadcast(choice, src=last_stage, group=pipeline_group)
         token = int(choice.item())
         if token == _NOTHING:
@@ -123,5 +135,6 @@ def generate_tokens(
         end += 1
         if token == end_token:
             break
-    model.train()
+    for chunk in chunks:
+        chunk.train()
     return [int(token) for token in tokens[0, len(prompt) : end].tolist()]
