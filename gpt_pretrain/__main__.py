@@ -9,6 +9,7 @@ Torch is not imported before the gate has let the command line through, and what
       1  a crash, a checkpoint that could not be saved, or too many steps in a row with a loss or gradient that is
          not finite
       2  a mistake in what was given
+     71  a rank died or hung, and the watchdog ended the others: stack traces are in RUN_DIR/stacks
      75  stopped by SIGTERM, SIGUSR1 or trainer.max_time with steps left: start it again (EX_TEMPFAIL of sysexits(3))
     130  Ctrl-C
 
@@ -36,8 +37,8 @@ from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import read_job
 from gpt_pretrain.config.messages import print_error, print_error_after_rank_zero, print_job, print_sweep_result
 from gpt_pretrain.config.run_dir import check_run_dir
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.run_lock import check_run_lock
+from gpt_pretrain.config.schema import Config
 
 CRASH, USER_ERROR, INTERRUPTED = 1, 2, 130
 

@@ -23,7 +23,8 @@ KNOWS = {
     "export": {"config", "megatron", "data", "checkpoint", "huggingface"},
     "import_hf": {"config", "megatron", "data", "checkpoint", "huggingface"},
     "generate": {"config", "megatron", "data", "checkpoint", "export", "training"},
-    "__main__": {"config", "megatron", "training"},
+    # The plan tells what would help a run that ran out of memory.
+    "__main__": {"config", "megatron", "plan", "training"},
     "__init__": set(),
 }
 # Rooms that must answer, or work, where torch is not loaded.

@@ -7,8 +7,8 @@ from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.gemms import fp8_flops_share
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import Kernels, plan_kernels
+from gpt_pretrain.config.schema import Config, Precision
+from gpt_pretrain.megatron.platform import Kernels, Platform, plan_kernels
 from gpt_pretrain.plan.effective import Setting, effective_settings
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
@@ -97,6 +97,27 @@ def _forecast_speed(config: Config, launch: Launch, machine: Machine, kernels: K
     return SpeedForecast(run=bf16, bf16=bf16, fp8=fp8, fp8_recipe="delayed"), "".join(problems[:1])
 
 
+def forecast_run_memory(config: Config, launch: Launch, platform: Platform, gpu: Gpu) -> MemoryForecast:
+    """The memory of a configuration on a machine.
+
+    Args:
+        config: The configuration.
+        launch: The run's processes.
+        platform: The machine: which kernels it has.
+        gpu: Its GPU.
+    """
+    kernels = plan_kernels(config, platform)
+    layout = plan_layout(config.model, launch)
+    storage = plan_storage(
+        config,
+        transformer_engine=kernels.transformer_engine,
+        fused_activation=kernels.bias_activation_fusion,
+        fused_softmax=kernels.masked_softmax_fusion,
+    )
+    stages = plan_stages(config.model, layout)
+    return forecast_memory(config, layout, stages, storage, gpu, fused_loss=kernels.cross_entropy_loss_fusion)
+
+
 def build_plan(config: Config, launch: Launch) -> Plan:
     """Plans a configuration that all rules and the planned machine let pass.
 
@@ -109,13 +130,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     kernels = plan_kernels(config, platform)
     layout = plan_layout(model, launch)
     stages = plan_stages(model, layout)
-    storage = plan_storage(
-        config,
-        transformer_engine=kernels.transformer_engine,
-        fused_activation=kernels.bias_activation_fusion,
-        fused_softmax=kernels.masked_softmax_fusion,
-    )
-    memory = forecast_memory(config, layout, stages, storage, gpu, fused_loss=kernels.cross_entropy_loss_fusion)
+    memory = forecast_run_memory(config, launch, platform, gpu)
     sentences = [memory_verdict(memory, gpu, layout, config)]
     settings = fp8_settings(model)
     speed = None
@@ -136,7 +151,9 @@ def build_plan(config: Config, launch: Launch) -> Plan:
         layout=layout,
         stages=tuple(stages),
         settings=tuple(effective_settings(config, platform, kernels, layout.shards)),
-        products=tuple(plan_products(model, high_precision="BF16" if storage.element == 2 else "FP32")),
+        products=tuple(
+            plan_products(model, high_precision="FP32" if config.trainer.precision is Precision.fp32 else "BF16")
+        ),
         fp8_flops_share=fp8_flops_share(model),
         num_parameters=_num_parameters(config),
         memory=memory,

@@ -1,0 +1,169 @@
+"""What to tell when memory runs out: the forecast for the run, what was used, and which keys would help, and how much.
+
+The forecast is the plan's, for the machine that the run is on instead of a planned one. It was calibrated on GPUs; of a
+run on the CPU it says how the memory divides, and less exactly how much it is.
+"""
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.rules import config_problems
+from gpt_pretrain.config.schema import Config, ModelConfig, PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
+from gpt_pretrain.megatron.platform import Platform, detect_platform
+from gpt_pretrain.plan.forecast import forecast_run_memory
+from gpt_pretrain.plan.hardware import GPUS, Gpu
+from gpt_pretrain.plan.memory import GIB, MemoryForecast
+
+# Less than this share of the peak is not worth a change.
+_WORTHWHILE = 0.01
+# How torch's allocators, CUDA and NCCL say it.
+_WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change of the configuration that needs less memory, by the forecast."""
+
+    overrides: str
+    """As one would type it."""
+    peak_gib: float
+    """Of torch's allocator, on the GPU that needs most."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the device or on the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) -> str:
+    """The message for a run that ran out of memory on this machine.
+
+    Args:
+        config: The run's configuration, which passed all rules.
+        launch: This process's place in the run.
+        error: What was raised.
+    """
+    platform = detect_platform()
+    config = _as_run(config, platform)
+    forecast = _forecast(config, launch, platform)
+    peak_gib = forecast.worst.peak / GIB
+    items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
+    where = f" on the ranks of pipeline stage {forecast.worst.stage}" if len(forecast.stages) > 1 else ""
+    outside = f", and {forecast.outside_gib:.1f} GiB for CUDA and NCCL" if platform.cuda else ""
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    lines = [
+        f"out of memory on rank {launch.rank} ({platform.device_name}): {said}",
+        f"the forecast for this run is a peak of {peak_gib:.2f} GiB{where}{outside}: "
+        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
+        _used(platform),
+        *_advice(config, launch, platform, peak_gib),
+    ]
+    return "\n".join(lines)
+
+
+def _advice(config: Config, launch: Launch, platform: Platform, peak_gib: float) -> list[str]:
+    remedies = plan_remedies(config, launch, platform)
+    if not remedies:
+        return ["no key of this run would make it smaller at the same work: use more GPUs, or a smaller model"]
+    width = max(len(remedy.overrides) for remedy in remedies)
+    told = [
+        f"  {remedy.overrides:<{width}}  {remedy.peak_gib:.2f} GiB ({remedy.peak_gib / peak_gib - 1:+.0%})"
+        for remedy in remedies
+    ]
+    return ["what would help, by the forecast, the most helpful first (each alone):", *told]
+
+
+def plan_remedies(config: Config, launch: Launch, platform: Platform) -> list[Remedy]:
+    """The changes that this run could make and that would save memory, the most helpful first.
+
+    Args:
+        config: The configuration; every change of it that breaks a rule is left out.
+        launch: The run's processes, whose number stays.
+        platform: The machine.
+    """
+    before = _forecast(config, launch, platform).worst.peak
+    found = []
+    for changes in _changes(config.model, launch):
+        varied = replace(config, model=replace(config.model, **changes))
+        if config_problems(varied, launch):
+            continue
+        after = _forecast(varied, launch, platform).worst.peak
+        if after < before * (1 - _WORTHWHILE):
+            found.append(Remedy(overrides=_as_typed(changes), peak_gib=after / GIB))
+    return sorted(found, key=lambda remedy: remedy.peak_gib)
+
+
+def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
+    """Changes of `model` that keep what is computed: the same weights, batch and steps."""
+    for size in {1, model.micro_batch_size // 2} - {0, model.micro_batch_size}:
+        yield {"micro_batch_size": size}
+    if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
+        yield {
+            "activations_checkpoint_granularity": RecomputeGranularity.full,
+            "activations_checkpoint_method": RecomputeMethod.uniform,
+            "activations_checkpoint_num_layers": 1,
+        }
+    if model.activations_checkpoint_granularity is None:
+        yield {"activations_checkpoint_granularity": RecomputeGranularity.selective}
+    if not uses_distributed_optimizer(model):
+        yield {"use_distributed_optimizer": True}
+    if model.fp8 and not model.fp8_params and not model.fp8_emulate:
+        yield {"fp8_params": True, "use_distributed_optimizer": True}
+    if data_parallel_size(model, launch.world_size) % 2 == 0:
+        # Of the ranks that hold the same layers, every two would share them.
+        yield {"tensor_model_parallel_size": 2 * model.tensor_model_parallel_size, "sequence_parallel": True}
+        yield {"pipeline_model_parallel_size": 2 * model.pipeline_model_parallel_size}
+
+
+def _as_typed(changes: dict[str, Any]) -> str:
+    def value(given: Any) -> str:
+        return str(given.name if isinstance(given, Enum) else given)
+
+    return " ".join(f"model.{name}={value(given).replace('True', 'true')}" for name, given in changes.items())
+
+
+def _forecast(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
+    return forecast_run_memory(config, launch, platform, _gpu(platform))
+
+
+def _gpu(platform: Platform) -> Gpu:
+    """This machine's GPU as the plan describes one; a run's peak depends on no more of it than this."""
+    return replace(
+        GPUS[PlanGpu.h200], name=platform.device_name, compute_capability=platform.compute_capability or (0, 0)
+    )
+
+
+def _total_gib(platform: Platform) -> float:
+    if platform.cuda:
+        return float(torch.cuda.get_device_properties(platform.device).total_memory) / GIB
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+def _used(platform: Platform) -> str:
+    total = _total_gib(platform)
+    if platform.cuda:
+        allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+        return (
+            f"used at most: {allocated:.2f} GiB by tensors, {reserved:.2f} GiB taken by torch's allocator for them, "
+            f"of the GPU's {total:.2f} GiB"
+        )
+    # ru_maxrss is in KiB on Linux.
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    return f"used at most: {resident:.2f} GiB by this process, of the machine's {total:.2f} GiB"
+
+
+def _as_run(config: Config, platform: Platform) -> Config:
+    """The configuration with the precision that this machine gives it: the plan takes `auto` for a GPU's."""
+    if platform.cuda or config.trainer.precision is not Precision.auto:
+        return config
+    return replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
