@@ -84,8 +84,8 @@ def _train(config: Config, launch: Launch) -> EndReason:
         # A default run directory is named by the clock, and rank 0's counts.
         check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
         run_dir, lock_note = on_rank_zero(lambda: _open_run_dir(config, stack))
-        start = choose_start(config.checkpoint, run_dir / "checkpoints")
         watchdog = stack.enter_context(_watchdog(config, launch, run_dir))
+        start = choose_start(config.checkpoint, run_dir / "checkpoints")
         run = _Run(config, launch, platform, corpus, watchdog, run_dir=run_dir, start=start)
         return run.run(lock_note)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.training.peers import SILENT_S, Peers
 
@@ -95,7 +95,8 @@ class Watchdog:
             # The thread ends the process, and has its files open until then.
             return
         faulthandler.cancel_dump_traceback_later()
-        if error is not None and not isinstance(error, UserError):
+        # What was asked for, or is told without a traceback, needs none here.
+        if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
             self._file.write(self._header("it ended with an error"))
             traceback.print_exception(error, file=self._file)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
