@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from gpt_pretrain.checkpoint.dealing import deal
 from gpt_pretrain.checkpoint.durable import write_durably
 from gpt_pretrain.config.errors import UserError
@@ -208,6 +206,9 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
 
 def check_files_on_all_ranks(path: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
     """`check_files` of every rank's share; all ranks call it, and all get the sentences of all."""
+    # Not above: to read a manifest needs no torch, which takes seconds to load.
+    import torch
+
     world_size = torch.distributed.get_world_size()
     found: list[list[str]] = [[]] * world_size
     own = check_files(path, manifest, hashes=hashes, rank=torch.distributed.get_rank(), num_ranks=world_size)

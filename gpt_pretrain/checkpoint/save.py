@@ -108,7 +108,7 @@ class CheckpointSaver:
     def reserve(self) -> None:
         """Takes the host memory that saves copy into, so that the first one does not wait for it; every rank calls it.
 
-        The run's parameters must be gathered, and its optimizer have taken a step.
+        The run's parameters must be gathered.
         """
         self._buffer.reserve(self._plan(Progress(step=0, consumed_samples=0)))
 

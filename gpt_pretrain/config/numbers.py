@@ -1,4 +1,4 @@
-"""Numbers that messages offer: the divisors of one, the multiples near one, and how they are listed."""
+"""Numbers in messages: the divisors of one, the multiples near one, how they are listed, and sizes of files."""
 
 import math
 
@@ -19,3 +19,13 @@ def multiples_near(number: int, of: int) -> list[int]:
     """The multiples of `of` on both sides of `number`; the lower one only if it is positive."""
     below = number // of * of
     return [value for value in (below, below + of) if value > 0]
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size on a disk with three significant digits, in units of powers of two: 512 B, 1.5 MiB, 19.6 GiB."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

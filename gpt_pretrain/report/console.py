@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gpt_pretrain.config.numbers import format_bytes
 from gpt_pretrain.report.chart import VALIDATION_MARKER, draw_loss_chart
 from gpt_pretrain.report.fp8_lines import coverage_sentence, fp8_table, plain_coverage_line, plain_fp8_lines
 from gpt_pretrain.report.live import (
@@ -26,7 +27,7 @@ from gpt_pretrain.report.live import (
     plain_validation_line,
 )
 from gpt_pretrain.report.metrics_file import Metrics
-from gpt_pretrain.report.numbers import UNKNOWN, format_bytes, format_count, format_duration, format_loss
+from gpt_pretrain.report.numbers import UNKNOWN, format_count, format_duration, format_loss
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     EndReason,

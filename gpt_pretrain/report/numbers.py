@@ -63,16 +63,6 @@ def format_gib(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.1f} GiB"
 
 
-def format_bytes(num_bytes: int) -> str:
-    """A size on a disk, in the units of powers of two: 512 B, 1.5 MiB, 19.6 GiB."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1000:
-            return f"{_three_digits(size)} {unit}"
-        size /= 1024
-    return f"{_three_digits(size)} TiB"
-
-
 def format_duration(seconds: float | None) -> str:
     """Hours, minutes and seconds, with days from the second day on: 0:01:23, 3d 04:05:06."""
     if seconds is None or not math.isfinite(seconds):

@@ -118,6 +118,7 @@ class Trainer:
             Why it ended, the same on all ranks.
         """
         with self._saver, self._scheduled_garbage_collection():
+            self._reserve_for_saves()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             try:
@@ -229,6 +230,12 @@ class Trainer:
         ):
             outcomes = self._saver.save(self.progress)
         self._settle(outcomes)
+
+    def _reserve_for_saves(self) -> None:
+        """Takes host memory before the first step rather than at the first save, which would wait for it."""
+        if self.config.checkpoint.async_save and self.config.checkpoint.save_interval is not None:
+            with self._watchdog.busy("reserving host memory"), self.trainable.model.gathered_parameters():
+                self._saver.reserve()
 
     def _settle(self, outcomes: Sequence[SaveOutcome]) -> None:
         """Logs what came of saves, and ends the run if one has failed and the configuration does not go on."""
