@@ -7,7 +7,7 @@ random, wide enough that each of these settings shows in the logits.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,8 @@ from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.huggingface.architectures import Architecture
+from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_gpt_chunks, build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
@@ -140,75 +142,40 @@ def round_to_bf16(reference: torch.nn.Module) -> None:
             parameter.copy_(parameter.bfloat16())
 
 
-def interleave_by_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-    """Rows of three projections as megatron-core has them: q q k v | q q k v | …, one block per query group."""
-    blocks = []
-    for group in range(case.groups):
-        queries = case.heads // case.groups * case.head_width
-        blocks.append(q[group * queries : (group + 1) * queries])
-        blocks.append(k[group * case.head_width : (group + 1) * case.head_width])
-        blocks.append(v[group * case.head_width : (group + 1) * case.head_width])
-    return torch.cat(blocks)
+# The norm before a linear layer: its name in Transformer Engine's layers, which hold it, and in local ones.
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 
 
-def map_gpt2(source: Weights, case: Case) -> Weights:
-    """GPT-2's names and layouts to megatron-core's; its Conv1D keeps matrices as [in, out]."""
-    ours = {
-        "embedding.word_embeddings.weight": source["transformer.wte.weight"],
-        "embedding.position_embeddings.weight": source["transformer.wpe.weight"],
-        "decoder.final_layernorm.weight": source["transformer.ln_f.weight"],
-        "decoder.final_layernorm.bias": source["transformer.ln_f.bias"],
-    }
-    for layer in range(case.layers):
-        theirs, mine = f"transformer.h.{layer}.", f"decoder.layers.{layer}."
-        qkv_weight = source[theirs + "attn.c_attn.weight"].T.split(case.width)
-        qkv_bias = source[theirs + "attn.c_attn.bias"].split(case.width)
-        ours[mine + "self_attention.linear_qkv.weight"] = interleave_by_group(*qkv_weight, case)
-        ours[mine + "self_attention.linear_qkv.bias"] = interleave_by_group(*qkv_bias, case)
-        for there, here in (
-            ("attn.c_proj", "self_attention.linear_proj"),
-            ("mlp.c_fc", "mlp.linear_fc1"),
-            ("mlp.c_proj", "mlp.linear_fc2"),
-        ):
-            ours[f"{mine}{here}.weight"] = source[f"{theirs}{there}.weight"].T
-            ours[f"{mine}{here}.bias"] = source[f"{theirs}{there}.bias"]
-        for there, here in (("ln_1", "input_layernorm"), ("ln_2", "pre_mlp_layernorm")):
-            for part in ("weight", "bias"):
-                ours[f"{mine}{here}.{part}"] = source[f"{theirs}{there}.{part}"]
-    return ours
+def whole_model_name(rule: Rule) -> str:
+    """A tensor's name in the whole model of Transformer Engine's layers, where a checkpoint stacks its layers."""
+    return rule.key if rule.layer is None else rule.key.replace("decoder.layers.", f"decoder.layers.{rule.layer}.")
 
 
-def map_llama(source: Weights, case: Case) -> Weights:
-    """Names and layouts of Llama, Mistral and Qwen2 to megatron-core's."""
-    ours = {
-        "embedding.word_embeddings.weight": source["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": source["model.norm.weight"],
-        "output_layer.weight": source["lm_head.weight"],
-    }
-    for layer in range(case.layers):
-        theirs, mine = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        for part in ("weight", "bias"):
-            if f"{theirs}self_attn.q_proj.{part}" in source:
-                q, k, v = (source[f"{theirs}self_attn.{name}_proj.{part}"] for name in "qkv")
-                ours[f"{mine}self_attention.linear_qkv.{part}"] = interleave_by_group(q, k, v, case)
-        ours[mine + "self_attention.linear_proj.weight"] = source[theirs + "self_attn.o_proj.weight"]
-        ours[mine + "input_layernorm.weight"] = source[theirs + "input_layernorm.weight"]
-        ours[mine + "pre_mlp_layernorm.weight"] = source[theirs + "post_attention_layernorm.weight"]
-        gate, up = source[theirs + "mlp.gate_proj.weight"], source[theirs + "mlp.up_proj.weight"]
-        ours[mine + "mlp.linear_fc1.weight"] = torch.cat([gate, up])
-        ours[mine + "mlp.linear_fc2.weight"] = source[theirs + "mlp.down_proj.weight"]
-    return ours
+def _renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
+    found = {name: next((norm for norm in names if norm in name), None) for name in weights}
+    return {name if norm is None else name.replace(norm, names[norm]): weights[name] for name, norm in found.items()}
+
+
+def te_names(weights: Weights) -> Weights:
+    """The same weights by the names of Transformer Engine's layers."""
+    return _renamed(weights, {local: fused for fused, local in _NORMS.items()})
 
 
 def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
-    """Weights of the `transformers` model as ours; rows that pad the vocabulary are zero."""
+    """Weights of the `transformers` model as local layers have them; rows that pad the vocabulary are zero."""
     source = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-    ours = map_gpt2(source, case) if case.is_gpt2 else map_llama(source, case)
-    padding = -case.vocab_size % 128
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if name in ours:
-            ours[name] = torch.nn.functional.pad(ours[name], (0, 0, 0, padding))
-    return {name: weight.contiguous() for name, weight in ours.items()}
+    model = load_config(case.override_list()).model
+    architecture = next(known for known in Architecture if known.value == type(reference).__name__)
+    ours = {}
+    for rule in tensor_rules(model, architecture):
+        weight = rule.to_ours([source[name] for name in rule.names]).clone(memory_format=torch.contiguous_format)
+        if rule.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            weight[case.vocab_size :] = 0.0
+        ours[whole_model_name(rule)] = weight
+    return _renamed(ours, _NORMS)
 
 
 def make_tokens(case: Case) -> torch.Tensor:
@@ -221,19 +188,6 @@ def reference_logits(reference: torch.nn.Module, case: Case) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = reference(input_ids=make_tokens(case)).logits
     return logits
-
-
-def te_names(weights: Weights) -> Weights:
-    """The same weights by the names of Transformer Engine's layers, which hold each norm in the linear after it."""
-    fused = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
-    renamed = {}
-    for name, weight in weights.items():
-        norm = next((norm for norm in fused if norm in name), None)
-        renamed[name if norm is None else name.replace(norm, fused[norm])] = weight
-    return renamed
 
 
 def load_weights(model: GPTModel, weights: Weights) -> None:
