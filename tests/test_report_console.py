@@ -16,6 +16,8 @@ from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
     Fp8Record,
     Fp8Tensor,
+    LossSpikeRecord,
+    SkippedStepRecord,
     StartRecord,
     TrainRecord,
     ValidationRecord,
@@ -29,6 +31,7 @@ RECORD = TrainRecord(
     loss=4.32109,
     lr=2.5e-4,
     grad_norm=1.2345,
+    skipped_steps=0,
     step_time_s=0.25,
     tokens_per_s=1234567.0,
     tokens_per_s_per_gpu=154320.9,
@@ -99,12 +102,24 @@ def summary(metrics, **changes):
         "consumed_tokens": 1228800,
         "num_gpus": 8,
         "end_reason": "max_steps",
+        "exit_code": 0,
         "wall_time_s": 99.4,
         "checkpoint": "outputs/run/checkpoints/step_300",
         "sample_prompt": "def ",
         "sample_text": "forward(self, x):\n    return x",
     }
     return build_summary(metrics, **(values | changes))
+
+
+def test_steps_that_went_wrong_are_warned_of_with_their_samples():
+    skipped = SkippedStepRecord(step=12, loss=math.nan, grad_norm=2.5, in_a_row=2, first_sample=96, num_samples=8)
+    spike = LossSpikeRecord(step=13, loss=9.0, median=3.0, limit=4.0, first_sample=104, num_samples=8)
+    assert plain_output(lambda console: console.show(skipped)) == (
+        "warning: step 12: loss nan, gradient norm 2.5000; nothing was updated (2 in a row); samples 96 to 103\n"
+    )
+    assert plain_output(lambda console: console.show(spike)) == (
+        "warning: step 13: loss 9.0000 is a spike, above 4.0000 (median of the last 3.0000); samples 104 to 111\n"
+    )
 
 
 def test_a_log_has_one_stable_line_a_record():

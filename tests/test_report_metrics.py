@@ -19,7 +19,9 @@ from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
     Fp8Record,
     Fp8Tensor,
+    LossSpikeRecord,
     Record,
+    SkippedStepRecord,
     StartRecord,
     SummaryRecord,
     TrainRecord,
@@ -38,6 +40,7 @@ def train(step, **changes):
         loss=8.0 - 0.1 * step,
         lr=3e-4,
         grad_norm=1.5,
+        skipped_steps=0,
         step_time_s=0.5,
         tokens_per_s=8192.0,
         tokens_per_s_per_gpu=4096.0,
@@ -77,6 +80,7 @@ def summary(**changes):
         "consumed_tokens": 81920,
         "num_gpus": 2,
         "end_reason": "max_steps",
+        "exit_code": 0,
         "wall_time_s": 10.0,
         "checkpoint": None,
     }
@@ -158,6 +162,10 @@ def test_the_document_describes_no_kind_that_does_not_exist():
     assert set(documented_tables()) == set(DOCUMENTED)
 
 
+SKIPPED = SkippedStepRecord(step=12, loss=math.inf, grad_norm=1.0, in_a_row=2, first_sample=96, num_samples=8)
+SPIKE = LossSpikeRecord(step=13, loss=9.0, median=3.0, limit=4.0, first_sample=104, num_samples=8)
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -167,6 +175,8 @@ def test_the_document_describes_no_kind_that_does_not_exist():
         validation(100, 4.25),
         summary(sample_prompt="def ", sample_text="f():\n    return 'ü'\u2028"),
         Fp8CoverageRecord(step=1, gemm_flops_share=0.75, parameter_bytes_share=0.0, time_s=0.1),
+        SKIPPED,
+        SPIKE,
         Fp8Record(step=1, tensors=(), warnings=()),
         fp8(10, tensor="weight", amax=math.inf, saturated=None, amax_history_used=None),
     ],
@@ -205,6 +215,16 @@ def test_a_resumed_run_supersedes_what_the_cut_one_wrote_after_the_checkpoint(tm
     assert metrics.train[2].loss == 1.0
     assert [record.step for record in metrics.validation] == [20, 30]
     assert [start.step for start in metrics.starts] == [0, 20]
+
+
+def test_skipped_steps_and_spikes_follow_the_history_of_their_run(tmp_path):
+    later = [replace(SKIPPED, step=20), replace(SPIKE, step=21)]
+    write(tmp_path, StartRecord(step=0, time_unix=1.0), SKIPPED, SPIKE, *later)
+    write(tmp_path, StartRecord(step=15, time_unix=2.0))
+
+    metrics = load_metrics(tmp_path)
+
+    assert (metrics.skipped_steps, metrics.loss_spikes) == ([SKIPPED], [SPIKE])
 
 
 def test_fp8_records_follow_the_history_of_their_run(tmp_path):
@@ -319,6 +339,7 @@ def test_the_summary_finds_first_last_and_best_past_a_nan():
         consumed_tokens=122880,
         num_gpus=2,
         end_reason="interrupted",
+        exit_code=130,
         wall_time_s=1.0,
         checkpoint="checkpoints/step_30",
     )
@@ -337,6 +358,7 @@ def test_a_run_that_ended_before_its_first_record_has_a_summary():
         consumed_tokens=12288,
         num_gpus=1,
         end_reason="terminated",
+        exit_code=75,
         wall_time_s=1.0,
         checkpoint=None,
     )

@@ -36,6 +36,7 @@ def train(step, loss):
         loss=loss,
         lr=3e-4,
         grad_norm=None,
+        skipped_steps=0,
         step_time_s=1.0,
         tokens_per_s=8.0,
         tokens_per_s_per_gpu=8.0,
@@ -61,6 +62,7 @@ def run(run_dir, start_step, losses, **choices):
                 consumed_tokens=8 * last,
                 num_gpus=1,
                 end_reason="max_steps",
+                exit_code=0,
                 wall_time_s=1.0,
                 checkpoint=None,
             )

@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.megatron.model import Model
 
-_TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # The distributed optimizer's name of masters, which are the parameters themselves in fp32, and the plain one's.
 _DISTRIBUTED_MASTER, _MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 
@@ -69,17 +69,13 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
             part._set_main_param_and_optimizer_states = partial(
                 _set_what_was_loaded, DistributedOptimizer._set_main_param_and_optimizer_states, part
             )
-        elif isinstance(part.optimizer, _TORCH_ADAM):
+        elif isinstance(part.optimizer, _ADAM):
             inner["state"]["common_step"] = torch.tensor(float(step))
         part.load_state_dict(nested)
-        if isinstance(part.optimizer, _TORCH_ADAM):
+        if isinstance(part.optimizer, _ADAM):
             # megatron-core hands one step tensor to all parameters, and each of them would count it up.
-            for moments in part.optimizer.state.values():
-                moments["step"] = torch.tensor(float(step))
-        elif step:
-            # The fused optimizers count by group, those without parameters on this rank included.
-            for group in part.optimizer.param_groups:
-                group["step"] = step
+            for parameter, moments in part.optimizer.state.items():
+                moments["step"] = torch.tensor(float(step), device=parameter.device)
 
 
 @torch.no_grad()
@@ -129,29 +125,28 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
 def _allocate_states(part: Any) -> None:
     """Gives an optimizer before its first step the states that the step would give it: zeros.
 
-    megatron-core forgets torch's own optimizers here: Adam's step count beside its moments, and SGD altogether.
+    megatron-core forgets Adam's step count, which torch keeps beside the moments.
     """
-    inner = part.optimizer
-    if isinstance(inner, _TORCH_ADAM) or part.init_state_fn is None:
-        part.init_state_fn = _allocate_as_torch
-    part.init_state_fn(inner, part.config)
+    part.init_state_fn = _allocate_adam
+    _allocate_adam(part.optimizer)
 
 
-def _allocate_as_torch(inner: torch.optim.Optimizer, _: object) -> None:
+def _allocate_adam(inner: torch.optim.Optimizer, *_: object) -> None:
+    if not isinstance(inner, _ADAM):
+        return
     for group in inner.param_groups:
         for parameter in group["params"]:
-            state = inner.state[parameter]
-            if not state and isinstance(inner, _TORCH_ADAM):
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            elif not state and group["momentum"]:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
+            if not inner.state[parameter]:
+                # Fused, it counts where the parameter is.
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
 
 def _steps_taken(inner: torch.optim.Optimizer) -> int:
-    counters = [*inner.param_groups, *inner.state.values()]
-    return max((int(counter["step"]) for counter in counters if "step" in counter), default=0)
+    return next((int(state["step"]) for state in inner.state.values() if "step" in state), 0)
 
 
 def _name_masters(part: DistributedOptimizer, param_state: dict[int, dict[str, Any]]) -> None:
