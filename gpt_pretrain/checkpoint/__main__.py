@@ -25,6 +25,7 @@ from gpt_pretrain.config.messages import print_error
 from gpt_pretrain.config.numbers import format_bytes
 
 USER_ERROR, INTERRUPTED = 2, 130
+_WIDTH_OF_A_PIPE = 200
 
 
 def show_list(path: Path) -> None:
@@ -34,7 +35,8 @@ def show_list(path: Path) -> None:
         UserError: There are none at this path.
     """
     directory = find_directory(path)
-    console = Console(highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    # A pipe has no width: whole lines, for grep and awk.
+    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
     console.print(list_checkpoints(directory))
     for left in unfinished_saves(directory):
         console.print(f"{left.name}: a save that did not end; the next one removes it", markup=False)

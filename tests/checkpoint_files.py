@@ -1,0 +1,46 @@
+"""Checkpoints without tensors: directories with a few bytes and a true manifest, for tests of what only reads files."""
+
+from pathlib import Path
+
+from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, write_manifest
+from gpt_pretrain.checkpoint.publishing import Destination, Retention
+
+KEEP_ALL = Retention(keep_last=None, keep_every=None)
+
+
+def manifest(step: int, *, saved_at: float | None = None, **changes: object) -> Manifest:
+    """A manifest without files; saved at a second of its own unless `saved_at` says when."""
+    layout = {
+        "model.tensor_model_parallel_size": "2",
+        "model.pipeline_model_parallel_size": "1",
+        "model.context_parallel_size": "1",
+        "model.use_distributed_optimizer": "true",
+        "processes": "4",
+    }
+    known = {
+        "step": step,
+        "consumed_samples": 8 * step,
+        "time_unix": 1000.0 + step if saved_at is None else saved_at,
+        "versions": {"torch": "2.11.0", "gpt_pretrain": "0.1.0"},
+        "config": {"model": {"fp8": True, "fp8_recipe": "tensorwise", "fp8_params": True, "fp8_emulate": False}},
+        "data": {"tokenizer": "none", "tokens": "abc"},
+        "architecture": {"model.num_layers": "2"},
+        "layout": layout,
+        "fp8": {},
+        "files": {},
+    }
+    return Manifest(**{**known, **changes})
+
+
+def publish(
+    directory: Path, step: int, retention: Retention = KEEP_ALL, *, saved_at: float | None = None, **changes: object
+) -> Path:
+    """Writes a checkpoint of two small files as the application does; returns its directory."""
+    destination = Destination(directory=directory, step=step, retention=retention)
+    destination.begin()
+    (destination.unfinished / "__0_0.distcp").write_bytes(b"tensors of step %d" % step * 10)
+    (destination.unfinished / "metadata.json").write_text("{}")
+    files = hash_files(destination.unfinished, ["__0_0.distcp", "metadata.json"])
+    write_manifest(destination.unfinished, manifest(step, saved_at=saved_at, files=files, **changes))
+    destination.publish()
+    return destination.path

@@ -1,0 +1,211 @@
+"""How checkpoints come into a run's directory and go again, and what their manifests notice."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from gpt_pretrain.checkpoint import durable
+from gpt_pretrain.checkpoint.dealing import deal
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint
+from gpt_pretrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST, check_files, read_manifest
+from gpt_pretrain.checkpoint.publishing import Destination, Retention
+from gpt_pretrain.config.errors import UserError
+from tests.checkpoint_files import KEEP_ALL, manifest, publish
+
+
+def steps(directory):
+    return [int(path.name.removeprefix("step_")) for path in complete_checkpoints(directory)]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (None, None, [10, 20, 30, 40, 50]),
+        (1, None, [50]),
+        (2, None, [40, 50]),
+        (2, 20, [20, 40, 50]),
+        (1, 25, [50]),
+        (9, None, [10, 20, 30, 40, 50]),
+    ],
+)
+def test_retention_keeps_the_last_and_those_of_chosen_steps(tmp_path, keep_last, keep_every, kept):
+    for step in (10, 20, 30, 40, 50):
+        publish(tmp_path, step, Retention(keep_last=keep_last, keep_every=keep_every))
+        assert latest_checkpoint(tmp_path) == tmp_path / f"step_{step:08d}"
+    assert steps(tmp_path) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *(f"step_{step:08d}" for step in kept)]
+
+
+def test_a_run_that_went_back_keeps_its_new_checkpoints_and_not_those_it_gave_up(tmp_path):
+    for step in (10, 20, 30):
+        publish(tmp_path, step, saved_at=1000.0 + step)
+    publish(tmp_path, 15, Retention(keep_last=2, keep_every=None), saved_at=2000.0)
+    assert steps(tmp_path) == [30, 15], "in the order in which they were saved"
+    publish(tmp_path, 20, Retention(keep_last=2, keep_every=None), saved_at=2001.0)
+    assert steps(tmp_path) == [15, 20]
+
+
+def test_a_clock_that_was_set_back_does_not_cost_the_new_checkpoint(tmp_path):
+    publish(tmp_path, 10, saved_at=5000.0)
+    publish(tmp_path, 20, Retention(keep_last=1, keep_every=None), saved_at=1.0)
+    assert steps(tmp_path) == [20]
+
+
+def test_nothing_goes_before_the_new_checkpoint_is_complete(tmp_path, monkeypatch):
+    publish(tmp_path, 10)
+    keep_one = Retention(keep_last=1, keep_every=None)
+    destination = Destination(directory=tmp_path, step=20, retention=keep_one)
+    destination.begin()
+    assert steps(tmp_path) == [10]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        destination.publish()
+    assert steps(tmp_path) == [10]
+    assert (tmp_path / "latest").read_text() == "step_00000010\n"
+
+
+def test_a_pointer_that_cannot_be_written_stays_what_it_was(tmp_path, monkeypatch):
+    publish(tmp_path, 10)
+
+    def full(path):
+        if path.name == ".latest.unfinished":
+            raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(durable, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        durable.write_durably(tmp_path / "latest", "step_00000020\n")
+    assert (tmp_path / "latest").read_text() == "step_00000010\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010"]
+
+
+def test_the_next_save_removes_what_killed_saves_have_left_and_nothing_else(tmp_path):
+    publish(tmp_path, 10)
+    for left in (".step_00000020.unfinished", ".step_00000030.unfinished", ".step_00000005.removed"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "__3_0.distcp").write_bytes(b"half")
+    mine = tmp_path / "notes.txt"
+    mine.write_text("keep")
+    (tmp_path / "step_00000040").mkdir()
+    Destination(directory=tmp_path, step=20, retention=KEEP_ALL).begin()
+    assert list((tmp_path / ".step_00000020.unfinished").iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".step_00000020.unfinished",
+        "latest",
+        "notes.txt",
+        "step_00000010",
+        "step_00000040",
+    ]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    path = publish(tmp_path, 10)
+    (path / "extra").write_text("of the old one")
+    publish(tmp_path, 10, consumed_samples=1)
+    assert read_manifest(path).consumed_samples == 1
+    assert sorted(file.name for file in path.iterdir()) == ["__0_0.distcp", MANIFEST, "metadata.json"]
+
+
+def test_a_manifest_says_what_was_written(tmp_path):
+    path = publish(tmp_path, 10, data={"tokenizer": "t", "tokens": "x"})
+    found = read_manifest(path)
+    assert (found.step, found.consumed_samples, found.time_unix) == (10, 80, 1010.0)
+    assert found.data == {"tokenizer": "t", "tokens": "x"}
+    assert found.layout == manifest(10).layout
+    assert found.num_bytes == len(b"tensors of step 10" * 10) + 2
+    assert check_files(path, found) == []
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "metadata.json"])
+def test_one_changed_byte_is_found(tmp_path, name):
+    path = publish(tmp_path, 10)
+    flip(path / name, 1)
+    assert check_files(path, read_manifest(path), hashes=False) == [], "its size is what it was"
+    (problem,) = check_files(path, read_manifest(path))
+    assert problem.startswith(f"{path / name} has changed: its SHA-256 is ")
+
+
+def test_every_byte_of_the_manifest_itself_counts(tmp_path):
+    path = publish(tmp_path, 10)
+    file = path / MANIFEST
+    content = file.read_bytes()
+    for at in range(0, len(content), 7):
+        flip(file, at)
+        with pytest.raises(UserError) as refused:
+            read_manifest(path)
+        assert str(file) in str(refused.value)
+        file.write_bytes(content)
+    read_manifest(path)
+
+
+def test_missing_truncated_and_grown_files_are_named_with_their_bytes(tmp_path):
+    path = publish(tmp_path, 10)
+    (path / "metadata.json").unlink()
+    os.truncate(path / "__0_0.distcp", 100)
+    assert sorted(check_files(path, read_manifest(path))) == [
+        f"{path / '__0_0.distcp'} is truncated: it has 100 bytes, and 180 were written",
+        f"{path / 'metadata.json'} is missing: 2 bytes were written",
+    ]
+    (path / "metadata.json").write_text("{} ")
+    assert f"{path / 'metadata.json'} has grown: it has 3 bytes, and 2 were written" in check_files(
+        path, read_manifest(path)
+    )
+
+
+def test_shares_of_all_ranks_are_the_whole_and_even(tmp_path):
+    sizes = {f"file{index}": size for index, size in enumerate([7, 1, 1, 5, 3, 3, 2, 2])}
+    shares = deal(list(sizes), list(sizes.values()), 3)
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    assert sorted(sum(sizes[name] for name in share) for share in shares) == [8, 8, 8]
+    path = publish(tmp_path, 10)
+    found = read_manifest(path)
+    shutil.rmtree(path)
+    by_rank = [check_files(path, found, rank=rank, num_ranks=3) for rank in range(3)]
+    assert sorted(map(len, by_rank)) == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a complete checkpoint of this application (no manifest.json in it)"),
+        (b"", "is garbled"),
+        (b"[1, 2]", "is garbled (it states no format_version)"),
+        (b"\xff\xfe", "is garbled"),
+        (b'{"format_version": 1}', "has changed since it was written"),
+    ],
+    ids=["missing", "empty", "a list", "not text", "cut"],
+)
+def test_what_is_no_manifest_is_refused_by_name(tmp_path, content, message):
+    path = publish(tmp_path, 10)
+    (path / MANIFEST).unlink()
+    if content is not None:
+        (path / MANIFEST).write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        read_manifest(path)
+    assert str(path) in str(refused.value)
+    assert message in str(refused.value)
+
+
+def test_a_manifest_of_another_version_says_which_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpt_pretrain.checkpoint.manifest.FORMAT_VERSION", FORMAT_VERSION + 1)
+    path = publish(tmp_path, 10)
+    monkeypatch.undo()
+    assert json.loads((path / MANIFEST).read_text())["format_version"] == FORMAT_VERSION + 1
+    with pytest.raises(UserError, match=r"is of format version 2, and this version of gpt_pretrain reads 1; .*0\.1\.0"):
+        read_manifest(path)
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere does not exist; name the directory of a checkpoint"):
+        read_manifest(tmp_path / "nowhere")
