@@ -117,7 +117,12 @@ def emulated_training(*overrides: str) -> Iterator[Training]:
 
 def build_training(*overrides: str) -> Training:
     """Builds it in open process groups; emulated where `model.fp8` is on, whatever else the overrides say."""
-    config, platform = load_config([*TINY, *overrides]), detect_platform()
+    return build_training_of(load_config([*TINY, *overrides]))
+
+
+def build_training_of(config: Config) -> Training:
+    """The same of a configuration that is loaded already."""
+    platform = detect_platform()
     settings = fp8_settings(config.model)
     layers = None if settings is None else emulated_layers(config, settings)
     model = build_model(config, platform, plan_kernels(config, platform), layers)

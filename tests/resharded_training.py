@@ -7,6 +7,7 @@ Each rank writes what it saw as JSON, under the name of the case.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
@@ -26,17 +28,18 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import data_parallel_rank, lay_out_ranks, process_groups
 from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
-from tests.emulated_training import TINY, Training, build_training, emulate
+from tests.emulated_training import TINY, Training, build_training_of, emulate
 
 STEPS = 3
-# Four layers, so that two stages can have two chunks each; a step is four microbatches of one sequence.
+# A step is four microbatches of one sequence.
 _RUN = (
-    "model.num_layers=4",
     "model.micro_batch_size=1",
     "model.data.num_workers=0",
     "trainer.max_steps=6",
     "model.activation=swiglu",
 )
+# So that two stages can have two chunks each.
+_DEEP = ("model.num_layers=4",)
 _BF16 = ("trainer.precision=bf16",)
 _DELAYED = emulate("delayed", "model.fp8_amax_history_len=4")
 
@@ -51,7 +54,9 @@ LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
 }
 # What the six are not: other precisions, chunks, optimizers.
 OTHERS: dict[str, tuple[int, Sequence[str]]] = {
-    "pp2_vp2": (2, ["parallelism=pp2_vp2"]),
+    "single.deep": (1, _DEEP),
+    "pp2_vp2.deep": (2, ["parallelism=pp2_vp2", *_DEEP]),
+    "tp2.deep": (2, ["parallelism=tp2", *_DEEP]),
     "single.tied": (1, ["model.share_embeddings_and_output_weights=true"]),
     "pp2.tied": (2, ["parallelism=pp2", "model.share_embeddings_and_output_weights=true"]),
     "single.bf16": (1, _BF16),
@@ -72,8 +77,9 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
 }
 
 
-def overrides_of(layout: str) -> list[str]:
-    return [*_RUN, *{**LAYOUTS, **OTHERS}[layout][1]]
+@cache
+def config_of(layout: str) -> Config:
+    return load_config([*TINY, *_RUN, *{**LAYOUTS, **OTHERS}[layout][1]])
 
 
 @dataclass
@@ -129,7 +135,7 @@ def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
 
 def save_in(layout: str, folder: Path) -> None:
     """Trains from fresh weights, saves FOLDER/LAYOUT/step_…, and notes the steps after it as LAYOUT.uncut."""
-    training = build_training(*overrides_of(layout))
+    training = build_training_of(config_of(layout))
     run_steps(training, Progress(step=0, consumed_samples=0))
     progress = Progress(step=STEPS, consumed_samples=STEPS * training.config.model.global_batch_size)
     data = prepare_corpus(training.config, show_progress=False).fingerprints
@@ -138,15 +144,19 @@ def save_in(layout: str, folder: Path) -> None:
     _write(folder, f"{layout}.uncut", run_steps(training, progress))
 
 
-def load_in(layout: str, source: str, folder: Path) -> None:
-    """Loads what was saved in another layout and notes the steps after it as SOURCE.LAYOUT; saves it again first."""
-    training = build_training(*overrides_of(layout))
+def load_in(layout: str, source: str, folder: Path, *, again: bool) -> None:
+    """Loads what was saved in another layout, and notes the steps after it as SOURCE.LAYOUT.
+
+    With `again` it is saved first: FOLDER/SOURCE.LAYOUT.again/step_….
+    """
+    training = build_training_of(config_of(layout))
     checkpoint = verify_checkpoint(folder / source / f"step_{STEPS:08d}")
     data = prepare_corpus(training.config, show_progress=False).fingerprints
     restored = load_checkpoint(checkpoint, training.trainable, training.config, data)
-    again = folder / f"{source}.{layout}.again"
-    with training.trainable.model.gathered_parameters():
-        save_checkpoint(again, training.trainable, restored.progress, training.config, data)
+    if again:
+        with training.trainable.model.gathered_parameters():
+            copy = folder / f"{source}.{layout}.again"
+            save_checkpoint(copy, training.trainable, restored.progress, training.config, data)
     seen = run_steps(training, restored.progress)
     _write(folder, f"{source}.{layout}", {**seen, "notes": list(restored.notes)})
 
@@ -157,15 +167,19 @@ def _write(folder: Path, case: str, seen: dict[str, Any]) -> None:
 
 
 def run_cases(folder: Path, cases: Iterable[str]) -> None:
-    """Runs cases one after the other: `LAYOUT` saves, `SOURCE>LAYOUT` loads; all with this launch's number of ranks."""
+    """Runs cases one after the other, all with this launch's number of ranks.
+
+    Args:
+        folder: Where checkpoints are and go, and results.
+        cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, `SOURCE>LAYOUT+` loads and saves again.
+    """
     install_cpu_device()
-    launch, platform = read_launch(), detect_platform()
-    with process_groups(load_config(TINY).model, launch, platform):
+    with process_groups(load_config(TINY).model, read_launch(), detect_platform()):
         for case in cases:
-            *source, layout = case.split(">")
+            *source, layout = case.removesuffix("+").split(">")
             parallel_state.destroy_model_parallel()
-            lay_out_ranks(load_config([*TINY, *overrides_of(layout)]).model)
+            lay_out_ranks(config_of(layout).model)
             if source:
-                load_in(layout, source[0], folder)
+                load_in(layout, source[0], folder, again=case.endswith("+"))
             else:
                 save_in(layout, folder)

@@ -71,7 +71,7 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     found = on_rank_zero(lambda: find_checkpoints(directory))
     if config.resume == "never" and found.paths:
         raise UserError(
-            f"checkpoint.resume=never, but {directory} holds the checkpoints of a run; "
+            f"checkpoint.resume=never, but run_dir={directory.parent} holds the checkpoints of a run; "
             "give another run_dir, or checkpoint.resume=auto to go on with it"
         )
     if found.paths:

@@ -1,0 +1,171 @@
+"""Whatever layout saved a checkpoint, any other goes on from it: the same samples, losses and optimizer state.
+
+Compared with the saving run, which went on itself: a state that was lost on the way would show in its next losses.
+"""
+
+import io
+import json
+import os
+from itertools import product
+
+import pytest
+import torch
+from filelock import FileLock
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.launching import run_ranks
+from tests.resharded_training import LAYOUTS, OTHERS, STEPS, run_cases
+
+PAIRS = list(product(LAYOUTS, LAYOUTS))
+# Source, target, and whether what was loaded is also saved again and compared tensor by tensor.
+OTHER_PAIRS = [
+    ("single.deep", "pp2_vp2.deep", True),
+    ("pp2_vp2.deep", "tp2.deep", True),
+    ("pp2_vp2.deep", "single.deep", False),
+    ("single.tied", "pp2.tied", True),
+    ("pp2.tied", "single.tied", False),
+    ("single.bf16", "dp2.bf16", True),
+    ("dp2.bf16", "single.bf16", True),
+    ("dp2.bf16", "dp2_plain.bf16", True),
+    ("dp2_plain.bf16", "dp2.bf16", False),
+    ("single.sgd", "tp2_plain.sgd", True),
+    ("tp2_plain.sgd", "single.sgd", False),
+    ("single.delayed", "tp2.delayed", True),
+    ("tp2.delayed", "single.delayed", True),
+]
+ALL_LAYOUTS = {**LAYOUTS, **OTHERS}
+
+
+def cases(num_ranks):
+    """What is saved and what is loaded by so many ranks."""
+    saved = [layout for layout, (ranks, _) in ALL_LAYOUTS.items() if ranks == num_ranks]
+    pairs = [(*pair, pair == ("tp2_pp2", "dp2")) for pair in PAIRS]
+    loaded = [
+        f"{source}>{target}{'+' if again else ''}"
+        for source, target, again in [*pairs, *OTHER_PAIRS]
+        if target in saved
+    ]
+    return saved, loaded
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Folder of the checkpoints and of what all ranks of all cases saw."""
+    # pytest's own processes share the launches: whoever comes first runs them.
+    shared = (
+        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    )
+    folder = shared / "resharding"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished = tmp_path_factory.mktemp("unfinished")
+            saved, loaded = zip(cases(1), cases(2), cases(4), strict=True)
+            run_cases(unfinished, saved[0])
+            launch(2, unfinished, saved[1])
+            launch(4, unfinished, [*saved[2], *loaded[2]])
+            launch(2, unfinished, loaded[1])
+            run_cases(unfinished, loaded[0])
+            unfinished.rename(folder)
+    return folder
+
+
+def launch(num_ranks, folder, these):
+    done = run_ranks(num_ranks, ["tests/programs/resharding.py", str(folder), *these])
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def seen(results, case, layout):
+    """What each rank saw."""
+    return [json.loads((results / f"{case}.{rank}.json").read_text()) for rank in range(ALL_LAYOUTS[layout][0])]
+
+
+def samples_by_step(ranks):
+    """Samples of each step in the order of the data set, put together from the data parallel ranks that read them."""
+    parts = {}
+    for rank in ranks:
+        if rank["samples"]:
+            index, _ = rank["data_parallel"]
+            assert parts.setdefault(index, rank["samples"]) == rank["samples"], (
+                "ranks of one replica read other samples"
+            )
+    (num_parts,) = {rank["data_parallel"][1] for rank in ranks}
+    assert sorted(parts) == list(range(num_parts))
+    # Microbatches of one sample go to the ranks in turn.
+    order = [sample for turn in zip(*(parts[index] for index in range(num_parts)), strict=True) for sample in turn]
+    per_step = len(order) // STEPS
+    return [order[step * per_step : (step + 1) * per_step] for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=[f"{source}→{target}" for source, target in PAIRS])
+def test_any_layout_goes_on_where_any_other_saved(source, target, results):
+    uncut, resumed = seen(results, f"{source}.uncut", source), seen(results, f"{source}.{target}", target)
+    assert (
+        samples_by_step(resumed) == samples_by_step(uncut) == [[*range(4 * step, 4 * step + 4)] for step in (3, 4, 5)]
+    )
+    for rank in resumed:
+        assert rank["losses"][0] == pytest.approx(uncut[0]["losses"][0], abs=1e-5)
+        assert rank["grad_norms"][0] == pytest.approx(uncut[0]["grad_norms"][0], abs=1e-4)
+        # Moments and step counts show in the updates.
+        assert rank["losses"] == pytest.approx(uncut[0]["losses"], abs=1e-5)
+        assert rank["grad_norms"] == pytest.approx(uncut[0]["grad_norms"], abs=1e-4)
+    if source == target:
+        assert [rank["losses"] for rank in resumed] == [rank["losses"] for rank in uncut]
+        assert [rank["grad_norms"] for rank in resumed] == [rank["grad_norms"] for rank in uncut]
+
+
+@pytest.mark.parametrize(("source", "target", "_"), OTHER_PAIRS, ids=[f"{pair[0]}→{pair[1]}" for pair in OTHER_PAIRS])
+def test_other_precisions_chunks_and_optimizers_reshard_too(source, target, _, results):
+    uncut, resumed = seen(results, f"{source}.uncut", source), seen(results, f"{source}.{target}", target)
+    assert samples_by_step(resumed) == samples_by_step(uncut)
+    # Values near the border of two BF16 or FP8 codes fall to either side, with the order of sums.
+    later = {"bf16": 1e-3, "delayed": 5e-3}.get(source.partition(".")[2], 1e-5)
+    for rank in resumed:
+        assert rank["losses"][0] == pytest.approx(uncut[0]["losses"][0], abs=1e-5)
+        assert rank["losses"] == pytest.approx(uncut[0]["losses"], abs=later)
+        assert rank["grad_norms"] == pytest.approx(uncut[0]["grad_norms"], abs=max(1e-4, later))
+
+
+def everything(path):
+    """All tensors of a checkpoint, put together from their pieces, and what layers keep as objects."""
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else io.BytesIO()
+        for key, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata) or "_extra_state" in key
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return {key: torch.load(value) if isinstance(value, io.BytesIO) else value for key, value in state.items()}
+
+
+SAVED_AGAIN = [("tp2_pp2", "dp2"), *((source, target) for source, target, again in OTHER_PAIRS if again)]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), SAVED_AGAIN, ids=[f"{source}→{target}" for source, target in SAVED_AGAIN]
+)
+def test_every_tensor_comes_through_another_layout_unchanged(source, target, results):
+    step = f"step_{STEPS:08d}"
+    before, after = everything(results / source / step), everything(results / f"{source}.{target}.again" / step)
+    moments = ["momentum_buffer"] if "sgd" in source else ["exp_avg", "exp_avg_sq"]
+    masters = ["fp32_param"] if "bf16" in source else []
+    scales = {key for key in before if "_extra_state" in key}
+    weights = {key for key in before if not key.startswith("optimizer.")} - scales
+    states = {f"optimizer.state.{kind}.{key}" for kind in moments + masters for key in weights}
+    assert before.keys() == weights | scales | states
+    assert all(before[key].count_nonzero() for key in states)
+    assert ("delayed" in source) == bool(scales)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_another_layout_is_said_and_a_distributed_optimizer_alone_is_none(results):
+    (to_two, _), (to_plain, _) = (
+        [rank["notes"] for rank in seen(results, case, "dp2")] for case in ("single.dp2", "dp2.bf16.dp2_plain.bf16")
+    )
+    assert to_two == [
+        "resharded: processes=2 (saved with 1); random states are seeded anew from model.seed and the step"
+    ]
+    assert to_plain == []
