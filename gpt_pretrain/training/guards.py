@@ -23,7 +23,7 @@ SPIKE_MIN_LOSSES = 16
 # The median absolute deviation of a normal distribution is its standard deviation divided by this.
 _MAD_TO_SIGMA = 1.4826
 # Losses that hardly vary at all, as on a batch repeated for ever, make no spike of a rounding.
-_MIN_SIGMA = 1e-3
+_MIN_SIGMA = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,14 @@
 import ctypes
 import os
 import signal
+import sys
 import time
 
 import torch
 
+from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.training import peers, trainer, watchdog
+from gpt_pretrain.training.first_bad import named_weights
 
 
 def hurry():
@@ -69,6 +72,22 @@ def hold_interpreter_at_step(number):
     _at_step(number, hang_in_c)
 
 
+def die_in_save(number):
+    """Killed before the given operation on a checkpoint's files or directories, counted over all saves of the run."""
+    operations = []
+
+    def count(event, arguments):
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir") or (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
+        if changes and any("/checkpoints/" in str(argument) for argument in arguments):
+            operations.append(event)
+            if len(operations) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
 def fail_at_step(number):
     def fail():
         raise RuntimeError("a fault of the test")
@@ -81,3 +100,58 @@ def run_out_of_memory_at_step(number):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     _at_step(number, run_out)
+
+
+def _poison(steps, name, spoil):
+    """From the first to the last of the steps (null: to the end) a module's results go through `spoil`, here alone."""
+    train_step, done, handles = trainer.train_step, [], []
+    first, last = steps
+
+    def poisoned_step(trainable, *arguments):
+        done.append(None)
+        if len(done) == first:
+            for chunk in trainable.model.gpt_chunks:
+                module = dict(whole_model_modules(chunk)).get(name)
+                if module is not None:
+                    handles.append(module.register_forward_hook(lambda module, inputs, result: _spoiled(result, spoil)))
+        result = train_step(trainable, *arguments)
+        if len(done) == last:
+            for handle in handles:
+                handle.remove()
+        return result
+
+    trainer.train_step = poisoned_step
+
+
+def _spoiled(result, spoil):
+    # megatron-core's linear layers return their bias beside the product.
+    return (spoil(result[0]), *result[1:]) if isinstance(result, tuple) else spoil(result)
+
+
+def poison_result(steps, name, value):
+    _poison(steps, name, lambda tensor: tensor * float(value) if torch.is_grad_enabled() else tensor)
+
+
+def poison_gradient(steps, name, value):
+    def spoil(tensor):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: gradient * float(value))
+        return tensor
+
+    _poison(steps, name, spoil)
+
+
+def poison_weight(step, name):
+    """One number of a weight becomes NaN, and stays so."""
+    train_step, done = trainer.train_step, []
+
+    def poisoned_step(trainable, *arguments):
+        done.append(None)
+        if len(done) == step:
+            for chunk in trainable.model.gpt_chunks:
+                weights = dict(named_weights(chunk))
+                if name in weights:
+                    weights[name].data.view(-1)[3] = torch.nan
+        return train_step(trainable, *arguments)
+
+    trainer.train_step = poisoned_step

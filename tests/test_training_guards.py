@@ -1,0 +1,314 @@
+"""Losses and gradients that are not finite change nothing, on any rank; too many of them end the run with a dump."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from gpt_pretrain.fp8.gemms import Role
+from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
+from gpt_pretrain.fp8.statistics import amax_history
+from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.report.records import LossSpikeRecord, SkippedStepRecord
+from gpt_pretrain.training.guards import NotFiniteError, StepGuard
+from tests.emulated_training import emulate, emulated_training
+from tests.forked_runs import run_parent
+from tests.runs import small_run_arguments
+
+
+def state(training):
+    """Every number that a step may change: weights, masters, moments, step counts."""
+    tensors = [parameter for chunk in training.chunks for parameter in chunk.parameters()]
+    for part in training.trainable.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                tensors.append(parameter)
+                tensors += [value for _, value in sorted(part.optimizer.state[parameter].items())]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def spoil_result(value):
+    return lambda module, inputs, result: result * value
+
+
+def spoil_gradient(value):
+    def hook(module, inputs, result):
+        result.register_hook(lambda gradient: gradient * value)
+
+    return hook
+
+
+def spoil_loss(module, inputs, result):
+    """The loss alone: its gradient stays what it is."""
+    return result + math.inf if isinstance(result, torch.Tensor) else result
+
+
+FINAL_NORM = "decoder.final_layernorm"
+OPTIMIZERS = {
+    "Adam": [],
+    "Adam with BF16 weights": ["trainer.precision=bf16"],
+    "distributed Adam": ["parallelism=dp", "trainer.precision=bf16"],
+    "SGD with momentum": ["model.optim.name=sgd"],
+    "no clipping": ["trainer.gradient_clip_val=0"],
+    "FP8": emulate("tensorwise"),
+}
+
+
+@pytest.mark.parametrize("bad_first", [True, False], ids=["the first step", "a later step"])
+@pytest.mark.parametrize("overrides", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_step_that_is_not_finite_might_as_well_not_have_been(overrides, bad_first):
+    """Bit for bit: what comes after it equals a training that never saw it."""
+    with emulated_training(*overrides) as training:
+        if not bad_first:
+            training.step()
+        before = None if bad_first else state(training)
+        module = training.chunks[0].get_submodule(FINAL_NORM)
+        handle = module.register_forward_hook(spoil_gradient(math.nan))
+        assert math.isfinite(training.step()), "the loss of a bad gradient is one of its own"
+        handle.remove()
+        assert bad_first or same(state(training), before)
+        training.step()
+        after = state(training)
+    with emulated_training(*overrides) as training:
+        for _ in range(1 if bad_first else 2):
+            training.step()
+        assert same(state(training), after)
+        assert not same(after, before or after[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        (FINAL_NORM, spoil_result(math.nan)),
+        (FINAL_NORM, spoil_gradient(math.inf)),
+        ("", spoil_loss),
+    ],
+    ids=["NaN in the forward pass", "infinite gradient", "infinite loss with finite gradients"],
+)
+def test_loss_and_gradient_are_both_watched(name, hook):
+    with emulated_training() as training:
+        training.step()
+        before = state(training)
+        handle = training.chunks[0].get_submodule(name).register_forward_hook(hook)
+        training.step()
+        assert same(state(training), before)
+        handle.remove()
+        training.step()
+        assert not same(state(training), before)
+
+
+def test_an_infinite_amax_does_not_stay_in_the_history():
+    with emulated_training(*emulate("delayed")) as training:
+        training.step()
+        fc2 = training.chunks[0].get_submodule("decoder.layers.0.mlp.linear_fc2")
+        handle = fc2.register_forward_pre_hook(lambda module, inputs: (inputs[0] * math.inf, *inputs[1:]))
+        training.step()
+        handle.remove()
+        histories = [
+            history
+            for layer in training.layers().values()
+            for role in Role
+            if (history := amax_history(layer, role)) is not None
+        ]
+        assert not all(bool(torch.isfinite(history).all()) for history in histories)
+        forget_non_finite_amaxes(training.chunks)
+        assert all(bool(torch.isfinite(history).all()) for history in histories)
+        assert all(bool((history > 0).any()) for history in histories), "the good amaxes stay"
+
+
+def guard(compose_config, *overrides):
+    return StepGuard(compose_config(*overrides).trainer, 8)
+
+
+def step_result(loss, *, skipped=False):
+    return StepResult(
+        loss_sum_and_tokens=torch.tensor([loss * 4, 4.0]),
+        grad_norm=torch.tensor([1.0]),
+        skipped=torch.tensor(skipped),
+    )
+
+
+def guarded(guard, losses):
+    """Records of a run of these losses, NaN for skipped steps."""
+    told = []
+    for step, loss in enumerate(losses, start=1):
+        told += guard.add(step, 8 * (step - 1), step_result(loss, skipped=math.isnan(loss)))
+        guard.check()
+    return told + guard.read()
+
+
+def test_skipped_steps_count_in_a_row_only(compose_config):
+    watch = guard(compose_config, "trainer.max_skipped_steps=3")
+    told = guarded(watch, [1.0, math.nan, math.nan, 1.0, math.nan, math.nan, 1.0])
+    assert [(record.step, record.in_a_row, record.first_sample) for record in told] == [
+        (2, 1, 8),
+        (3, 2, 16),
+        (5, 1, 32),
+        (6, 2, 40),
+    ]
+    with pytest.raises(NotFiniteError, match="in 3 steps in a row, up to step 10") as stopped:
+        guarded(watch, [1.0] * 7 + [math.nan] * 4)
+    assert (stopped.value.bad_step.step, stopped.value.bad_step.first_sample) == (10, 72)
+
+
+def test_a_loss_that_leaps_is_told_and_noise_is_not(compose_config):
+    noise = torch.rand(100, generator=torch.Generator().manual_seed(1)).tolist()
+    losses = [math.exp(-step / 30) + 2.0 + 0.2 * value for step, value in enumerate(noise)]
+    assert guarded(guard(compose_config), losses) == [], "a falling, noisy loss has no spike"
+    losses[70] += 3.0
+    (spike,) = guarded(guard(compose_config), losses)
+    assert isinstance(spike, LossSpikeRecord)
+    assert (spike.step, spike.first_sample, spike.num_samples) == (71, 560, 8)
+    assert spike.loss == pytest.approx(losses[70])
+    assert spike.limit < losses[70]
+    assert guarded(guard(compose_config, "trainer.spike_threshold=null"), losses) == []
+
+
+def test_skipped_losses_are_no_measure_of_spikes(compose_config):
+    losses = [2.0, 2.01, math.nan] * 10 + [2.02, 2.5]
+    *skipped, spike = guarded(guard(compose_config), losses)
+    assert all(isinstance(record, SkippedStepRecord) for record in skipped)
+    assert (len(skipped), spike.step) == (10, 32)
+    assert spike.median == pytest.approx(2.01)
+
+
+SMALL = (
+    "model.num_layers=2",
+    "model.encoder_seq_length=32",
+    "model.max_position_embeddings=32",
+    "model.micro_batch_size=2",
+    "trainer.limit_val_batches=0",
+    "trainer.log_every_n_steps=4",
+    "trainer.max_steps=12",
+)
+FC2 = "decoder.layers.1.mlp.linear_fc2"
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with run_parent() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(parent, tmp_path, cache_dir):
+    def run_faulty(*overrides, num_ranks=1, faults=()):
+        arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL, *overrides])
+        started = parent.start(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=dict(faults))
+        try:
+            return started.wait(120), started.text()
+        finally:
+            started.kill()
+
+    return run_faulty
+
+
+LAYOUTS = {
+    "one process": (1, [], 0),
+    "DP2": (2, ["parallelism=dp"], 1),
+    "TP2": (2, ["parallelism=tp2"], 1),
+    "PP2": (2, ["parallelism=pp2"], 1),
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "rank"), LAYOUTS.values(), ids=LAYOUTS)
+def test_one_ranks_nan_skips_the_step_on_all(num_ranks, layout, rank, run, tmp_path):
+    """Steps 6 and 7 go wrong on one rank; weights that took part of an update would tear the ranks apart."""
+    codes, text = run(*layout, num_ranks=num_ranks, faults={rank: [["poison_result", [6, 7], FC2, "nan"]]})
+    assert codes == [0] * num_ranks, text
+    metrics = load_metrics(tmp_path / "run")
+    assert [(record.step, record.in_a_row) for record in metrics.skipped_steps] == [(6, 1), (7, 2)]
+    assert [record.first_sample for record in metrics.skipped_steps] == [40, 48]
+    assert [(record.step, record.skipped_steps) for record in metrics.train] == [(4, 0), (8, 2), (12, 0)]
+    assert [record.consumed_samples for record in metrics.train] == [32, 64, 96], "samples of skipped steps count"
+    assert all(math.isfinite(record.loss) and math.isfinite(record.grad_norm) for record in metrics.train)
+    assert all(earlier.loss > later.loss for earlier, later in pairwise(metrics.train))
+    assert metrics.summary.skipped_steps == 2
+    assert "warning: step 6: loss nan, gradient norm nan; nothing was updated (1 in a row); samples 40 to 47" in text
+    assert (tmp_path / "run" / "checkpoints" / "step_00000012").is_dir()
+
+
+DUMPS = {
+    "NaN in the forward pass": (1, [], {0: [["poison_result", [5, None], FC2, "nan"]]}, "forward", FC2),
+    "infinite gradient, PP2": (
+        2,
+        ["parallelism=pp2"],
+        {1: [["poison_gradient", [5, None], FC2, "inf"]]},
+        "backward",
+        FC2,
+    ),
+    "NaN on the second rank, DP2": (
+        2,
+        ["parallelism=dp"],
+        {1: [["poison_result", [5, None], FC2, "nan"]]},
+        "forward",
+        FC2,
+    ),
+    "a weight, TP2": (2, ["parallelism=tp2"], {1: [["poison_weight", 5, f"{FC2}.weight"]]}, "weight", f"{FC2}.weight"),
+    "FP8": (
+        1,
+        ["fp8=delayed", "model.fp8_emulate=true"],
+        {0: [["poison_result", [5, None], FC2, "nan"]]},
+        "forward",
+        FC2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DUMPS.values(), ids=DUMPS)
+def test_too_many_end_the_run_and_name_the_first_bad_tensor(case, run, tmp_path):
+    num_ranks, overrides, faults, phase, module = case
+    codes, text = run(
+        *overrides, "trainer.max_skipped_steps=3", "checkpoint.save_interval=2", num_ranks=num_ranks, faults=faults
+    )
+    assert codes == [1] * num_ranks, text
+    # A save at step 6 looks at the weights, and does not wait for the third skipped step.
+    step, why = 7, "loss or gradient were not finite in 3 steps in a row, up to step 7 (trainer.max_skipped_steps=3)"
+    if phase == "weight":
+        step, why = 6, "the weights are not finite any more after step 6"
+    path = tmp_path / "run" / "dumps" / f"step_{step:08d}.json"
+    dump = json.loads(path.read_text())
+    assert (dump["step"], dump["first_sample"], dump["num_samples"]) == (step, 8 * (step - 1), 8)
+    bad, (rank,) = dump["first_bad"], faults
+    assert (bad["phase"], bad["module"], bad["rank"]) == (phase, module, rank)
+    assert bad["num_nan"] + bad["num_inf"] > 0
+    if phase != "weight":
+        # Microbatches of two; the second of two data parallel ranks begins with the second.
+        first = 50 if "parallelism=dp" in overrides else 48
+        assert bad["samples"] == [first, first + 1]
+    norms = dump["gradient_norms"]
+    assert list(norms) == [
+        "embedding",
+        "decoder.layers.0",
+        "decoder.layers.1",
+        "decoder.final_layernorm",
+        "output_layer",
+    ]
+    assert {(tensor["layer"], tensor["tensor"]) for tensor in dump["fp8"]} == (
+        {
+            (f"decoder.layers.1.{name}", tensor)
+            for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+            for tensor in ("input", "weight", "output_gradient")
+        }
+        if "fp8=delayed" in overrides
+        else set()
+    )
+    metrics = load_metrics(tmp_path / "run")
+    assert (metrics.summary.end_reason, metrics.summary.exit_code) == ("not_finite", 1)
+    assert f"error: {why}; the first bad tensor is " in text
+    assert module in text
+    assert str(path) in text
+    newest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
+    assert newest == ("step_00000004\n" if phase == "weight" else "step_00000006\n"), "a bad state was saved"
