@@ -73,7 +73,7 @@ class CheckpointSaver:
     """
 
     def __init__(self, directory: Path, trainable: Trainable, config: Config, data: Mapping[str, str]) -> None:
-        self._directory = directory
+        self.directory = directory
         self._trainable = trainable
         self._config = config.checkpoint
         self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
@@ -188,10 +188,10 @@ class CheckpointSaver:
     def _plan(self, progress: Progress) -> Share:
         state = sharded_state(self._trainable, is_loading=False)
         state["scheduler"] = self._trainable.scheduler.state_dict()
-        return plan_share(state, checkpoint_path(self._directory, progress.step), dict(METADATA))
+        return plan_share(state, checkpoint_path(self.directory, progress.step), dict(METADATA))
 
     def _destination(self, progress: Progress) -> Destination:
-        return Destination(directory=self._directory, step=progress.step, retention=self._retention)
+        return Destination(directory=self.directory, step=progress.step, retention=self._retention)
 
     def _begin(self, progress: Progress, share: Share) -> str | None:
         """Makes the directory to write into; says why it cannot be, the same on all ranks."""
@@ -202,13 +202,13 @@ class CheckpointSaver:
         def begin() -> str | None:
             try:
                 self._destination(progress).begin()
-                free = shutil.disk_usage(self._directory).free
+                free = shutil.disk_usage(self.directory).free
             except OSError as error:
-                return f"{error.filename or self._directory}: {error.strerror or error}"
+                return f"{error.filename or self.directory}: {error.strerror or error}"
             if free >= needed:
                 return None
             return (
-                f"{self._directory} has {free:,} bytes free, and the checkpoint needs {needed:,}; make room, or keep "
+                f"{self.directory} has {free:,} bytes free, and the checkpoint needs {needed:,}; make room, or keep "
                 "fewer checkpoints (checkpoint.keep_last)"
             )
 
@@ -240,12 +240,12 @@ class CheckpointSaver:
         self, progress: Progress, *, problem: str | None, num_bytes: int, stall_s: float, time_s: float
     ) -> SaveOutcome:
         if problem is not None:
-            newest = latest_checkpoint(self._directory)
+            newest = latest_checkpoint(self.directory)
             stands = "there is none yet" if newest is None else f"the newest complete one is {newest}"
             problem = f"the checkpoint of step {progress.step} could not be saved: {problem}; {stands}"
         return SaveOutcome(
             step=progress.step,
-            path=checkpoint_path(self._directory, progress.step),
+            path=checkpoint_path(self.directory, progress.step),
             problem=problem,
             num_bytes=num_bytes,
             stall_s=stall_s,

@@ -155,7 +155,7 @@ class _HashedFile(RawIOBase):
         return num_bytes
 
     def flush(self) -> None:
-        if not self.closed:
+        if not self._file.closed:
             self._noting_errors(self._file.flush)
 
     def finish(self) -> FileDigest:
@@ -165,9 +165,11 @@ class _HashedFile(RawIOBase):
         return FileDigest(num_bytes=self._num_bytes, sha256=self._hash.hexdigest())
 
     def close(self) -> None:
-        if not self.closed:
-            super().close()
+        try:
+            # Also where it cannot be flushed: a file that stays open keeps its space after it is removed.
             self._noting_errors(self._file.close)
+        finally:
+            super().close()
 
     def _noting_errors(self, call: Any) -> None:
         try:

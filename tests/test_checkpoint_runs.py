@@ -1,0 +1,108 @@
+"""Runs that save: what they log, what they keep, and how they end if a checkpoint cannot be written."""
+
+import json
+
+import pytest
+
+from gpt_pretrain.checkpoint import writing
+from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.report.metrics_file import metrics_path
+from gpt_pretrain.training.run import train
+from tests.emulated_training import TINY
+from tests.launching import run_ranks
+
+
+@pytest.fixture
+def start(compose_config, tmp_path):
+    """Trains a tiny model for six steps in this process, with a checkpoint every second step."""
+
+    def run(*overrides):
+        quick = ("trainer.max_steps=6", "trainer.limit_val_batches=0", "logging.tensorboard=false")
+        saves = ("checkpoint.save_interval=2", f"run_dir={tmp_path / 'run'}")
+        install_cpu_device()
+        train(compose_config(*TINY, *quick, *saves, *overrides), read_launch({}))
+
+    return run
+
+
+def saves_of(run_dir):
+    records = map(json.loads, metrics_path(run_dir).read_text().splitlines())
+    return [(record["saved_step"], record["problem"] is None) for record in records if record["kind"] == "checkpoint"]
+
+
+@pytest.fixture
+def failing_saves(monkeypatch):
+    """The saves of these steps fail."""
+    steps, write_file = set(), writing._write_file
+
+    def fail(path, items):
+        if any(f"step_{step:08d}" in str(path) for step in steps):
+            raise OSError(28, "No space left on device", str(path))
+        return write_file(path, items)
+
+    monkeypatch.setattr(writing, "_write_file", fail)
+    return steps
+
+
+def test_a_run_goes_on_after_a_failed_save_if_told_to(start, failing_saves, tmp_path, capsys):
+    failing_saves |= {2, 4}
+    start("checkpoint.on_save_error=continue")
+    assert saves_of(tmp_path / "run") == [(2, False), (4, False), (6, True)]
+    assert capsys.readouterr().out.count("No space left on device; there is none yet") == 2
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000006"
+
+
+def test_the_last_save_of_a_run_must_succeed(start, failing_saves, tmp_path):
+    failing_saves |= {6}
+    with pytest.raises(RunError, match=r"the checkpoint of step 6 could not be saved: .*step_00000004$"):
+        start("checkpoint.on_save_error=continue")
+    assert saves_of(tmp_path / "run") == [(2, True), (4, True), (6, False)]
+
+
+@pytest.mark.parametrize("async_save", ["true", "false"])
+def test_a_run_ends_before_the_next_save_after_a_failed_one(start, failing_saves, tmp_path, async_save):
+    failing_saves |= {4}
+    with pytest.raises(RunError, match=r"the checkpoint of step 4 could not be saved: .*step_00000002$"):
+        start(f"checkpoint.async_save={async_save}")
+    assert saves_of(tmp_path / "run") == [(2, True), (4, False)]
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000002"
+
+
+def test_old_checkpoints_go_as_configured(start, tmp_path):
+    start("checkpoint.keep_last=1", "checkpoint.keep_every=4")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000004", "step_00000006"]
+
+
+def test_a_failed_save_ends_the_program_with_exit_code_1_and_no_traceback(tmp_path):
+    quick = (
+        "trainer.max_steps=4",
+        "trainer.limit_val_batches=0",
+        "logging.tensorboard=false",
+        "sample.max_new_tokens=0",
+    )
+    arguments = ["-m", "gpt_pretrain", *TINY, *quick, "checkpoint.save_interval=2", f"run_dir={tmp_path / 'run'}"]
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100000,) * 2); "
+    done = run_ranks(1, ["-c", f"{limited}os.execv(sys.executable, [sys.executable, *sys.argv[1:]])", *arguments])
+    unfinished = tmp_path / "run" / "checkpoints" / ".step_00000002.unfinished"
+    assert done.returncode == 1, done.stderr
+    assert (
+        f"error: the checkpoint of step 2 could not be saved: {unfinished}/__0_0.distcp: File too large; "
+        in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("checkpoint.keep_every=4", "checkpoint.keep_every=4 says what stays when older checkpoints go, and "),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last=0"),
+    ],
+)
+def test_retention_that_says_nothing_is_refused(broken_rules, override, message):
+    (problem,) = broken_rules(override)
+    assert problem.startswith(message)
