@@ -241,7 +241,6 @@ def test_one_ranks_nan_skips_the_step_on_all(num_ranks, layout, rank, run, tmp_p
 
 
 DUMPS = {
-    "NaN in the forward pass": (1, [], {0: [["poison_result", [5, None], FC2, "nan"]]}, "forward", FC2),
     "infinite gradient, PP2": (
         2,
         ["parallelism=pp2"],

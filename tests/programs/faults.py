@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.training import peers, trainer, watchdog
+from gpt_pretrain.training import run as training_run
 from gpt_pretrain.training.first_bad import named_weights
 
 
@@ -155,3 +157,29 @@ def poison_weight(step, name):
         return train_step(trainable, *arguments)
 
     trainer.train_step = poisoned_step
+
+
+def signal_at_step(number, name):
+    _at_step(number, lambda: os.kill(os.getpid(), getattr(signal, name)))
+
+
+def signal_at_start(name):
+    """Before there is a model."""
+    prepare = training_run.prepare_corpus
+
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), getattr(signal, name))
+        return prepare(*arguments, **options)
+
+    training_run.prepare_corpus = interrupted
+
+
+def signals_in_save(names):
+    """One at each operation on a checkpoint's files, from the first on, over and over."""
+    left = itertools.cycle(names)
+
+    def send(event, arguments):
+        if event in ("open", "os.mkdir", "os.rename") and "/checkpoints/" in str(arguments[0]):
+            os.kill(os.getpid(), getattr(signal, next(left)))
+
+    sys.addaudithook(send)

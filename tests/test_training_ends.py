@@ -1,0 +1,130 @@
+"""How a run ends early: a checkpoint of the present step, and an exit code that says what to do next."""
+
+import signal
+
+import pytest
+
+from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
+from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training.stop import StopRequest
+from tests.emulated_training import emulated_training
+from tests.forked_runs import run_parent
+from tests.runs import small_run_arguments
+
+SMALL = (
+    "model.num_layers=2",
+    "model.encoder_seq_length=32",
+    "model.max_position_embeddings=32",
+    "model.micro_batch_size=2",
+    "trainer.limit_val_batches=0",
+    "trainer.max_steps=100000",
+)
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with run_parent() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(parent, tmp_path, cache_dir):
+    def run_to_its_end(*overrides, num_ranks=1, faults=()):
+        arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL, *overrides])
+        started = parent.start(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=dict(faults))
+        try:
+            return started.wait(120), started.text()
+        finally:
+            started.kill()
+
+    return run_to_its_end
+
+
+def saved_step(run_dir):
+    """The step of the newest checkpoint, once every byte of it is what its manifest says."""
+    checkpoint = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    manifest = read_manifest(checkpoint)
+    assert check_files(checkpoint, manifest) == []
+    return manifest.step
+
+
+ENDS = {"SIGTERM": ("terminated", 75), "SIGUSR1": ("warned", 75), "SIGINT": ("interrupted", 130)}
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(1, "SIGTERM"), (1, "SIGUSR1"), (1, "SIGINT"), (2, "SIGUSR1")])
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_its_code(num_ranks, name, run, tmp_path):
+    layout = ["parallelism=dp"] if num_ranks == 2 else []
+    codes, text = run(*layout, num_ranks=num_ranks, faults={num_ranks - 1: [["signal_at_step", 5, name]]})
+    reason, code = ENDS[name]
+    assert codes == [code] * num_ranks, text
+    summary = load_metrics(tmp_path / "run").summary
+    assert (summary.end_reason, summary.exit_code) == (reason, code)
+    # Several ranks agree one step later.
+    assert summary.step == 5 + (num_ranks - 1)
+    assert saved_step(tmp_path / "run") == summary.step
+    assert not (tmp_path / "run" / "lock").exists()
+    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert f'"exit_code": {code}' in last, "what scripts look at under a launcher"
+
+
+def test_time_that_is_used_up_asks_to_be_started_again(run, tmp_path):
+    codes, text = run("trainer.max_time='00:00:00:01'")
+    assert codes == [75], text
+    summary = load_metrics(tmp_path / "run").summary
+    assert (summary.end_reason, summary.exit_code) == ("max_time", 75)
+    assert saved_step(tmp_path / "run") == summary.step > 0
+
+
+def test_a_run_that_was_asked_to_end_at_its_last_step_is_done(run, tmp_path):
+    codes, text = run("trainer.max_steps=5", faults={0: [["signal_at_step", 5, "SIGTERM"]]})
+    assert codes == [0], text
+    assert load_metrics(tmp_path / "run").summary.end_reason == "max_steps"
+
+
+@pytest.mark.parametrize(
+    ("names", "in_background"),
+    [
+        (["SIGINT", "SIGTERM", "SIGUSR1"], True),
+        (["SIGUSR1", "SIGINT", "SIGTERM"], True),
+        (["SIGTERM", "SIGUSR1", "SIGINT"], False),
+    ],
+)
+def test_signals_while_saving_do_not_break_the_save_off(names, in_background, run, tmp_path):
+    """A signal at every operation on the checkpoint's files: of a save in the middle, and of the last."""
+    codes, text = run(
+        f"checkpoint.async_save={in_background}",
+        "checkpoint.save_interval=4",
+        faults={0: [["signals_in_save", names]]},
+    )
+    reason, code = ENDS[names[0]]
+    assert codes == [code], text
+    summary = load_metrics(tmp_path / "run").summary
+    assert summary.end_reason == reason, "the first signal says why"
+    assert saved_step(tmp_path / "run") == summary.step >= 4
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
+def test_a_signal_before_the_first_step_ends_at_once(name, code, run, tmp_path):
+    codes, text = run(faults={0: [["signal_at_start", name]]})
+    assert codes == [code], text
+    assert not (tmp_path / "run").exists(), "nothing was written"
+
+
+def test_the_first_signal_stands_and_the_old_handlers_come_back():
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    with emulated_training():
+        with StopRequest(None) as stop:
+            assert stop.poll() is None
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.poll() == "warned"
+        with StopRequest(max_time_s=0.0) as stop:
+            assert stop.poll() == "max_time"
+    assert {number: signal.getsignal(number) for number in before} == before
