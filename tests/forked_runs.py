@@ -47,11 +47,12 @@ class Run:
             time.sleep(0.02)
         return [self.codes[rank] for rank in range(len(self.pids))]
 
-    def kill(self) -> None:
-        """SIGKILL for all ranks that are left, and for what they have forked."""
-        for rank, pid in enumerate(self.pids):
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL for these ranks, or all, as far as they are left, and for what they have forked."""
+        for rank in ranks or range(len(self.pids)):
             if rank not in self.codes:
-                os.killpg(pid, signal.SIGKILL)
+                # A child that has ended waits for its parent to ask for its exit code: the number is its own.
+                os.killpg(self.pids[rank], signal.SIGKILL)
 
     def text(self) -> str:
         return "".join(path.read_text(errors="replace")[-4000:] for path in self.outputs if path.exists())
