@@ -1,0 +1,141 @@
+"""Checkpoints of small random models, saved by the application's own code in this process."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpt_pretrain.checkpoint.save import CheckpointSaver
+from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
+from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+
+# Presets made small; otherwise they are what conf/model says.
+SMALL = (
+    "data=mock",
+    "model.num_layers=3",
+    "model.hidden_size=64",
+    "model.num_attention_heads=4",
+    "model.vocab_size=300",
+    "model.encoder_seq_length=32",
+    "model.max_position_embeddings=32",
+    "model.micro_batch_size=1",
+    "trainer.precision=fp32",
+    "checkpoint.async_save=false",
+)
+GROUPED = ("model.ffn_hidden_size=96", "model.num_query_groups=2")
+FAMILIES = {
+    "gpt2": ("model=gpt2_124m",),
+    "gpt2, exact gelu, untied": (
+        "model=gpt2_124m",
+        "model.activation=gelu",
+        "model.share_embeddings_and_output_weights=false",
+        "model.ffn_hidden_size=80",
+    ),
+    "llama": ("model=llama3_8b", *GROUPED),
+    "llama, tied, biases everywhere, wide heads": (
+        "model=llama3_8b",
+        *GROUPED,
+        "model.share_embeddings_and_output_weights=true",
+        "model.bias=true",
+        "model.kv_channels=24",
+    ),
+    "mistral": ("model=mistral_7b", *GROUPED),
+    "qwen2": ("model=qwen2_5_7b", *GROUPED),
+}
+ARCHITECTURES = {name: name.partition(",")[0] for name in FAMILIES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A model in this process, and its checkpoint."""
+
+    path: Path
+    config: Config
+    model: torch.nn.Module
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, s, vocab] of the model itself, computed by megatron-core."""
+        positions = torch.arange(tokens.size(1)).expand_as(tokens)
+        logits: torch.Tensor = self.model.eval()(tokens, positions, None)
+        return logits[..., : self.config.model.vocab_size]
+
+
+def small_config(*overrides: str) -> Config:
+    # A preset comes first, so that what makes it small wins.
+    presets = [override for override in overrides if override.startswith("model=")]
+    return load_config([*presets, *SMALL, *(override for override in overrides if override not in presets)])
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module) -> None:
+    """Every parameter random: norms and biases too, or a wrong one would not show; wide enough to show in the logits."""
+    generator = torch.Generator().manual_seed(11)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+@contextmanager
+def saved_model(directory: Path, *overrides: str, tokenizer: Tokenizer | None = None) -> Iterator[Saved]:
+    """Builds and saves a model; `directory` becomes its run's directory."""
+    install_cpu_device()
+    config, platform = small_config(*overrides), detect_platform()
+    with process_groups(config.model, read_launch({}), platform):
+        trainable = build_trainable(config)
+        randomize(trainable.model.gpt_chunks[0])
+        path = save(directory, config, trainable, {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint})
+        if tokenizer is not None:
+            tokenizer.save(directory / TOKENIZER_FILE)
+        yield Saved(path=path, config=config, model=trainable.model.gpt_chunks[0])
+
+
+def save_model(directory: Path, *overrides: str) -> None:
+    """Builds and saves a model with the weights that its seed gives; every rank calls it."""
+    install_cpu_device()
+    config = small_config(*overrides)
+    with process_groups(config.model, read_launch(), detect_platform()):
+        save(directory, config, build_trainable(config), {})
+
+
+def build_trainable(config: Config) -> Trainable:
+    """What a run saves, in open process groups."""
+    platform, settings = detect_platform(), fp8_settings(config.model)
+    emulated = None if settings is None else emulated_layers(config, settings)
+    model = build_model(config, platform, plan_kernels(config, platform), emulated)
+    optimizer = build_optimizer(config, model, platform)
+    return Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
+
+
+def save(directory: Path, config: Config, trainable: Trainable, data: Mapping[str, str]) -> Path:
+    """Saves as a run does, on every rank."""
+    progress = Progress(step=1, consumed_samples=8)
+    with CheckpointSaver(directory / "checkpoints", trainable, config, data) as saver:
+        (outcome,) = saver.save(progress)
+    assert outcome.problem is None
+    return outcome.path
+
+
+def small_tokenizer() -> Tokenizer:
+    """A byte-level BPE with a few merges."""
+    return train_bpe(["def function(value):\n    return value + value\n" * 20], 290)
+
+
+def some_tokens(config: Config) -> torch.Tensor:
+    """[2, s]"""
+    length = config.model.encoder_seq_length
+    return torch.randint(config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(3))
