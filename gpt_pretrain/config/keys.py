@@ -104,6 +104,11 @@ ALIASES = {
     "fp8_mha": "model.fp8_multi_head_attention",
     "override_linear_precision": "model.fp8_wgrad",
     "fp8_exclude_modules": "model.fp8_exclude",
+    "save_every": "checkpoint.save_interval",
+    "save_steps": "checkpoint.save_interval",
+    "save_total_limit": "checkpoint.keep_last",
+    "save_top_k": "checkpoint.keep_last",
+    "async_save_checkpoint": "checkpoint.async_save",
 }
 
 # What other guides set and this application has no key for: why, and what to do instead.
