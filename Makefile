@@ -19,8 +19,8 @@ install: $(INSTALLED) ## create .venv and install (PYTHON=… names the interpre
 train: $(INSTALLED) ## train; without ARGS a small GPT on Python's own sources, in minutes on a CPU
 	@$(PYTHON_IN_VENV) -m gpt_pretrain $(ARGS)
 
-test: $(INSTALLED) ## all tests that need no GPU
-	@$(PYTHON_IN_VENV) -m pytest -m "not gpu" -n 2 --dist worksteal $(ARGS)
+test: $(INSTALLED) ## all tests that need no GPU and are not marked slow
+	@$(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED) ## ruff (rules and format) and mypy (strict)
 	$(PYTHON_IN_VENV) -m ruff check .
