@@ -1,6 +1,10 @@
 """How a run ends early: a checkpoint of the present step, and an exit code that says what to do next."""
 
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -9,6 +13,7 @@ from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.stop import StopRequest
 from tests.emulated_training import emulated_training
 from tests.forked_runs import run_parent
+from tests.launching import REPOSITORY, clean_environment
 from tests.runs import small_run_arguments
 
 SMALL = (
@@ -70,6 +75,44 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_its_code(num_ranks,
     assert not (tmp_path / "run" / "lock").exists()
     last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
     assert f'"exit_code": {code}' in last, "what scripts look at under a launcher"
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "reason"),
+    [
+        pytest.param(signal.SIGINT, True, "interrupted", id="Ctrl-C in a terminal"),
+        pytest.param(signal.SIGUSR1, False, "warned", id="SIGUSR1 to the launcher alone"),
+    ],
+)
+def test_torchrun_hands_signals_on(number, to_all, reason, tmp_path, cache_dir):
+    """Its own exit code is 1 whatever the ranks' are: the last record has theirs."""
+    run_dir = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *small_run_arguments(run_dir, cache_dir, SMALL)],
+        cwd=REPOSITORY,
+        env=clean_environment(None),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (run_dir / "metrics.jsonl").exists() or '"step": 3,' not in (run_dir / "metrics.jsonl").read_text():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    summary = load_metrics(run_dir).summary
+    assert (summary.end_reason, summary.exit_code) == (reason, 130 if reason == "interrupted" else 75), stderr
+    assert saved_step(run_dir) == summary.step
+    assert f"go on with: the same command again with run_dir={run_dir}\n" in stdout
 
 
 def test_time_that_is_used_up_asks_to_be_started_again(run, tmp_path):

@@ -1,16 +1,10 @@
 """What a run leaves is enough to go on: interrupted and resumed runs equal the one that was not."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
-from gpt_pretrain.report.metrics_file import load_metrics
-from tests.launching import REPOSITORY, run_ranks
+from tests.launching import run_ranks
 from tests.runs import run_small, small_run_arguments
 
 # The whole run's schedule, whatever part of it a process does; dropout, so that random states matter.
@@ -118,58 +112,3 @@ def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, ca
     assert done.returncode == 0, done.stderr
     assert "the run has done 4 steps, and trainer.max_steps=4; raise it to go on" in done.stdout
     assert checkpoint.stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")],
-    ids=["Ctrl-C", "SIGTERM"],
-)
-def test_signal_ends_all_ranks_with_a_checkpoint(num_ranks, number, reason, tmp_path, cache_dir):
-    run_dir = tmp_path / "run"
-    launcher = (
-        []
-        if num_ranks == 1
-        else ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    )
-    arguments = small_run_arguments(run_dir, cache_dir, ["trainer.max_steps=100000", "trainer.limit_val_batches=0"])
-    process = subprocess.Popen(
-        [sys.executable, *launcher, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while '"step": 3,' not in _text(run_dir / "metrics.jsonl"):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        # As a terminal does it: every process of the group gets the signal.
-        os.killpg(process.pid, number)
-        stdout, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    metrics = load_metrics(run_dir)
-    assert metrics.summary.end_reason == reason, stderr
-    step = metrics.summary.step
-    assert (run_dir / "checkpoints" / "latest").read_text() == f"step_{step:08d}\n"
-    assert f"go on with: the same command again with run_dir={run_dir}\n" in stdout
-    if num_ranks == 1:
-        assert process.returncode == 128 + number
-        assert "Traceback" not in stderr
-
-
-def _text(path):
-    return path.read_text() if path.exists() else ""
-
-
-def test_max_time_stops_with_a_checkpoint(tmp_path, cache_dir):
-    metrics = run_small(1, tmp_path / "run", cache_dir, ["trainer.max_steps=100000", "trainer.max_time='00:00:00:02'"])
-    assert metrics.summary.end_reason == "max_time"
-    assert 0 < metrics.summary.step < 100000
-    assert (tmp_path / "run" / "checkpoints" / f"step_{metrics.summary.step:08d}").is_dir()

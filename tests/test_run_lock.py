@@ -1,0 +1,210 @@
+"""One run to a run directory: a second is refused, and what a killed one has left behind is recognised."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from gpt_pretrain.__main__ import main
+from gpt_pretrain.config import run_lock as module
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.run_lock import check_run_lock, lock_path, run_lock, this_process
+from tests.launching import REPOSITORY, clean_environment, run_ranks
+from tests.runs import small_run_arguments
+
+# Takes the lock of a directory, says so, and keeps it until it is killed or its input ends.
+HOLD = (
+    "import sys; from pathlib import Path; from gpt_pretrain.config.run_lock import run_lock\n"
+    "with run_lock(Path(sys.argv[1])) as note: print('held', note, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def hold():
+    """Another process that holds a directory's lock."""
+    started = []
+
+    def start(directory):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(directory)],
+            cwd=REPOSITORY,
+            env=clean_environment(None),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def write_lock(directory, holder, age_s=0.0):
+    path = lock_path(directory)
+    path.write_text(json.dumps(asdict(holder)))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_the_lock_is_there_for_as_long_as_the_run(tmp_path):
+    with run_lock(tmp_path) as note:
+        assert note is None
+        held = json.loads(lock_path(tmp_path).read_text())
+        assert (held["host"], held["process"]) == (os.uname().nodename, os.getpid())
+    assert not lock_path(tmp_path).exists()
+    with pytest.raises(RuntimeError), run_lock(tmp_path):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == [], "an error gives it back, too"
+
+
+def test_a_living_process_is_named_and_its_lock_stays(tmp_path, hold):
+    process = hold(tmp_path)
+    assert process.stdout.readline() == "held None\n"
+    content = lock_path(tmp_path).read_bytes()
+    expected = f"run_dir={tmp_path} is in use by another run: process {process.pid} on {os.uname().nodename}, started "
+    for attempt in (lambda: check_run_lock(tmp_path), lambda: run_lock(tmp_path).__enter__()):
+        with pytest.raises(UserError) as refused:
+            attempt()
+        assert str(refused.value).startswith(expected)
+    assert lock_path(tmp_path).read_bytes() == content
+
+
+def test_a_killed_process_leaves_a_lock_that_is_taken_over(tmp_path, hold):
+    process = hold(tmp_path)
+    process.stdout.readline()
+    # Not waited for yet: it is a zombie, whose number is still taken.
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    check_run_lock(tmp_path)
+    with run_lock(tmp_path) as note:
+        assert note.startswith(f"took over the lock of process {process.pid} on {os.uname().nodename}, started ")
+        assert note.endswith(": that process is gone")
+        assert json.loads(lock_path(tmp_path).read_text())["process"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+ME = this_process({})
+LEFT_OVER = {
+    "another process has its number now": (replace(ME, start=ME.start - 100), 0, "that process is gone"),
+    "the host was booted since": (replace(ME, boot="another"), 0, "its host has been booted since"),
+    "a host that renews it no more": (replace(ME, host="elsewhere"), 125, "it was not renewed for 12"),
+    "a container that renews it no more": (replace(ME, namespace="pid:[1]"), 125, "it was not renewed for 12"),
+    "a job that Slurm has restarted": (
+        replace(ME, host="elsewhere", job="17", restarts=0),
+        0,
+        "Slurm has restarted that job",
+    ),
+}
+ALIVE = {
+    "this very process": (ME, 0),
+    "a host that renews it": (replace(ME, host="elsewhere"), 60),
+    "a container that renews it": (replace(ME, namespace="pid:[1]"), 60),
+    "another step of this job": (replace(ME, host="elsewhere", job="17", restarts=1), 0),
+}
+
+
+@pytest.mark.parametrize(("holder", "age_s", "why"), LEFT_OVER.values(), ids=LEFT_OVER)
+def test_a_lock_without_a_run_is_taken_over_with_a_note(holder, age_s, why, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    write_lock(tmp_path, holder, age_s)
+    check_run_lock(tmp_path)
+    with run_lock(tmp_path) as note:
+        assert f": {why}" in note
+
+
+@pytest.mark.parametrize(("holder", "age_s"), ALIVE.values(), ids=ALIVE)
+def test_a_lock_that_may_have_a_run_is_respected(holder, age_s, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    path = write_lock(tmp_path, holder, age_s)
+    content = path.read_bytes()
+    with pytest.raises(UserError) as refused, run_lock(tmp_path):
+        pass
+    assert f"in use by another run: process {os.getpid()} on {holder.host}" in str(refused.value)
+    if holder is not ME:
+        assert f"if it is gone, start again in 120 s or delete {path}" in str(refused.value)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"host": 3}', "[]"])
+def test_an_unreadable_lock_counts_by_its_age(content, tmp_path):
+    path = lock_path(tmp_path)
+    path.write_text(content)
+    with pytest.raises(UserError, match="one whose lock is unreadable"), run_lock(tmp_path):
+        pass
+    os.utime(path, (time.time() - 1000,) * 2)
+    with run_lock(tmp_path) as note:
+        assert note.startswith("took over an unreadable lock: it was not renewed for")
+
+
+def test_a_held_lock_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RENEW_S", 0.01)
+    with run_lock(tmp_path):
+        os.utime(lock_path(tmp_path), (0, 0))
+        deadline = time.monotonic() + 60
+        while lock_path(tmp_path).stat().st_mtime < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_a_lock_that_was_deleted_and_taken_by_another_stays_the_others(tmp_path):
+    with run_lock(tmp_path):
+        lock_path(tmp_path).unlink()
+        path = write_lock(tmp_path, replace(ME, host="elsewhere"))
+    assert json.loads(path.read_text())["host"] == "elsewhere"
+
+
+@pytest.mark.parametrize("left_over", [False, True], ids=["no lock", "a lock left over"])
+def test_of_starts_at_the_same_moment_one_wins(left_over, tmp_path, hold):
+    if left_over:
+        write_lock(tmp_path, replace(ME, start=ME.start - 100))
+    processes = [hold(tmp_path) for _ in range(6)]
+    # Those that are refused end by themselves and say nothing here.
+    answers = []
+    for process in processes:
+        line = process.stdout.readline()
+        answers.append(line)
+    held = [process.pid for process, line in zip(processes, answers, strict=True) if line.startswith("held")]
+    assert len(held) == 1
+    assert json.loads(lock_path(tmp_path).read_text())["process"] == held[0]
+
+
+def test_a_second_run_is_refused_before_it_loads_torch(tmp_path, hold):
+    process = hold(tmp_path)
+    process.stdout.readline()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    program = (
+        "import sys; from gpt_pretrain.__main__ import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = run_ranks(1, ["-c", program, f"run_dir={tmp_path}"])
+    assert done.returncode == 2
+    assert f"error: run_dir={tmp_path} is in use by another run: process {process.pid} on " in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_takes_the_lock_over_and_gives_it_back(tmp_path, capsys):
+    """In the process of the test: the second start of a run that was killed."""
+    (tmp_path / "run").mkdir()
+    write_lock(tmp_path / "run", replace(ME, start=ME.start - 100))
+    arguments = small_run_arguments(tmp_path / "run", tmp_path, ["trainer.max_steps=1", "trainer.limit_val_batches=0"])
+    assert main(arguments[2:]) == 0
+    assert f"note: took over the lock of process {ME.process} on {ME.host}" in capsys.readouterr().out
+    assert not lock_path(tmp_path / "run").exists()
+
+
+def test_a_plan_needs_no_lock(tmp_path, hold):
+    process = hold(tmp_path)
+    process.stdout.readline()
+    done = run_ranks(1, ["-m", "gpt_pretrain.plan", f"run_dir={tmp_path}"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(lock_path(tmp_path).read_text())["process"] == process.pid
