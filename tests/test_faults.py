@@ -6,8 +6,8 @@ checkpoint. The seed is the test's own, the moment is the machine's.
 """
 
 import hashlib
-import json
 import random
+import re
 import signal
 import time
 
@@ -67,16 +67,19 @@ def weights(run_dir):
     return path.name, hashes
 
 
+# A record of the metrics file, whole: the last line may be torn.
+RECORD = re.compile(r'^\{"kind": "(start|train)", "step": (\d+),.*\}$', re.MULTILINE)
+
+
 def lives(run_dir):
     """What each life has logged so far: the step that it went on from, and the last that it did."""
     path = run_dir / "metrics.jsonl"
     found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        # The last line may be torn.
-        if line.startswith('{"kind": "start"') and line.endswith("}"):
-            found.append([json.loads(line)["step"]] * 2)
-        elif line.startswith('{"kind": "train"') and line.endswith("}"):
-            found[-1][1] = json.loads(line)["step"]
+    for kind, step in RECORD.findall(path.read_text()) if path.exists() else []:
+        if kind == "start":
+            found.append([int(step)] * 2)
+        else:
+            found[-1][1] = int(step)
     return found
 
 
@@ -127,7 +130,7 @@ class Lives:
                 if done - began >= num_steps:
                     return
             assert not run.poll(), f"it ended by itself: {run.text()}"
-            time.sleep(0.005)
+            time.sleep(0.01)
 
     def _check_what_was_lost(self, before):
         """What was being saved at the last kill is lost, with what came after it, and no more."""
@@ -137,7 +140,7 @@ class Lives:
 
     def finish(self):
         run = self.start()
-        assert run.wait(120) == [0] * self._num_ranks, run.text()
+        assert run.wait(900) == [0] * self._num_ranks, run.text()
 
 
 def check_against_uncut(parent, cache_dir, folder, num_kills, *, num_ranks=1, overrides=(), seed=0):

@@ -1,0 +1,50 @@
+"""docs/reliability.md says what a run survives: each of its rows names tests, and those tests exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from gpt_pretrain.training.watchdog import EXIT_CODE, LEARNING_STEPS, STEP_FACTOR, STEP_FLOOR_S
+from tests.test_repository import configuration_keys
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = (ROOT / "docs" / "reliability.md").read_text()
+LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(tests/\w+\.py)\)")
+ROWS = [line for line in DOCUMENT.splitlines() if line.startswith("| ") and not line.startswith("| what happens")]
+
+
+def functions_of(file):
+    return {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_rows_are_all_there():
+    # RELIABILITY's table has 23 rows; some are two here.
+    assert len(ROWS) >= 23
+    assert all(row.count(" | ") == 2 for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
+def test_every_row_is_shown_by_tests_that_exist(row):
+    links = LINK.findall(row.rsplit(" | ", 1)[1])
+
+    assert links, "no test is named"
+    assert not [f"{file}::{name}" for name, file in links if name not in functions_of(file)]
+
+
+def test_no_other_test_is_named():
+    in_rows = sum(len(LINK.findall(row)) for row in ROWS)
+
+    assert len(LINK.findall(DOCUMENT)) == in_rows
+    assert len(re.findall(r"`test_\w+`", DOCUMENT)) == in_rows
+
+
+def test_the_keys_and_numbers_that_it_names_are_those_of_the_program():
+    named = set(re.findall(r"`((?:model|trainer|checkpoint)(?:\.\w+)+)`", DOCUMENT))
+    words = " ".join(DOCUMENT.split())
+
+    assert {"trainer.hang_timeout", "checkpoint.fall_back"} <= named <= configuration_keys()
+    assert f"The ranks end with code {EXIT_CODE}" in words
+    assert (STEP_FACTOR, f"Once {LEARNING_STEPS} steps are done" in words) == (10, True)
+    assert f"ten times the longest one so far, though never less than {STEP_FLOOR_S:.0f} s" in words
