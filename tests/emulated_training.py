@@ -65,10 +65,12 @@ class Training:
 
     def step(self) -> float:
         """One optimizer step on the global batch, the same every time; returns its loss."""
-        result: StepResult = train_step(
-            self.trainable, self._iterators(first_sample=0), self.config.model, self._num_microbatches
-        )
-        return mean_loss(result.loss_sum_and_tokens)
+        return mean_loss(self.result().loss_sum_and_tokens)
+
+    def result(self) -> StepResult:
+        """Such a step, and all that it leaves."""
+        iterators = self._iterators(first_sample=0)
+        return train_step(self.trainable, iterators, self.config.model, self._num_microbatches)
 
     def validate(self) -> float:
         """Loss on other samples, without gradients."""

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from gpt_pretrain.report.metrics_file import load_metrics
 from tests.launching import run_ranks
 from tests.runs import run_small, small_run_arguments
 
@@ -103,6 +104,20 @@ def finished_run(tmp_path_factory, cache_dir):
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     run_small(1, run_dir, cache_dir, [*SHORT, "trainer.max_steps=4"])
     return run_dir
+
+
+def test_a_run_goes_on_in_another_layout_and_says_so(finished_run, cache_dir, tmp_path):
+    run_dir = shutil.copytree(finished_run, tmp_path / "run")
+    arguments = small_run_arguments(run_dir, cache_dir, [*SHORT, "parallelism=tp2", "trainer.max_steps=6"])
+    done = run_ranks(2, arguments)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (
+        "note: resharded: model.tensor_model_parallel_size=2 (saved with 1), processes=2 (saved with 1); random states "
+        "are seeded anew from model.seed and the step\n"
+    ) in done.stdout.replace("\n  ", " ")
+    metrics = load_metrics(run_dir)
+    assert [start.step for start in metrics.starts] == [0, 4]
+    assert [record.consumed_samples for record in metrics.train] == [8, 16, 24, 32, 40, 48]
 
 
 def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, cache_dir):

@@ -44,6 +44,16 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def earlier_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints beside one that are of lower steps, the last saved first.
+
+    Those of higher steps were given up when the run was taken back behind them.
+    """
+    if not _is_step(path.name):
+        return []
+    return [other for other in complete_checkpoints(path.parent)[::-1] if step_of(other) < step_of(path)]
+
+
 def latest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint that `latest` names, if it is there."""
     name = _latest_name(directory)
@@ -79,8 +89,7 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
     """
     newest, complete = latest_checkpoint(directory), complete_checkpoints(directory)[::-1]
     if newest is not None:
-        earlier = complete[complete.index(newest) + 1 :] if newest in complete else complete
-        return FoundCheckpoints(paths=[newest, *earlier], problem=None)
+        return FoundCheckpoints(paths=[newest, *earlier_checkpoints(newest)], problem=None)
     pointer = directory / POINTER
     if not complete:
         if pointer.exists():

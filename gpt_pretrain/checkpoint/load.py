@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from gpt_pretrain.checkpoint.description import architecture, layout, places_of_ranks
 from gpt_pretrain.checkpoint.differences import differences
@@ -37,6 +39,8 @@ from gpt_pretrain.megatron.optimizer_state import (
 from gpt_pretrain.megatron.parallel import seed_dropout
 
 _KEYS_SHOWN = 20
+# megatron-core's name of what is no tensor.
+_COMMON = "common_state"
 # Of an architecture: what decides the optimizer's tensors and the types of values, but not which weights there are.
 _NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")
 
@@ -147,7 +151,7 @@ def load_weights(
 
 def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, str], *, allowed: bool) -> list[str]:
     """Notes of what has changed, if that is allowed."""
-    changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+    changed = [name for name in sorted({*saved, *current}) if saved.get(name) != current.get(name)]
     if not changed:
         return []
     what = f"{path} was saved with other data: {', '.join(changed)} changed"
@@ -170,21 +174,23 @@ def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Ca
         get_default_load_sharded_strategy(str(path)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    # megatron-core's "missing" are keys of the checkpoint that were not asked for, "unexpected" those it does not have.
-    state: dict[str, Any]
-    state, not_asked_for, not_there = dist_checkpointing.load(
-        wanted, str(path), strategy, strict=StrictHandling.RETURN_ALL
-    )
-    # Each rank knows only of the keys that it asked for itself.
-    found: list[tuple[set[str], set[str]]] = [(set(), set())] * torch.distributed.get_world_size()
-    surplus_here = {key for key in not_asked_for if not left_out(key)}
-    torch.distributed.all_gather_object(found, (surplus_here, set(not_there)))
-    surplus, lacking = (set[str]().union(*sets) for sets in zip(*found, strict=True))
-    if surplus or lacking:
-        raise UserError(f"{path} holds another model: {_listed('it has', surplus)}{_listed('this model has', lacking)}")
+    _check_keys(path, wanted, left_out)
+    state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
     for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
         chunk.load_state_dict(state[key] | dict.fromkeys(not_restored[key]))
     return state
+
+
+def _check_keys(path: Path, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> None:
+    """Compares what all ranks ask for with what the checkpoint has; megatron-core's own check comes after the load."""
+    parts, _ = extract_sharded_base(load_preprocess(wanted)[0])
+    found: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, {part.key for part in nested_values(parts)})
+    asked_for = set[str]().union(*found)
+    saved = {part.key for part in load_sharded_metadata(str(path)).values()}
+    surplus, lacking = {key for key in saved - asked_for if not left_out(key)} - {_COMMON}, asked_for - saved
+    if surplus or lacking:
+        raise UserError(f"{path} holds another model: {_listed('it has', surplus)}{_listed('this model has', lacking)}")
 
 
 def _listed(what: str, keys: set[str]) -> str:

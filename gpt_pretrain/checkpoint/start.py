@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt_pretrain.checkpoint.directory import complete_checkpoints, find_checkpoints
+from gpt_pretrain.checkpoint.directory import earlier_checkpoints, find_checkpoints
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import CheckpointConfig
@@ -67,7 +67,7 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     """
     if config.resume not in ("auto", "never"):
         named = Path(config.resume).absolute()
-        return _resume([named, *on_rank_zero(lambda: _earlier(named))], fall_back=config.fall_back)
+        return _resume([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
     found = on_rank_zero(lambda: find_checkpoints(directory))
     if config.resume == "never" and found.paths:
         raise UserError(
@@ -88,12 +88,6 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     if config.init_from is not None:
         return Start(checkpoint=verify_checkpoint(Path(config.init_from).absolute()), weights_only=True)
     return None
-
-
-def _earlier(path: Path) -> list[Path]:
-    """Checkpoints beside one that were saved before it, newest first."""
-    beside = complete_checkpoints(path.parent)
-    return beside[: beside.index(path)][::-1] if path in beside else []
 
 
 def _resume(candidates: Sequence[Path], *, fall_back: bool) -> Start:
