@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.data.corpus import prepare_corpus
@@ -65,15 +66,17 @@ def test_between_two_records_nothing_waits_for_the_gpu(overrides, tmp_path, comp
         optimizer = build_optimizer(config, model, platform)
         corpus = prepare_corpus(config, show_progress=False)
         train_data, _ = build_datasets(config, corpus, num_train_samples=8 * 4, num_valid_samples=0)
+        trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
         trainer = Trainer(
             config,
             launch=launch,
             platform=platform,
-            trainable=Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer)),
+            trainable=trainable,
             train_data=train_data,
             valid_data=None,
             progress=Progress(step=0, consumed_samples=0),
-            checkpoints=tmp_path,
+            saver=CheckpointSaver(tmp_path / "checkpoints", trainable, config, corpus.fingerprints),
+            dumps=tmp_path / "dumps",
             log=log,
             watchdog=Watchdog(None, learning_steps=1, launch=launch, run_dir=tmp_path),
         )
