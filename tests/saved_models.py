@@ -81,13 +81,21 @@ def small_config(*overrides: str) -> Config:
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> None:
-    """Every parameter random: norms and biases too, or a wrong one would not show; wide enough to show in the logits."""
+    """Every parameter random, norms and biases too: a wrong one would not show; wide enough to show in the logits."""
     generator = torch.Generator().manual_seed(11)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
         else:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def _data(directory: Path, tokenizer: Tokenizer | None) -> dict[str, str]:
+    """Fingerprints of a run's data; its tokenizer is put where a run puts it."""
+    if tokenizer is None:
+        return {}
+    tokenizer.save(directory / TOKENIZER_FILE)
+    return {"tokenizer": tokenizer.fingerprint}
 
 
 @contextmanager
@@ -98,18 +106,16 @@ def saved_model(directory: Path, *overrides: str, tokenizer: Tokenizer | None = 
     with process_groups(config.model, read_launch({}), platform):
         trainable = build_trainable(config)
         randomize(trainable.model.gpt_chunks[0])
-        path = save(directory, config, trainable, {} if tokenizer is None else {"tokenizer": tokenizer.fingerprint})
-        if tokenizer is not None:
-            tokenizer.save(directory / TOKENIZER_FILE)
+        path = save(directory, config, trainable, _data(directory, tokenizer))
         yield Saved(path=path, config=config, model=trainable.model.gpt_chunks[0])
 
 
-def save_model(directory: Path, *overrides: str) -> None:
+def save_model(directory: Path, *overrides: str, tokenizer: Tokenizer | None = None) -> None:
     """Builds and saves a model with the weights that its seed gives; every rank calls it."""
     install_cpu_device()
     config = small_config(*overrides)
     with process_groups(config.model, read_launch(), detect_platform()):
-        save(directory, config, build_trainable(config), {})
+        save(directory, config, build_trainable(config), _data(directory, tokenizer))
 
 
 def build_trainable(config: Config) -> Trainable:

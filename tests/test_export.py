@@ -1,4 +1,4 @@
-"""Exports are what was trained: `transformers` computes the same logits from them, whatever layout and type saved it."""
+"""Exports are what was trained: `transformers` computes the same logits from them, whatever layout saved it."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def exported_by_one_process(tmp_path_factory):
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2_vp2"])
 def test_every_layout_exports_the_same_file(layout, tmp_path, exported_by_one_process):
     overrides = [*LAYERS, f"parallelism={layout}"]
-    done = run_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), *overrides], timeout_s=60)
+    done = run_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "none", *overrides], timeout_s=60)
     assert done.returncode == 0, done.stderr[-4000:]
     export(f"checkpoint={tmp_path / 'checkpoints' / 'step_00000001'}", f"out={tmp_path / 'hf'}")
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == exported_by_one_process

@@ -30,7 +30,7 @@ def export(arguments: ExportArguments) -> None:
         f"{done.num_bytes:,} bytes in {files}\n"
     )
     if not done.has_tokenizer:
-        sys.stdout.write("  no tokenizer: the model was trained on token ids (model.tokenizer.library=none)\n")
+        sys.stdout.write("  no tokenizer: the checkpoint is of a model without one\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

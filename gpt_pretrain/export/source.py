@@ -26,7 +26,7 @@ class SavedModel:
     config: Config
     """Of the run that saved it."""
     tokenizer: Tokenizer | None
-    """None where token ids were taken as they are (`model.tokenizer.library=none`)."""
+    """None where token ids were taken as they are (`model.tokenizer.library=none`), or an import had none."""
 
     def check_files(self) -> None:
         """Reads every byte of the checkpoint.
@@ -64,9 +64,12 @@ def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
 
 
 def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path | None) -> Tokenizer | None:
-    expected = manifest.data.get("tokenizer", NO_TOKENIZER)
+    expected = manifest.data.get("tokenizer")
     if expected == NO_TOKENIZER:
         return None
+    if expected is None:
+        # Imported without one: whoever gives one knows it.
+        return None if given is None else load_tokenizer(given, "tokenizer")
     in_config = config.model.tokenizer.model
     beside = [path / TOKENIZER_FILE, path.parent.parent / TOKENIZER_FILE]
     places = [given] if given is not None else [*beside, *([Path(in_config)] if in_config else [])]

@@ -33,7 +33,7 @@ def continuations(arguments: GenerateArguments) -> Iterator[str]:
     )
     tokenizer, config = saved.tokenizer, inference_config(saved)
     if tokenizer is None:
-        raise UserError(f"{saved.path} was trained on token ids (model.tokenizer.library=none), which have no text")
+        raise UserError(f"{saved.path} is of a model without a tokenizer, which has token ids and no text")
     prompt, limit = tokenizer.encode(arguments.prompt), config.model.encoder_seq_length
     if not 0 < len(prompt) < limit:
         raise UserError(

@@ -27,7 +27,6 @@ from gpt_pretrain.config.load import config_to_dict, load_config
 from gpt_pretrain.config.rules_model import model_problems
 from gpt_pretrain.config.schema import Config, Precision, TokenizerLibrary
 from gpt_pretrain.config.typed import written
-from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
 from gpt_pretrain.huggingface.new_directory import check_disk_space, check_new_directory, write_new_directory
@@ -182,7 +181,8 @@ def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
         time_unix=time.time(),
         versions=installed_versions(),
         config=config_to_dict(config),
-        data={"tokenizer": NO_TOKENIZER if tokenizer is None else tokenizer.fingerprint},
+        # Not told of: a run may then bring the one that the model had.
+        data={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
         architecture=architecture(config.model, transformer_config),
         layout=one_process,
         fp8={},

@@ -1,0 +1,182 @@
+"""Published models come in as they are: bit for bit out again, and with the logits of `transformers` in a run."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from gpt_pretrain.checkpoint.load import load_weights
+from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.export.__main__ import main as export_main
+from gpt_pretrain.import_hf.__main__ import main
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.report.metrics_file import load_metrics
+from tests.launching import run_ranks
+from tests.saved_models import build_trainable, small_tokenizer
+from tests.transformers_reference import build_reference, gpt2, llama, make_tokens, reference_logits
+
+# By the class that publishes them; 250 tokens are padded to 256 rows.
+CASES = {
+    "gpt2": gpt2("gpt2_124m", vocab_size=250),
+    "llama": llama("llama3_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, vocab_size=250),
+    "mistral": llama("mistral_7b", "Mistral", groups=2, theta=1e6, epsilon=1e-5, head_width=24),
+    "qwen2": llama("qwen2_5_7b", "Qwen2", groups=2, theta=1e6, epsilon=1e-6),
+}
+SMALL_BATCH = ("model.micro_batch_size=2", "model.global_batch_size=2")
+
+
+def import_model(path, out):
+    assert main([f"path={path}", f"out={out}"]) == 0
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The directory of each model as `transformers` saves it."""
+    folder = tmp_path_factory.mktemp("published")
+    for name, case in CASES.items():
+        build_reference(case).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_import_and_export_give_every_bit_back(name, dtype, published, tmp_path):
+    transformers.AutoModelForCausalLM.from_pretrained(published / name, dtype=dtype).save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "ours")
+    arguments = [f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}", f"architecture={name}"]
+    assert export_main(arguments) == 0
+    before, after = (load_file(tmp_path / part / "model.safetensors") for part in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert {tensor.dtype for tensor in after.values()} == {getattr(torch, dtype)}
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    # And what is said of them.
+    says, said = (transformers.AutoConfig.from_pretrained(tmp_path / part).to_dict() for part in ("back", "hf"))
+    # Where the files lie; widths that follow from others; dropout, which belongs to training.
+    apart = ("_name_or_path", "transformers_version", "n_inner", "head_dim", "embd_pdrop", "resid_pdrop", "attn_pdrop")
+    assert {key: value for key, value in said.items() if says.get(key) != value and key not in apart} == {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_starts_from_it_computes_what_transformers_does(name, published, tmp_path):
+    case = CASES[name]
+    import_model(published / name, tmp_path / "ours")
+    install_cpu_device()
+    config = load_config(["experiment=imported", "data=mock", *SMALL_BATCH], config_dir=tmp_path / "ours")
+    assert config.checkpoint.init_from == str(tmp_path / "ours")
+    with process_groups(config.model, read_launch({}), detect_platform()):
+        trainable = build_trainable(config)
+        load_weights(verify_checkpoint(tmp_path / "ours"), trainable, config, {})
+        tokens = make_tokens(case)
+        positions = torch.arange(case.length).expand_as(tokens)
+        with torch.no_grad():
+            logits = trainable.model.gpt_chunks[0].eval()(tokens, positions, None)
+            losses = trainable.model.gpt_chunks[0](tokens, positions, None, labels=tokens.roll(-1, dims=1))
+    expected = reference_logits(build_reference(case), case)
+    torch.testing.assert_close(logits[..., : case.vocab_size], expected, atol=1e-4, rtol=0.0)
+    # Rows that pad the vocabulary take next to nothing of the probability.
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.roll(-1, dims=1).flatten())
+    num_padding = logits.size(-1) - case.vocab_size
+    assert -1e-4 < losses.mean() - loss < math.log1p(num_padding / case.vocab_size) + 1e-4
+
+
+def test_training_goes_on_with_its_weights_and_its_tokenizer(published, tmp_path):
+    hf, out = tmp_path / "hf", tmp_path / "start"
+    tokenizer = small_tokenizer()
+    case = llama("llama3_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, vocab_size=300)
+    build_reference(case).save_pretrained(hf)
+    tokenizer.save(hf / "tokenizer.json")
+    import_model(hf, out)
+    (tmp_path / "text.txt").write_text("def function(value):\n    return value\n" * 300)
+    # What the command prints as the way to go on, with less to do.
+    arguments = ["--config-dir", str(out), "experiment=imported", "data=text", f"run_dir={tmp_path / 'run'}"]
+    data = [f"model.data.text_files=[{tmp_path / 'text.txt'}]", f"model.data.cache_dir={tmp_path / 'cache'}"]
+    short = [
+        "trainer.max_steps=2",
+        "trainer.log_every_n_steps=1",
+        "trainer.limit_val_batches=0",
+        "sample.max_new_tokens=0",
+    ]
+    only_training = ["model.data.splits_string='1,0,0'", "logging.tensorboard=false", "model.optim.lr=1e-4"]
+    done = run_ranks(1, ["-m", "gpt_pretrain", *arguments, *data, *short, *only_training, *SMALL_BATCH], timeout_s=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    metrics = load_metrics(tmp_path / "run")
+    assert [record.step for record in metrics.train] == [1, 2]
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == tokenizer.to_json()
+    # Random weights of this width are far from the uniform distribution that fresh ones give.
+    assert abs(metrics.train[0].loss - math.log(384)) > 0.5
+
+
+def test_gpt2_is_read_as_it_is_published(published, tmp_path):
+    """Its files name no `transformer.`, and hold the causal masks."""
+    source = load_file(published / "gpt2" / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in source.items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32).tril() for layer in range(2)}
+    (tmp_path / "hf").mkdir()
+    save_file(bare, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_bytes((published / "gpt2" / "config.json").read_bytes())
+    import_model(tmp_path / "hf", tmp_path / "ours")
+    assert export_main([f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}"]) == 0
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(back[name], source[name]) for name in source)
+
+
+def test_sharded_files_are_read_through_their_index(published, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(published / "llama")
+    model.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    import_model(tmp_path / "hf", tmp_path / "ours")
+    assert export_main([f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}"]) == 0
+    back, source = (load_file(tmp_path / "back" / "model.safetensors"), model.state_dict())
+    assert all(torch.equal(back[name], source[name]) for name in back)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding_window=4096 cannot be imported: attention sees the whole"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 cannot be imported"),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "cannot be imported: rope is not rescaled here",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=true cannot be imported"),
+        ("llama", {"quantization_config": {"bits": 4}}, "cannot be imported: import the model's unquantised weights"),
+        ("llama", {"hidden_size": None}, "hidden_size is missing"),
+        ("llama", {"num_hidden_layers": 3}, "it lacks model.layers.2.input_layernorm.weight"),
+        ("llama", {"num_hidden_layers": 1}, "has model.layers.1."),
+        ("llama", {"intermediate_size": 95}, "has model.layers.0.mlp.gate_proj.weight as [96, 64] instead of [95, 64]"),
+        ("llama", {"num_key_value_heads": 3}, "is not divisible by model.num_query_groups=3"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function='relu' cannot be imported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true cannot be imported"),
+        ("gpt2", {"model_type": "bert"}, "model_type='bert' cannot be imported; known: gpt2, llama, mistral, qwen2"),
+    ],
+)
+def test_what_would_not_be_the_same_model_is_refused(  # noqa: PLR0917 - a table's columns and pytest's fixtures
+    name, changed, message, published, tmp_path, capsys
+):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").symlink_to(published / name / "model.safetensors")
+    config = json.loads((published / name / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | changed))
+    assert main([f"path={tmp_path / 'hf'}", f"out={tmp_path / 'ours'}"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert message in told
+    assert not (tmp_path / "ours").exists()
+
+
+def test_directory_without_safetensors_is_told(published, tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes((published / "llama" / "config.json").read_bytes())
+    assert main([f"path={tmp_path}", f"out={tmp_path / 'ours'}"]) == 2
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in capsys.readouterr().err
+    assert main([f"path={tmp_path / 'nowhere'}", f"out={tmp_path / 'ours'}"]) == 2
+    assert "config.json does not exist" in capsys.readouterr().err
