@@ -39,6 +39,7 @@ from gpt_pretrain.config.messages import print_error, print_error_after_rank_zer
 from gpt_pretrain.config.run_dir import check_run_dir
 from gpt_pretrain.config.run_lock import check_run_lock
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.signals import ended_by_signals
 
 CRASH, USER_ERROR, INTERRUPTED = 1, 2, 130
 
@@ -123,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 check_run_dir(job.config)
                 if job.config.run_dir is not None:
                     check_run_lock(Path(job.config.run_dir).absolute())
-            return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
+            with ended_by_signals():
+                return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
         if launch.is_rank_zero:
             show_help(request) if request.options.help else run_hydra(request, lambda _: None)
     except UserError as error:

@@ -45,7 +45,7 @@ from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.training.generation import generate_tokens
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
-from gpt_pretrain.training.stop import EXIT_CODES, StopRequest, ended_by_signals
+from gpt_pretrain.training.stop import EXIT_CODES, StopRequest
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 
@@ -63,13 +63,7 @@ def train(config: Config, launch: Launch) -> EndReason:
     Raises:
         UserError: The machine, the data, the run directory or a checkpoint do not allow the run.
         RunError: Loss or gradient were not finite too often, or a checkpoint could not be saved.
-        SystemExit: A signal came before there was anything to save.
     """
-    with ended_by_signals():
-        return _train(config, launch)
-
-
-def _train(config: Config, launch: Launch) -> EndReason:
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     if torch.cuda.is_initialized():
         # An earlier job of a sweep: its objects refer to each other, and its peak is not this job's.

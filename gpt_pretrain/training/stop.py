@@ -12,17 +12,15 @@ Signals that come later, in whatever order, change nothing: launchers repeat the
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 
+from gpt_pretrain.config.signals import REQUEUE
 from gpt_pretrain.report.records import EndReason
 
-# EX_TEMPFAIL of sysexits(3): "the user is invited to retry the operation".
-REQUEUE = 75
 EXIT_CODES: Mapping[EndReason, int] = {
     "max_steps": 0,
     "max_time": REQUEUE,
@@ -39,24 +37,8 @@ _SIGNALS: Mapping[int, EndReason] = {
     signal.SIGTERM: "terminated",
     signal.SIGUSR1: "warned",
 }
-
 # Ends that somebody asked for: of a whole sweep, then, and not only of the run that was hit.
 ASKED_FOR = frozenset(_SIGNALS.values())
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """While a run is prepared there is nothing to save: SIGTERM and SIGUSR1 end it at once, to be started again."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(EXIT_CODES[_SIGNALS[number]])
-
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class StopRequest:
