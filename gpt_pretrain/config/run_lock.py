@@ -171,7 +171,7 @@ def _check_left_over(path: Path, holder: Holder | None, me: Holder) -> str:
         UserError: It cannot.
     """
     if holder is not None:
-        if (holder.job, holder.host) != (None, "") and holder.job == me.job and holder.restarts < me.restarts:
+        if holder.job is not None and holder.job == me.job and holder.restarts < me.restarts:
             return "Slurm has restarted that job"
         if holder.host == me.host and holder.boot != me.boot:
             return "its host has been booted since"
