@@ -96,7 +96,7 @@ class Lives:
         self._random = random.Random(seed)
 
     def start(self, faults=None):
-        faults = {rank: [["hurry"], *(faults or {}).get(rank, [])] for rank in range(self._num_ranks)}
+        faults = {rank: [["end_soon"], *(faults or {}).get(rank, [])] for rank in range(self._num_ranks)}
         return self._parent.start(self._arguments, self._output, num_ranks=self._num_ranks, faults=faults)
 
     def die(self):
