@@ -121,7 +121,7 @@ def save_model(directory: Path, *overrides: str, tokenizer: Tokenizer | None = N
 def build_trainable(config: Config) -> Trainable:
     """What a run saves, in open process groups."""
     platform, settings = detect_platform(), fp8_settings(config.model)
-    emulated = None if settings is None else emulated_layers(config, settings)
+    emulated = None if settings is None or not settings.emulate else emulated_layers(config, settings)
     model = build_model(config, platform, plan_kernels(config, platform), emulated)
     optimizer = build_optimizer(config, model, platform)
     return Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
