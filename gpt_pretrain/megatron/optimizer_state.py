@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.optimizer_shards import own_shards
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # The distributed optimizer's name of masters, which are the parameters themselves in fp32, and the plain one's.
@@ -43,6 +44,9 @@ def sharded_optimizer_state(
     nested = []
     for part in parts:
         _allocate_states(part)
+        if isinstance(part, DistributedOptimizer) and not is_loading:
+            tensors |= {str(len(tensors) + index): shard for index, shard in enumerate(own_shards(part, model_state))}
+            continue
         state = part.sharded_state_dict(dict(model_state), is_loading=is_loading, metadata=dict(metadata))
         if isinstance(part, DistributedOptimizer):
             _name_masters(part, state["param_state"])
