@@ -67,7 +67,7 @@ class Peers:
         self._beat_in_s = 0.0
         self._failure: str | None = None
         self._followed_s = 0.0
-        # A checkpoint's writers are forks of the rank: their copies would keep a dead rank's connections open.
+        # A fork of the rank, whatever makes one, would keep a dead rank's connections open.
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(own))
 

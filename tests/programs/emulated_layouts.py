@@ -55,6 +55,5 @@ def main() -> None:
             torch.save(result, folder / f"{layout}.{recipe}.{launch.rank}.pt")
 
 
-# Writing a checkpoint starts processes that import this file.
 if __name__ == "__main__":
     main()
