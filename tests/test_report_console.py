@@ -13,6 +13,7 @@ from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.numbers import format_count, format_duration, format_percent, format_rate, format_share
 from gpt_pretrain.report.records import (
+    CheckpointRecord,
     Fp8CoverageRecord,
     Fp8Record,
     Fp8Tensor,
@@ -119,6 +120,23 @@ def test_steps_that_went_wrong_are_warned_of_with_their_samples():
     )
     assert plain_output(lambda console: console.show(spike)) == (
         "warning: step 13: loss 9.0000 is a spike, above 4.0000 (median of the last 3.0000); samples 104 to 111\n"
+    )
+
+
+def test_a_checkpoint_is_shown_with_its_size_and_its_times_or_why_there_is_none():
+    saved = CheckpointRecord(
+        step=123, saved_step=120, num_bytes=21_000_000_000, stall_s=0.4321, time_s=12.345, problem=None
+    )
+    assert plain_output(lambda console: console.show(saved)) == (
+        "checkpoint step 120/300 bytes 21000000000 stall_s 0.432 time_s 12.35\n"
+    )
+    output = terminal_console(width=100)
+    with RunConsole(max_steps=300, output=output) as console:
+        console.show(saved)
+    assert "step 120/300  checkpoint 19.6 GiB  saved in 12.3 s, training stood still for 0.43 s" in lines_of(output)
+    failed = replace(saved, num_bytes=0, problem="the checkpoint of step 120 could not be saved: disk full")
+    assert plain_output(lambda console: console.show(failed)) == (
+        "warning: the checkpoint of step 120 could not be saved: disk full\n"
     )
 
 
