@@ -26,6 +26,12 @@ MIN_LR = "model.optim.sched.min_lr=3e-5"
 
 # What breaks a rule, with how many processes; the message, or how it starts; a neighbour that is legal.
 RULES = {
+    "time to hang": (
+        ["trainer.hang_timeout=0.5"],
+        1,
+        "trainer.hang_timeout=0.5 is too small; use 1 or more",
+        ["trainer.hang_timeout=null"],
+    ),
     "positive size": (["model.num_layers=0"], 1, "model.num_layers=0 is not positive; use 1 or more", []),
     "heads over width": (
         ["model.hidden_size=130"],
