@@ -5,9 +5,9 @@ Each rank writes what it saw as JSON, under the name of the case.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,14 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
 }
 
 
-@cache
-def config_of(layout: str) -> Config:
-    return load_config([*TINY, *_RUN, *{**LAYOUTS, **OTHERS}[layout][1]])
+def write_configs(folder: Path) -> None:
+    """Composes the configurations once for all ranks, which takes each of them longer than to load a checkpoint."""
+    for layout, (_, overrides) in {**LAYOUTS, **OTHERS}.items():
+        (folder / f"{layout}.config").write_bytes(pickle.dumps(load_config([*TINY, *_RUN, *overrides])))
+
+
+def config_of(layout: str, folder: Path) -> Config:
+    return pickle.loads((folder / f"{layout}.config").read_bytes())
 
 
 @dataclass
@@ -133,32 +138,36 @@ def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
     return {**seen, "samples": samples, "data_parallel": [data_parallel_rank(), ranks]}
 
 
-def save_in(layout: str, folder: Path) -> None:
+def save_in(config: Config, folder: Path, layout: str) -> None:
     """Trains from fresh weights, saves FOLDER/LAYOUT/step_…, and notes the steps after it as LAYOUT.uncut."""
-    training = build_training_of(config_of(layout))
+    training = build_training_of(config)
     run_steps(training, Progress(step=0, consumed_samples=0))
-    progress = Progress(step=STEPS, consumed_samples=STEPS * training.config.model.global_batch_size)
-    data = prepare_corpus(training.config, show_progress=False).fingerprints
-    with training.trainable.model.gathered_parameters():
-        save_checkpoint(folder / layout, training.trainable, progress, training.config, data)
+    progress = Progress(step=STEPS, consumed_samples=STEPS * config.model.global_batch_size)
+    _save(training, folder / layout, progress)
     _write(folder, f"{layout}.uncut", run_steps(training, progress))
 
 
-def load_in(layout: str, source: str, folder: Path, *, again: bool) -> None:
-    """Loads what was saved in another layout, and notes the steps after it as SOURCE.LAYOUT.
+def load_in(config: Config, source: str, folder: Path, name: str, *, again: bool) -> None:
+    """Loads what was saved in another layout, and notes the steps after it under `name`.
 
-    With `again` it is saved first: FOLDER/SOURCE.LAYOUT.again/step_….
+    With `again` it is saved first: FOLDER/NAME.again/step_….
     """
-    training = build_training_of(config_of(layout))
+    training = build_training_of(config)
     checkpoint = verify_checkpoint(folder / source / f"step_{STEPS:08d}")
-    data = prepare_corpus(training.config, show_progress=False).fingerprints
-    restored = load_checkpoint(checkpoint, training.trainable, training.config, data)
+    restored = load_checkpoint(checkpoint, training.trainable, config, _fingerprints(config))
     if again:
-        with training.trainable.model.gathered_parameters():
-            copy = folder / f"{source}.{layout}.again"
-            save_checkpoint(copy, training.trainable, restored.progress, training.config, data)
-    seen = run_steps(training, restored.progress)
-    _write(folder, f"{source}.{layout}", {**seen, "notes": list(restored.notes)})
+        _save(training, folder / f"{name}.again", restored.progress)
+    _write(folder, name, {**run_steps(training, restored.progress), "notes": list(restored.notes)})
+
+
+def _save(training: Training, directory: Path, progress: Progress) -> None:
+    config, trainable = training.config, training.trainable
+    with trainable.model.gathered_parameters():
+        save_checkpoint(directory, trainable, progress, config, _fingerprints(config))
+
+
+def _fingerprints(config: Config) -> Mapping[str, str]:
+    return prepare_corpus(config, show_progress=False).fingerprints
 
 
 def _write(folder: Path, case: str, seen: dict[str, Any]) -> None:
@@ -170,16 +179,17 @@ def run_cases(folder: Path, cases: Iterable[str]) -> None:
     """Runs cases one after the other, all with this launch's number of ranks.
 
     Args:
-        folder: Where checkpoints are and go, and results.
+        folder: Where configurations are (`write_configs`), and where checkpoints and results go.
         cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, `SOURCE>LAYOUT+` loads and saves again.
     """
     install_cpu_device()
-    with process_groups(load_config(TINY).model, read_launch(), detect_platform()):
+    with process_groups(config_of("single", folder).model, read_launch(), detect_platform()):
         for case in cases:
             *source, layout = case.removesuffix("+").split(">")
+            config = config_of(layout, folder)
             parallel_state.destroy_model_parallel()
-            lay_out_ranks(config_of(layout).model)
+            lay_out_ranks(config.model)
             if source:
-                load_in(layout, source[0], folder, again=case.endswith("+"))
+                load_in(config, source[0], folder, f"{source[0]}.{layout}", again=case.endswith("+"))
             else:
-                save_in(layout, folder)
+                save_in(config, folder, layout)
