@@ -37,7 +37,8 @@ def publish(
 ) -> Path:
     """Writes a checkpoint of two small files as the application does; returns its directory."""
     destination = Destination(directory=directory, step=step, retention=retention)
-    destination.begin()
+    destination.clear()
+    destination.unfinished.mkdir()
     (destination.unfinished / "__0_0.distcp").write_bytes(b"tensors of step %d" % step * 10)
     (destination.unfinished / "metadata.json").write_text("{}")
     files = hash_files(destination.unfinished, ["__0_0.distcp", "metadata.json"])

@@ -57,7 +57,8 @@ def test_nothing_goes_before_the_new_checkpoint_is_complete(tmp_path, monkeypatc
     publish(tmp_path, 10)
     keep_one = Retention(keep_last=1, keep_every=None)
     destination = Destination(directory=tmp_path, step=20, retention=keep_one)
-    destination.begin()
+    destination.clear()
+    destination.unfinished.mkdir()
     assert steps(tmp_path) == [10]
 
     def full(*_):
@@ -92,10 +93,8 @@ def test_the_next_save_removes_what_killed_saves_have_left_and_nothing_else(tmp_
     mine = tmp_path / "notes.txt"
     mine.write_text("keep")
     (tmp_path / "step_00000040").mkdir()
-    Destination(directory=tmp_path, step=20, retention=KEEP_ALL).begin()
-    assert list((tmp_path / ".step_00000020.unfinished").iterdir()) == []
+    Destination(directory=tmp_path, step=20, retention=KEEP_ALL).clear()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".step_00000020.unfinished",
         "latest",
         "notes.txt",
         "step_00000010",

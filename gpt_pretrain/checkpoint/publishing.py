@@ -52,8 +52,8 @@ class Destination:
         """Where it is written, until it is complete."""
         return self.directory / f".{self.path.name}{_UNFINISHED}"
 
-    def begin(self) -> None:
-        """Makes the empty directory that is written into, and removes what killed saves have left.
+    def clear(self) -> None:
+        """Makes the run's directory of checkpoints, and removes what killed saves have left in it.
 
         Raises:
             OSError: It cannot be made.
@@ -62,7 +62,6 @@ class Destination:
         for suffix in (_UNFINISHED, _REMOVED):
             for left in self.directory.glob(f".step_*{suffix}"):
                 shutil.rmtree(left, ignore_errors=True)
-        self.unfinished.mkdir()
 
     def publish(self) -> None:
         """Gives the complete checkpoint its name, makes `latest` name it, and removes those that it supersedes.

@@ -87,6 +87,7 @@ class CheckpointSaver:
         }
         self._buffer = HostBuffer()
         self._running: _Running | None = None
+        self._waited_s = 0.0
         # Two threads must not talk over one group: the writers' own, and the loop's for asking whether they are done.
         several = torch.distributed.get_world_size() > 1
         self._writers = torch.distributed.new_group(backend="gloo") if several else None
@@ -115,20 +116,22 @@ class CheckpointSaver:
     def save(self, progress: Progress) -> list[SaveOutcome]:
         """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
 
+        The save before it must have been waited for (`wait`).
+
         Args:
             progress: How far the run is.
 
         Returns:
-            What ended meanwhile: an earlier save that was still being written, and this one if it was refused, or if
-            `checkpoint.async_save` is off.
+            What came of it, if it has ended: it was refused, or `checkpoint.async_save` is off.
         """
-        began = time.monotonic()
-        ended = self.wait()
+        assert self._running is None, "one save at a time"
+        began = time.monotonic() - self._waited_s
+        self._waited_s = 0.0
         share = self._plan(progress)
         problem = self._begin(progress, share)
         if problem is not None:
             stall_s = time.monotonic() - began
-            return [*ended, self._outcome(progress, problem=problem, num_bytes=0, stall_s=stall_s, time_s=stall_s)]
+            return [self._outcome(progress, problem=problem, num_bytes=0, stall_s=stall_s, time_s=stall_s)]
         staged = self._staged(share)
         written: Future[tuple[int, float]] = Future()
         thread = threading.Thread(
@@ -139,7 +142,7 @@ class CheckpointSaver:
             thread.join()
         stall_s = time.monotonic() - began
         self._running = _Running(progress=progress, began=began, stall_s=stall_s, written=written, thread=thread)
-        return ended if self._config.async_save else [*ended, *self.wait()]
+        return [] if self._config.async_save else self.wait()
 
     def poll(self) -> list[SaveOutcome]:
         """The save that has ended, at the same step on all ranks; call it once a step, on every rank.
@@ -166,10 +169,13 @@ class CheckpointSaver:
         running, self._running = self._running, None
         if running is None:
             return []
+        began = time.monotonic()
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
         running.thread.join()
+        # Training stands still for the next save that long already.
+        self._waited_s = time.monotonic() - began
         problem, num_bytes, ended = None, 0, time.monotonic()
         try:
             num_bytes, ended = running.written.result()
@@ -201,16 +207,18 @@ class CheckpointSaver:
 
         def begin() -> str | None:
             try:
-                self._destination(progress).begin()
+                destination = self._destination(progress)
+                destination.clear()
                 free = shutil.disk_usage(self.directory).free
+                if free < needed:
+                    return (
+                        f"{self.directory} has {free:,} bytes free, and the checkpoint needs {needed:,}; make room, or "
+                        "keep fewer checkpoints (checkpoint.keep_last)"
+                    )
+                destination.unfinished.mkdir()
             except OSError as error:
                 return f"{error.filename or self.directory}: {error.strerror or error}"
-            if free >= needed:
-                return None
-            return (
-                f"{self.directory} has {free:,} bytes free, and the checkpoint needs {needed:,}; make room, or keep "
-                "fewer checkpoints (checkpoint.keep_last)"
-            )
+            return None
 
         return on_rank_zero(begin)
 

@@ -66,7 +66,7 @@ def write_checkpoint(
     """Writes this rank's files, and with the other ranks completes the checkpoint; every rank calls it.
 
     Args:
-        destination: Where to; the directory to write into is made (`Destination.begin`), and all ranks see it.
+        destination: Where to; `destination.unfinished` is there, empty, and all ranks see it.
         share: What this rank writes, in host memory; or why it cannot.
         manifest: Everything but the files.
         group: Of all ranks, for CPU tensors, which nothing else uses meanwhile; None for a single rank.

@@ -228,6 +228,8 @@ class Trainer:
             self._meter.paused(),
             self.trainable.model.gathered_parameters(),
         ):
+            # An earlier save that has failed ends the run before the next one begins.
+            self._settle(self._saver.wait())
             outcomes = self._saver.save(self.progress)
         self._settle(outcomes)
 
