@@ -75,10 +75,17 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._hang_timeout_s is None:
             return self
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened now: a full or lost disk must not keep a hung run from ending. An earlier start's traces stay.
-        self._file: TextIO = self._path.open("a", encoding="utf-8")
         self._peers = Peers(self._launch)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Opened now, for faulthandler's timer opens nothing. An earlier start's traces stay.
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            problem = f"{self._path}: {error.strerror or error}; the watchdog writes stack traces there"
+            self._peers.leave(problem)
+            raise UserError(
+                f"{problem}. Make run_dir writable on every node, or use trainer.hang_timeout=null"
+            ) from error
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -156,15 +163,19 @@ class Watchdog:
     def _end(self, why: str) -> None:
         """Ends this process, and says to the others why they must end."""
         self._ending.set()
-        self._peers.end_run(why)
-        faulthandler.cancel_dump_traceback_later()
-        header = self._header(why)
-        # Straight to the descriptors: the thread that hangs may hold the lock of sys.stderr.
-        for descriptor in (self._file.fileno(), 2):
-            os.write(descriptor, header.encode())
-            faulthandler.dump_traceback(file=descriptor, all_threads=True)
-        time.sleep(GRACE_S)
-        os._exit(EXIT_CODE)
+        try:
+            self._peers.end_run(why)
+            faulthandler.cancel_dump_traceback_later()
+            header = self._header(why).encode()
+            # Straight to the descriptors: the thread that hangs may hold the lock of sys.stderr.
+            for descriptor in (self._file.fileno(), 2):
+                # A full disk or a terminal that is gone: the other one may do.
+                with suppress(OSError):
+                    os.write(descriptor, header)
+                    faulthandler.dump_traceback(file=descriptor, all_threads=True)
+            time.sleep(GRACE_S)
+        finally:
+            os._exit(EXIT_CODE)
 
     def _header(self, why: str) -> str:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
