@@ -11,8 +11,9 @@ from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, plan_remedies, ran_out_of_memory
 from gpt_pretrain.plan.world import planned_launch
 from gpt_pretrain.training import trainer
+from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
-from tests.runs import small_run_arguments
+from tests.runs import SMALL_GPU_RUN, small_run_arguments
 
 ON_EIGHT = ("model=llama3_8b", "model.global_batch_size=16", "model.micro_batch_size=2", "plan.num_gpus=8")
 
@@ -41,6 +42,18 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_forecast_and_the_keys(tmp_p
     told = error[error.index("what would help, by the forecast, the most helpful first (each alone):") :]
     assert "model.micro_batch_size=1 " in told
     assert "model.activations_checkpoint_granularity=full" in told
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_has_no_more_memory_ends_the_run_likewise(tmp_path):
+    huge = ["data=mock", "model.micro_batch_size=131072", "model.global_batch_size=131072", "trainer.max_steps=2"]
+    arguments = small_run_arguments(tmp_path / "run", tmp_path, [*SMALL_GPU_RUN, *huge])
+    done = run_ranks(1, arguments, env=gpu_environment(1))
+
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "error: out of memory on rank 0 (NVIDIA" in done.stderr
+    assert "of the GPU's " in done.stderr
+    assert "model.micro_batch_size=1 " in done.stderr
 
 
 @pytest.mark.parametrize(
