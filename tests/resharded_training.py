@@ -4,6 +4,7 @@ A run takes `STEPS` steps, saves, and takes as many more; runs in other layouts 
 Each rank writes what it saw as JSON, under the name of the case.
 """
 
+import io
 import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.save import save_checkpoint
@@ -193,3 +196,19 @@ def run_cases(folder: Path, cases: Iterable[str]) -> None:
                 load_in(config, source[0], folder, f"{source[0]}.{layout}", again=case.endswith("+"))
             else:
                 save_in(config, folder, layout)
+
+
+def saved_state(path: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, put together from their pieces, and what layers keep as objects."""
+    reader = FileSystemReader(path)
+    metadata = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else io.BytesIO()
+        for key, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata) or "_extra_state" in key
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    # megatron-core puts each object into a list.
+    return {key: value[0] if isinstance(value, list) else value for key, value in state.items()}

@@ -3,7 +3,6 @@
 Compared with the saving run, which went on itself: a state that was lost on the way would show in its next losses.
 """
 
-import io
 import json
 import os
 from itertools import product
@@ -11,11 +10,9 @@ from itertools import product
 import pytest
 import torch
 from filelock import FileLock
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.launching import run_ranks
-from tests.resharded_training import LAYOUTS, OTHERS, STEPS, run_cases, write_configs
+from tests.resharded_training import LAYOUTS, OTHERS, STEPS, run_cases, saved_state, write_configs
 
 # All launches are in the first test's fixture.
 pytestmark = pytest.mark.timeout(900)
@@ -130,22 +127,6 @@ def test_other_precisions_chunks_and_optimizers_reshard_too(source, target, _, r
         assert rank["grad_norms"] == pytest.approx(uncut[0]["grad_norms"], abs=max(1e-4, later))
 
 
-def everything(path):
-    """All tensors of a checkpoint, put together from their pieces, and what layers keep as objects."""
-    reader = FileSystemReader(path)
-    metadata = reader.read_metadata().state_dict_metadata
-    state = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else io.BytesIO()
-        for key, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata) or "_extra_state" in key
-    }
-    load(state, storage_reader=reader, no_dist=True)
-    # megatron-core puts each object into a list.
-    return {key: value[0] if isinstance(value, list) else value for key, value in state.items()}
-
-
 SAVED_AGAIN = [("tp2_pp2", "dp2"), *((source, target) for source, target, again in OTHER_PAIRS if again)]
 
 
@@ -154,7 +135,7 @@ SAVED_AGAIN = [("tp2_pp2", "dp2"), *((source, target) for source, target, again 
 )
 def test_every_tensor_comes_through_another_layout_unchanged(source, target, results):
     step = f"step_{STEPS:08d}"
-    before, after = everything(results / source / step), everything(results / f"{source}.{target}.again" / step)
+    before, after = saved_state(results / source / step), saved_state(results / f"{source}.{target}.again" / step)
     moments = ["momentum_buffer"] if "sgd" in source else ["exp_avg", "exp_avg_sq"]
     masters = ["fp32_param"] if "bf16" in source else []
     scales = {key for key in before if "_extra_state" in key}
