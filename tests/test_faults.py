@@ -22,7 +22,7 @@ from tests.runs import small_run_arguments
 
 SAVE_INTERVAL = 4
 # More than a killed life gets done, so that all kills find a run to hit.
-STEPS_PER_KILL = 12
+STEPS_PER_KILL = 8
 # Files and directories that a save of rank 0 makes, renames and removes; the others write their tensors.
 OPERATIONS = (11, 1)
 # Of the directory that a save is written into, or of one that is on its way out.
