@@ -14,8 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_state import sharded_optimizer_state
 
-# Optimizer states by their place in the model's tensors, so that any layout can read them; it takes 12 bytes of host
-# memory per parameter on every rank while a distributed optimizer is loaded.
+# What a checkpoint tells megatron-core's readers: optimizer states lie where the model's tensors do.
 METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 RANDOM_STATES = "random_states"

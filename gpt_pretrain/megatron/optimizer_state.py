@@ -3,7 +3,8 @@
 megatron-core 0.19 writes another form from each of its optimizers: plain, with masters, distributed. Here all of them
 say the same: the tensors that belong to a parameter lie under `optimizer.state.KIND.PARAMETER` in the parameter's own
 shape, with KIND exp_avg and exp_avg_sq (Adam), momentum_buffer (SGD) and fp32_param (masters, where parameters are
-BF16), and the steps taken are one number. Whatever else an optimizer holds, the configuration says.
+BF16), and the steps taken are one number. Whatever else an optimizer holds, the configuration says. Of a distributed
+optimizer each rank writes and reads what it holds itself, in place (`optimizer_shards`).
 """
 
 from collections.abc import Iterator
@@ -20,8 +21,6 @@ from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_shards import own_shards
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-# The distributed optimizer's name of masters, which are the parameters themselves in fp32, and the plain one's.
-_DISTRIBUTED_MASTER, _MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
 def sharded_optimizer_state(
@@ -33,7 +32,7 @@ def sharded_optimizer_state(
         optimizer: megatron-core's; one that has not taken a step yet gets its states first.
         model_state: The sharded state of the model's chunks, which the tensors are named and placed by.
         metadata: megatron-core's choice of formats.
-        is_loading: Whether the tensors are to be read into.
+        is_loading: Whether the tensors are to be read into; megatron-core's plain optimizers ask.
 
     Returns:
         "step": steps taken; "tensors": what belongs to parameters; "parts": what stays on this rank, for
@@ -44,14 +43,14 @@ def sharded_optimizer_state(
     nested = []
     for part in parts:
         _allocate_states(part)
-        if isinstance(part, DistributedOptimizer) and not is_loading:
-            tensors |= {str(len(tensors) + index): shard for index, shard in enumerate(own_shards(part, model_state))}
-            continue
-        state = part.sharded_state_dict(dict(model_state), is_loading=is_loading, metadata=dict(metadata))
         if isinstance(part, DistributedOptimizer):
-            _name_masters(part, state["param_state"])
-        dict_list_map_inplace(partial(_take_tensor, tensors), state)
-        nested.append(state)
+            state = {str(len(tensors) + index): shard for index, shard in enumerate(own_shards(part, model_state))}
+            tensors |= state
+            nested.append({name: shard.data for name, shard in state.items()})
+        else:
+            state = part.sharded_state_dict(dict(model_state), is_loading=is_loading, metadata=dict(metadata))
+            dict_list_map_inplace(partial(_take_tensor, tensors), state)
+            nested.append(state)
     return {
         "step": max((_steps_taken(part.optimizer) for part in parts), default=0),
         "tensors": tensors,
@@ -67,15 +66,14 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     """
     step = state["step"]
     for part, nested in zip(_parts(optimizer), state["parts"], strict=True):
-        dict_list_map_inplace(partial(_put_tensor, state["tensors"]), nested)
-        inner = nested.get("optimizer", nested)
         if isinstance(part, DistributedOptimizer):
-            part._set_main_param_and_optimizer_states = partial(
-                _set_what_was_loaded, DistributedOptimizer._set_main_param_and_optimizer_states, part
-            )
-        elif isinstance(part.optimizer, _ADAM):
-            inner["state"]["common_step"] = torch.tensor(float(step))
-        part.load_state_dict(nested)
+            for name, own in nested.items():
+                own.copy_(state["tensors"][name])
+        else:
+            dict_list_map_inplace(partial(_put_tensor, state["tensors"]), nested)
+            if isinstance(part.optimizer, _ADAM):
+                nested.get("optimizer", nested)["state"]["common_step"] = torch.tensor(float(step))
+            part.load_state_dict(nested)
         if isinstance(part.optimizer, _ADAM):
             # megatron-core hands one step tensor to all parameters, and each of them would count it up.
             for parameter, moments in part.optimizer.state.items():
@@ -153,14 +151,6 @@ def _steps_taken(inner: torch.optim.Optimizer) -> int:
     return next((int(state["step"]) for state in inner.state.values() if "step" in state), 0)
 
 
-def _name_masters(part: DistributedOptimizer, param_state: dict[int, dict[str, Any]]) -> None:
-    for tensors in param_state.values():
-        if part.config.bf16:
-            tensors["param"].key = tensors["param"].key.replace(_DISTRIBUTED_MASTER, _MASTER, 1)
-        else:
-            del tensors["param"]
-
-
 class _Place(str):
     """Where a tensor was taken from, by its name among the tensors."""
 
@@ -179,10 +169,3 @@ def _take_tensor(tensors: dict[str, Any], leaf: Any) -> Any:
 
 def _put_tensor(tensors: dict[str, torch.Tensor], leaf: Any) -> Any:
     return tensors[str(leaf)] if isinstance(leaf, _Place) else leaf
-
-
-def _set_what_was_loaded(
-    put: Any, part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]
-) -> None:
-    """megatron-core asks for everything that it holds; what it does not find as a tensor it leaves as it is."""
-    put(part, parameter, {"step": None, "param": None, **tensors})
