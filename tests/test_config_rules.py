@@ -446,6 +446,18 @@ RULES = {
         "trainer.max_time='10:00:00' is not DD:HH:MM:SS",
         ["trainer.max_time='00:10:00:00'"],
     ),
+    "no step may be skipped": (
+        ["trainer.max_skipped_steps=0"],
+        1,
+        "trainer.max_skipped_steps=0 is too small; use 1 or more",
+        ["trainer.max_skipped_steps=1"],
+    ),
+    "spikes everywhere": (
+        ["trainer.spike_threshold=0.5"],
+        1,
+        "trainer.spike_threshold=0.5 is too small; use 1 or more",
+        ["trainer.spike_threshold=null"],
+    ),
     "no time": (["trainer.max_time='00:00:00:00'"], 1, "trainer.max_time='00:00:00:00' leaves no time to train", []),
     "deterministic with a fusion that is not": (
         ["trainer.deterministic=true", "model.cross_entropy_loss_fusion=true"],
