@@ -10,9 +10,17 @@ from itertools import product
 import pytest
 import torch
 from filelock import FileLock
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
+from gpt_pretrain.checkpoint.load import load_weights
+from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from tests.emulated_training import build_training_of
 from tests.launching import run_ranks
-from tests.resharded_training import LAYOUTS, OTHERS, STEPS, run_cases, saved_state, write_configs
+from tests.resharded_training import LAYOUTS, OTHERS, STEPS, config_of, run_cases, saved_state, write_configs
 
 # All launches are in the first test's fixture.
 pytestmark = pytest.mark.timeout(900)
@@ -148,6 +156,28 @@ def test_every_tensor_comes_through_another_layout_unchanged(source, target, res
         len(scales) if "delayed" in source else 0
     )
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("source", "target"), [("tp2_pp2", "single"), ("dp2.bf16", "single.bf16")])
+def test_weights_alone_come_from_any_layout(source, target, results):
+    path = results / source / f"step_{STEPS:08d}"
+    config = config_of(target, results)
+    with process_groups(config.model, read_launch({}), detect_platform()):
+        training = build_training_of(config)
+        checkpoint = verify_checkpoint(path)
+        restored = load_weights(checkpoint, training.trainable, config, checkpoint.manifest.data)
+        chunk = training.chunks[0]
+        # By the checkpoint's names, layers in front.
+        weights = {
+            entry.key: entry.data for entry in nested_values(chunk.sharded_state_dict()) if "extra" not in entry.key
+        }
+    assert restored.progress == Progress(step=0, consumed_samples=0)
+    saved = saved_state(path)
+    assert weights["decoder.final_layernorm.weight"].equal(saved["decoder.final_layernorm.weight"])
+    last = {key: value for key, value in weights.items() if key.startswith("decoder.layers.") and "fc1" not in key}
+    assert len(last) == 4, "norm, QKV, projection and second linear layer"
+    for key, value in last.items():
+        assert value.equal(saved[key][-1]), key
 
 
 def test_another_layout_is_said_and_a_distributed_optimizer_alone_is_none(results):
