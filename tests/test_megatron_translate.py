@@ -358,6 +358,9 @@ ELSEWHERE = {
         "trainer.limit_val_batches",
         "trainer.validate_at_start",
         "trainer.gc_interval",
+        "trainer.max_skipped_steps",
+        "trainer.spike_threshold",
+        "trainer.hang_timeout",
     ),
 }
 
