@@ -35,13 +35,20 @@ from gpt_pretrain.config.environment import quiet_libraries, set_environment
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import read_job
-from gpt_pretrain.config.messages import print_error, print_error_after_rank_zero, print_job, print_sweep_result
+from gpt_pretrain.config.messages import (
+    INTERRUPTED,
+    USER_ERROR,
+    print_error,
+    print_error_after_rank_zero,
+    print_job,
+    print_sweep_result,
+)
 from gpt_pretrain.config.run_dir import check_run_dir
 from gpt_pretrain.config.run_lock import check_run_lock
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.signals import ended_by_signals
 
-CRASH, USER_ERROR, INTERRUPTED = 1, 2, 130
+CRASH = 1
 
 
 def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:

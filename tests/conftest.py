@@ -43,6 +43,21 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    """Where the runs of a test file keep their corpus and its index."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def parent():
+    """The process that the runs of a test file are forked from."""
+    from tests.forked_runs import run_parent
+
+    with run_parent() as opened:
+        yield opened
+
+
 @pytest.fixture
 def compose_config() -> Callable[..., Config]:
     """Composes a configuration from overrides, as the command line does."""

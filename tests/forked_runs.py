@@ -113,6 +113,14 @@ class RunParent:
             pids.append(self.ask(order))
         return Run(self, pids, outputs, store)
 
+    def run(self, *args: Any, **kwargs: Any) -> tuple[list[int], str]:
+        """Exit codes of all ranks of a run that is started so, and what they printed."""
+        started = self.start(*args, **kwargs)
+        try:
+            return started.wait(120), started.text()
+        finally:
+            started.kill()
+
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()

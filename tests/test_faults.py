@@ -17,7 +17,6 @@ import torch
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint
 from gpt_pretrain.checkpoint.tensors import CheckpointTensors
 from gpt_pretrain.report.metrics_file import load_metrics
-from tests.forked_runs import run_parent
 from tests.runs import small_run_arguments
 
 SAVE_INTERVAL = 4
@@ -38,17 +37,6 @@ TINY = (
     f"checkpoint.save_interval={SAVE_INTERVAL}",
     "checkpoint.keep_last=2",
 )
-
-
-@pytest.fixture(scope="module")
-def parent():
-    with run_parent() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 def curve(run_dir):

@@ -16,11 +16,6 @@ ONE_STEP = (
 )
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "overrides", "share"),
     [

@@ -33,11 +33,6 @@ LAYERS = [
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def observed_on_two_ranks(cache_dir, tmp_path_factory):
     """Every step of a run with tensor parallelism; it also prepares the corpus that all runs read."""
     layout = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")

@@ -36,11 +36,6 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def run(tmp_path, cache_dir, overrides, program=("-m", "gpt_pretrain"), env=None):
     arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL_GPU_RUN, *overrides])
     assert arguments[:2] == ["-m", "gpt_pretrain"]

@@ -15,11 +15,6 @@ pytestmark = pytest.mark.gpu
 NUM_STEPS, TOKENS, WIDTH, OUTPUTS = 4, 256, 512, 768
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def world():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -15,11 +15,6 @@ STORED = "model.fp8_params=true"
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory, cache_dir):
     """Losses of one GPU with a recipe."""
 

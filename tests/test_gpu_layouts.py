@@ -10,11 +10,6 @@ SHORT = (*SMALL_GPU_RUN, "trainer.max_steps=10")
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory, cache_dir):
     return run_small(1, tmp_path_factory.mktemp("one") / "run", cache_dir, SHORT, on_gpus=True)
 

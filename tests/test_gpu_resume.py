@@ -21,11 +21,6 @@ DETERMINISTIC = (
 DISTRIBUTED = "model.use_distributed_optimizer=true"
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def curve(metrics):
     return [(record.step, record.loss, record.grad_norm) for record in metrics.train]
 

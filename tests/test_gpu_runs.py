@@ -23,11 +23,6 @@ DETERMINISTIC = (
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def te_run(tmp_path_factory, cache_dir):
     """What a run with every choice left to the machine printed and logged."""
     run_dir = tmp_path_factory.mktemp("te") / "run"

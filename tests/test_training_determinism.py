@@ -9,7 +9,6 @@ import torch
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.tensors import CheckpointTensors
 from gpt_pretrain.report.metrics_file import load_metrics
-from tests.forked_runs import run_parent
 from tests.runs import small_run_arguments
 
 SMALL = (
@@ -22,17 +21,6 @@ SMALL = (
     # Random numbers in every step.
     "model.hidden_dropout=0.1",
 )
-
-
-@pytest.fixture(scope="module")
-def parent():
-    with run_parent() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 def sha256(run_dir):

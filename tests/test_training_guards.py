@@ -15,7 +15,6 @@ from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import LossSpikeRecord, SkippedStepRecord
 from gpt_pretrain.training.guards import NotFiniteError, StepGuard
 from tests.emulated_training import emulate, emulated_training
-from tests.forked_runs import run_parent
 from tests.runs import small_run_arguments
 
 
@@ -191,26 +190,11 @@ SMALL = (
 FC2 = "decoder.layers.1.mlp.linear_fc2"
 
 
-@pytest.fixture(scope="module")
-def parent():
-    with run_parent() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def run(parent, tmp_path, cache_dir):
     def run_faulty(*overrides, num_ranks=1, faults=()):
         arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL, *overrides])
-        started = parent.start(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=dict(faults))
-        try:
-            return started.wait(120), started.text()
-        finally:
-            started.kill()
+        return parent.run(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=dict(faults))
 
     return run_faulty
 

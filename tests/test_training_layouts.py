@@ -9,11 +9,6 @@ SAMPLE = ("sample.max_new_tokens=12", "sample.prompt='def '", "checkpoint.save_a
 
 
 @pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache_dir):
     return run_small(1, tmp_path_factory.mktemp("one") / "run", cache_dir, SAMPLE)
 

@@ -18,11 +18,6 @@ SHORT = (
 )
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def curve(metrics):
     return [(record.step, record.loss, record.grad_norm, record.lr) for record in metrics.train]
 

@@ -9,7 +9,6 @@ import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.watchdog import EXIT_CODE
-from tests.forked_runs import run_parent
 from tests.runs import small_run_arguments
 
 SIGKILL = -9
@@ -23,17 +22,6 @@ TINY = (
 )
 # From here on a step has 2 s.
 LEARNT = 30
-
-
-@pytest.fixture(scope="module")
-def parent():
-    with run_parent() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture

@@ -21,10 +21,9 @@ from gpt_pretrain.checkpoint.directory import complete_checkpoints
 from gpt_pretrain.checkpoint.listing import find_directory, list_checkpoints, unfinished_saves
 from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from gpt_pretrain.config.errors import ConfigError, UserError
-from gpt_pretrain.config.messages import print_error
+from gpt_pretrain.config.messages import exit_code
 from gpt_pretrain.config.numbers import format_bytes
 
-USER_ERROR, INTERRUPTED = 2, 130
 _WIDTH_OF_A_PIPE = 200
 
 
@@ -94,14 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows `python -m gpt_pretrain.checkpoint`; `sys.argv` when not given.
     """
     chosen = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    try:
-        chosen.function(chosen.path)
-    except UserError as error:
-        print_error(error)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+    return exit_code(lambda: chosen.function(chosen.path))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from gpt_pretrain.config.environment import quiet_libraries
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.help import Program, print_command_help
 from gpt_pretrain.config.keys import did_you_mean, nearest_name, section_keys
-from gpt_pretrain.config.messages import print_error
+from gpt_pretrain.config.messages import exit_code
 from gpt_pretrain.config.typed import read_value
 
-USER_ERROR, INTERRUPTED = 2, 130
 _HELP = ("-h", "--help")
 
 
@@ -81,14 +80,11 @@ def run_command[Arguments](
         arguments: What follows the command's name.
         program: What `--help` says of it.
     """
-    try:
+
+    def read_and_run() -> None:
         given = read_arguments(kind, arguments, program)
         if given is not None:
             quiet_libraries()
             command(given)
-    except UserError as error:
-        print_error(error)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+
+    return exit_code(read_and_run)

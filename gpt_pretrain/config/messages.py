@@ -2,11 +2,12 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.launch import Launch
 
+USER_ERROR, INTERRUPTED = 2, 130
 # Longer than a launcher needs to end the other ranks once rank 0 has told the error and left.
 RANK_ZERO_FIRST_S = 3.0
 
@@ -17,6 +18,18 @@ def print_error(error: UserError | RunError, who: str = "") -> None:
     for problem in problems:
         sys.stderr.write(f"error{who}: " + problem.replace("\n", "\n       ") + "\n")
     sys.stderr.flush()
+
+
+def exit_code(command: Callable[[], None]) -> int:
+    """Runs a command of a single process: 0, 2 with `error: …` for what a user can mend, 130 after Ctrl-C."""
+    try:
+        command()
+    except UserError as error:
+        print_error(error)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
 
 
 def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:

@@ -18,16 +18,14 @@ if __name__ == "__main__" and Path(sys.path[0] or os.curdir).resolve() == Path(_
 
 from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
 from gpt_pretrain.config.environment import quiet_libraries
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.gate import Job
 from gpt_pretrain.config.help import PLAN
-from gpt_pretrain.config.messages import print_error, print_job
+from gpt_pretrain.config.messages import exit_code, print_job
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch, planned_world_problems
-
-USER_ERROR, INTERRUPTED = 2, 130
 
 
 def rules(config: Config) -> list[str]:
@@ -73,19 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What follows `python -m gpt_pretrain.plan`; `sys.argv` when not given.
     """
-    try:
+
+    def read_and_plan() -> None:
         request: Request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
         jobs = check_request(request, NO_LAUNCHER, rules)
         if request.runs:
             plan_jobs(jobs)
         else:
             show_help(request, PLAN) if request.options.help else run_hydra(request, lambda _: None)
-    except UserError as error:
-        print_error(error)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+
+    return exit_code(read_and_plan)
 
 
 if __name__ == "__main__":
