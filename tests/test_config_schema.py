@@ -6,6 +6,7 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import (
     ALIASES,
@@ -18,7 +19,6 @@ from gpt_pretrain.config.keys import (
     unknown_key,
 )
 from gpt_pretrain.config.load import config_to_yaml, load_config, load_saved_config
-from gpt_pretrain.config.schema import Activation, Normalization, PositionEmbedding, TokenizerLibrary
 from gpt_pretrain.config.source import Source, build_loader, compose, list_groups, list_options, open_repository
 
 # Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, one decimal).

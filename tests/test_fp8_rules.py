@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.__main__ import main
+from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
-from gpt_pretrain.config.schema import Activation
 from tests.launching import REPOSITORY
 
 DELAYED, TENSORWISE, BLOCKWISE, MXFP8 = "fp8=delayed", "fp8=tensorwise", "fp8=blockwise", "fp8=mxfp8"

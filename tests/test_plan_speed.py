@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from gpt_pretrain.config.choices import Fp8RecipeName, PlanGpu
 from gpt_pretrain.config.gemms import Gemm, linears
 from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.schema import Fp8RecipeName, PlanGpu
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
 from gpt_pretrain.plan.kernels import Machine
 from tests.planning import plan_of

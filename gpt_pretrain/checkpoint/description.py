@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
     kv_channels,
@@ -12,7 +13,7 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
     uses_distributed_optimizer,
 )
-from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.config.typed import written
 
 # What decides which tensors there are and what shape they have, and what they mean.

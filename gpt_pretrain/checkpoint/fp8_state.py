@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.checkpoint.differences import differences
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.config.typed import written
 
 # Where Transformer Engine's layers keep this state, and emulated ones as well.

@@ -2,8 +2,9 @@
 
 import re
 
+from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.schema import Activation, Config, ModelConfig, OptimConfig, TrainerConfig
+from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
 
 
 def model_parallel_size(model: ModelConfig) -> int:

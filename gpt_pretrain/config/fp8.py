@@ -7,7 +7,8 @@ Everything that acts on FP8 (the rules, the translation to megatron-core, the pl
 import fnmatch
 from dataclasses import dataclass
 
-from gpt_pretrain.config.schema import AmaxComputeAlgo, Fp8RecipeName, ModelConfig
+from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
+from gpt_pretrain.config.schema import ModelConfig
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}

@@ -7,9 +7,10 @@ compares it with what the live modules did.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.schema import Activation, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 
 # The linear layers of a transformer layer, in the order of the forward pass, by megatron-core's names.
 QKV, PROJ, FC1, FC2 = (

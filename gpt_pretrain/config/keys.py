@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 
-from gpt_pretrain.config import schema
+from gpt_pretrain.config import choices, schema
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
@@ -129,7 +129,7 @@ UNSUPPORTED = {
 
 # Values of other codes where the key has none such: what to do instead.
 UNSUPPORTED_VALUES = {
-    **{("model.fp8", recipe): f"use fp8={recipe}" for recipe in schema.Fp8RecipeName.__members__},
+    **{("model.fp8", recipe): f"use fp8={recipe}" for recipe in choices.Fp8RecipeName.__members__},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
     ("model.fp8", "e5m2"): "no library multiplies E5M2 in the forward pass; use model.fp8=true model.fp8_hybrid=true",

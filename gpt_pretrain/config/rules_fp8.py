@@ -8,17 +8,11 @@ megatron-core 0.19.2 and Transformer Engine (TE) 2.12.
 import fnmatch
 from collections.abc import Iterator
 
+from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, Precision, RecomputeGranularity
 from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, emulation, fp8_settings
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.config.schema import (
-    Config,
-    Fp8RecipeName,
-    ModelConfig,
-    OptimizerName,
-    Precision,
-    RecomputeGranularity,
-)
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import show
 
 # Why the keys of delayed scaling mean nothing elsewhere.

@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpt_pretrain.config.choices import Activation, Fp8RecipeName
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear, linears
 from gpt_pretrain.config.numbers import multiples_near, one_of
-from gpt_pretrain.config.schema import Activation, Fp8RecipeName, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 
 # Layers whose input each rank casts before it is gathered along the sequence.
 _COLUMN_PARALLEL = (QKV, FC1)

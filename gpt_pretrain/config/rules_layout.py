@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
     kv_channels,
@@ -16,7 +17,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
-from gpt_pretrain.config.schema import ModelConfig, PositionEmbedding
+from gpt_pretrain.config.schema import ModelConfig
 
 # How many values on either side of a wrong one are tried for a legal one.
 _REACH = 256

@@ -5,6 +5,7 @@ Each rule yields one message: the keys and values in conflict, the rule, and the
 
 from collections.abc import Iterator
 
+from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import (
     model_parallel_size,
     num_microbatches,
@@ -15,13 +16,7 @@ from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.rules_fp8 import fp8_problems
 from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
 from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
-from gpt_pretrain.config.schema import (
-    Activation,
-    Config,
-    ModelConfig,
-    PositionEmbedding,
-    RecomputeGranularity,
-)
+from gpt_pretrain.config.schema import Config, ModelConfig
 
 COUNTS = (
     "num_layers",

@@ -10,21 +10,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from gpt_pretrain.config.choices import DataImpl, OptimizerName, ScheduleName, TokenizerLibrary
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DataImpl,
-    OptimizerName,
-    ScheduleName,
-    TokenizerConfig,
-    TokenizerLibrary,
-    TrainerConfig,
-)
+from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, TokenizerConfig, TrainerConfig
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257

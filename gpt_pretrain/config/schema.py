@@ -10,127 +10,25 @@ resolved by pure functions (`gpt_pretrain.config.derived`, `gpt_pretrain.megatro
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-
-class Normalization(Enum):
-    """Normalisation layer; the values are megatron-core's names."""
-
-    layernorm = "LayerNorm"
-    rmsnorm = "RMSNorm"
-
-
-class Activation(Enum):
-    """MLP activation. `gelu` is the exact (erf) form, `gelu_tanh` GPT-2's tanh approximation, `swiglu` gated SiLU."""
-
-    gelu = "gelu"
-    gelu_tanh = "gelu_tanh"
-    swiglu = "swiglu"
-
-
-class PositionEmbedding(Enum):
-    """How positions reach the model: a learned table added to the embeddings, or rotary embeddings."""
-
-    learned_absolute = "learned_absolute"
-    rope = "rope"
-
-
-class RecomputeGranularity(Enum):
-    """What is recomputed in the backward pass instead of kept: core attention alone, or whole layers."""
-
-    selective = "selective"
-    full = "full"
-
-
-class RecomputeMethod(Enum):
-    """With `full`: checkpoint every n layers (`uniform`), or the first n layers of each stage (`block`)."""
-
-    uniform = "uniform"
-    block = "block"
-
-
-class Precision(Enum):
-    """Parameter and activation type. `auto` is bf16 on a GPU and fp32 without one; the header says which."""
-
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Fp8RecipeName(Enum):
-    """Where the scales of FP8 tensors come from; the names are megatron-core's.
-
-    `delayed`: one per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.
-    `blockwise`: one per 1×128 values of activations and gradients and per 128×128 of weights, powers of two.
-    `mxfp8`: one per 32 values, powers of two; Blackwell's hardware.
-    """
-
-    delayed = "delayed"
-    tensorwise = "tensorwise"
-    blockwise = "blockwise"
-    mxfp8 = "mxfp8"
-
-
-class AmaxComputeAlgo(Enum):
-    """Which amax of the history a delayed scale is computed from."""
-
-    max = "max"
-    most_recent = "most_recent"
-
-
-# Names, which a class could not have: one of them is a word of Python's.
-OnSaveError = Enum("OnSaveError", ["stop", "continue"])
-
-
-class PlanGpu(Enum):
-    """A GPU that `python -m gpt_pretrain.plan` knows: NVIDIA H100 (SXM), H200 or B200."""
-
-    h100 = "h100"
-    h200 = "h200"
-    b200 = "b200"
-
-
-class OptimizerName(Enum):
-    """Optimizer; `adam` is decoupled (AdamW)."""
-
-    adam = "adam"
-    sgd = "sgd"
-
-
-class ScheduleName(Enum):
-    """Learning rate decay after the warmup; the values are megatron-core's names."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    wsd = "WSD"
-
-
-class WsdDecay(Enum):
-    """Shape of the decay phase of `wsd`."""
-
-    linear = "linear"
-    cosine = "cosine"
-    exponential = "exponential"
-    minus_sqrt = "minus_sqrt"
-
-
-class DataImpl(Enum):
-    """Where tokens come from: indexed files, the user's text, Python's standard library, or random tokens."""
-
-    mmap = "mmap"
-    text = "text"
-    stdlib = "stdlib"
-    mock = "mock"
-
-
-class TokenizerLibrary(Enum):
-    """`bpe` trains a byte-level BPE on the corpus, `file` reads a `tokenizer.json`, `none` takes token ids as given."""
-
-    bpe = "bpe"
-    file = "file"
-    none = "none"
+from gpt_pretrain.config.choices import (
+    Activation,
+    AmaxComputeAlgo,
+    DataImpl,
+    Fp8RecipeName,
+    Normalization,
+    OnSaveError,
+    OptimizerName,
+    PlanGpu,
+    PositionEmbedding,
+    Precision,
+    RecomputeGranularity,
+    RecomputeMethod,
+    ScheduleName,
+    TokenizerLibrary,
+    WsdDecay,
+)
 
 
 @dataclass(kw_only=True, slots=True)

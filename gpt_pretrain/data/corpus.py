@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.schema import Config, DataImpl, ModelConfig, TokenizerLibrary
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.blend import SplitSize, check_splits, plan_blend, split_matrix
 from gpt_pretrain.data.cache import cache_directory, file_identity, fingerprint
 from gpt_pretrain.data.check import TokenFile, check_token_file, check_token_ids, content_fingerprint

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
 from gpt_pretrain.config.fp8 import FORMAT_MAX, Fp8Settings
-from gpt_pretrain.config.schema import AmaxComputeAlgo, Fp8RecipeName
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.schema import Fp8RecipeName
 
 # Transformer Engine's classes (transformer_engine.common.recipe).
 _CLASSES = {

@@ -11,9 +11,10 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.checkpoint.fp8_state import take_extra_states
 from gpt_pretrain.checkpoint.state import METADATA
+from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.schema import Config, Precision
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.export.source import SavedModel, open_checkpoint
 from gpt_pretrain.generate.arguments import GenerateArguments
 from gpt_pretrain.megatron.model import build_gpt_chunks

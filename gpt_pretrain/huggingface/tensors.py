@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 
+from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
-from gpt_pretrain.config.schema import Activation, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.huggingface.architectures import Architecture
 
 Tensors = Sequence[torch.Tensor]

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from gpt_pretrain.config.choices import PositionEmbedding, Precision
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.schema import Config, PositionEmbedding, Precision
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import fp8_platform_problems, has_fp8, recipe_variables
 
 

@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.fp8 import Fp8Settings, emulation, fp8_settings
 from gpt_pretrain.config.install import how_to_install
-from gpt_pretrain.config.schema import Config, Fp8RecipeName
+from gpt_pretrain.config.schema import Config
 
 if TYPE_CHECKING:
     from gpt_pretrain.megatron.platform import Platform

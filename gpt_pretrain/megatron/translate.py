@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.transformer import TransformerConfig
 
+from gpt_pretrain.config.choices import Activation, OptimizerName, Precision
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
     kv_channels,
@@ -23,7 +24,7 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.schema import Activation, Config, ModelConfig, OptimizerName, Precision
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.megatron.platform import Kernels, Platform
 
 

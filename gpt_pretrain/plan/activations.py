@@ -10,10 +10,11 @@ activation function stays in BF16.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpt_pretrain.config.choices import Activation, Fp8RecipeName, Normalization
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear
-from gpt_pretrain.config.schema import Activation, Fp8RecipeName, ModelConfig, Normalization
+from gpt_pretrain.config.schema import ModelConfig
 
 # Bytes of scales per value of a tensor: fp32 per 128, one byte per 32; one for a whole tensor otherwise.
 SCALE_BYTES = {

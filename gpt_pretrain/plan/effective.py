@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from megatron.core.quantization.quant_config import RecipeConfig
 
+from gpt_pretrain.config.choices import Fp8RecipeName, Precision
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, fp8_settings
-from gpt_pretrain.config.schema import Config, Fp8RecipeName, ModelConfig, Precision
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import show
 from gpt_pretrain.megatron.platform import Kernels, Platform
 from gpt_pretrain.megatron.translate import translate_ddp, translate_optimizer, translate_transformer

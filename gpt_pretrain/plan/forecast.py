@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.gemms import fp8_flops_share
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
-from gpt_pretrain.config.schema import Config, Precision
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform import Kernels, Platform, plan_kernels
 from gpt_pretrain.plan.effective import Setting, effective_settings
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu

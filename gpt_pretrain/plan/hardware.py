@@ -8,7 +8,7 @@ architecture brief and DGX B200 data sheet. Memory is what `nvidia-smi` shows of
 
 from dataclasses import dataclass
 
-from gpt_pretrain.config.schema import Fp8RecipeName, PlanGpu
+from gpt_pretrain.config.choices import Fp8RecipeName, PlanGpu
 
 # Ranks that NVLink connects: one HGX board.
 GPUS_PER_NODE = 8

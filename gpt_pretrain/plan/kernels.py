@@ -9,10 +9,11 @@ passes are counted from the sources of megatron-core 0.19 and Transformer Engine
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpt_pretrain.config.choices import Activation, Fp8RecipeName
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import Gemm, Linear, gemms
-from gpt_pretrain.config.schema import Activation, Fp8RecipeName, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated: the GEMM writes BF16, the loss

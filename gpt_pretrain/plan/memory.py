@@ -10,9 +10,10 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, RecomputeGranularity
 from gpt_pretrain.config.derived import padded_vocab_size, uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.schema import Config, Fp8RecipeName, ModelConfig, OptimizerName, RecomputeGranularity
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.plan.activations import SCALE_BYTES, LayerActivations, Storage, layer_activations
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Layout, Stage

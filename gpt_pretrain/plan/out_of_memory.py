@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
-from gpt_pretrain.config.schema import Config, ModelConfig, PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.megatron.platform import Platform, detect_platform
 from gpt_pretrain.plan.forecast import forecast_run_memory
 from gpt_pretrain.plan.hardware import GPUS, Gpu

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.schema import Fp8RecipeName, ModelConfig, OptimizerName, RecomputeGranularity
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.communication import (
     context_parallel_s,
     data_parallel_s,

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpt_pretrain.config.choices import Normalization, PositionEmbedding
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches, padded_vocab_size
 from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear, linears
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.schema import ModelConfig, Normalization, PositionEmbedding
+from gpt_pretrain.config.schema import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

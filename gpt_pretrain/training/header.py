@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.derived import (
     data_parallel_size,
     ffn_hidden_size,
@@ -18,7 +19,7 @@ from gpt_pretrain.config.gemms import fp8_flops_share, linears
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
-from gpt_pretrain.config.schema import Config, Fp8RecipeName, ModelConfig
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import written
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset

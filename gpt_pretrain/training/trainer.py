@@ -12,10 +12,11 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
 from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.schema import Config, OnSaveError
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.data.datasets import SampleDataset
 from gpt_pretrain.fp8.histories import forget_non_finite_amaxes

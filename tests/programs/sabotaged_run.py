@@ -9,7 +9,7 @@ import os
 import sys
 
 from gpt_pretrain.__main__ import main
-from gpt_pretrain.config.schema import Fp8RecipeName
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.megatron.cpu import install_cpu_device
 
 

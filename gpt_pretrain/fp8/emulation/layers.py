@@ -22,9 +22,10 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import linears
-from gpt_pretrain.config.schema import Config, Fp8RecipeName
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import Cast, stateless_cast

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.schema import Fp8RecipeName
 from gpt_pretrain.fp8.emulation.casts import (
     Quantised,
     ScaleRule,
