@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -59,13 +59,17 @@ class Run:
 
 
 class RunParent:
-    """The process that runs are forked from."""
+    """The process that runs are forked from.
 
-    def __init__(self) -> None:
+    Args:
+        env: Variables of all runs beside the inherited ones: `gpu_environment` for runs on GPUs.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.programs.forked_runs"],
             cwd=REPOSITORY,
-            env=clean_environment(None),
+            env=clean_environment(env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -141,9 +145,9 @@ def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def run_parent() -> Iterator[RunParent]:
-    """Opens the parent of runs, and ends it."""
-    parent = RunParent()
+def run_parent(env: Mapping[str, str] | None = None) -> Iterator[RunParent]:
+    """Opens the parent of runs, and ends it; `env` as `RunParent` takes it."""
+    parent = RunParent(env)
     try:
         yield parent
     finally:

@@ -14,6 +14,7 @@ which needs no interpreter, has written its stack.
 import faulthandler
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -104,7 +105,11 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         # What was asked for, or is told without a traceback, needs none here.
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
-            self._file.write(self._header("it ended with an error"))
+            cause = self._news_of_others()
+            if cause is not None:
+                # A broken connection is all that this rank's own error says of it.
+                print(f"watchdog: {cause}", file=sys.stderr, flush=True)
+            self._file.write(self._header("it ended with an error" + (f"; {cause}" if cause is not None else "")))
             traceback.print_exception(error, file=self._file)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
         self._file.close()
@@ -113,6 +118,11 @@ class Watchdog:
             # The last of the ranks succeeds.
             with suppress(OSError):
                 self._path.parent.rmdir()
+
+    def _news_of_others(self) -> str | None:
+        """What has happened to another rank, if anything has: what is on its way has a moment to arrive."""
+        why, _ = self._peers.listen(TICK_S)
+        return self._peers.first_failure() or why
 
     def step_begins(self, step: int) -> None:
         """Marks the beginning of a step, which is the end of the last one."""
