@@ -63,11 +63,13 @@ class RunParent:
 
     Args:
         env: Variables of all runs beside the inherited ones: `gpu_environment` for runs on GPUs.
+        has_imported: A life costs a second as the parent has imported everything; not for GPUs, which a fork of a
+            process that has touched one cannot use.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, *, has_imported: bool = True) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.programs.forked_runs"],
+            [sys.executable, "-m", "tests.programs.forked_runs", *(["--import"] if has_imported else [])],
             cwd=REPOSITORY,
             env=clean_environment(env),
             stdin=subprocess.PIPE,
@@ -145,9 +147,9 @@ def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def run_parent(env: Mapping[str, str] | None = None) -> Iterator[RunParent]:
-    """Opens the parent of runs, and ends it; `env` as `RunParent` takes it."""
-    parent = RunParent(env)
+def run_parent(env: Mapping[str, str] | None = None, *, has_imported: bool = True) -> Iterator[RunParent]:
+    """Opens the parent of runs, and ends it; the arguments are those of `RunParent`."""
+    parent = RunParent(env, has_imported=has_imported)
     try:
         yield parent
     finally:

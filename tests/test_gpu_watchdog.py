@@ -19,7 +19,7 @@ PROMISED_S = 60
 
 @pytest.fixture(scope="module")
 def parent():
-    with run_parent(gpu_environment(2)) as opened:
+    with run_parent(gpu_environment(2), has_imported=False) as opened:
         yield opened
 
 

@@ -124,6 +124,10 @@ class Peers:
             elif word == "failed":
                 peer.has_left = True
                 self._failure = self._failure or f"{peer.name} ended with {text}"
+                # Only rank 0 hears of it first hand.
+                self._send("failure " + self._failure)
+            elif word == "failure":
+                self._failure = self._failure or text
         return None
 
     def _forget(self, peer: _Peer) -> None:
@@ -138,6 +142,10 @@ class Peers:
             except OSError:
                 # Gone or not reading: what comes from it, or does not come, says so.
                 continue
+
+    def first_failure(self) -> str | None:
+        """Which other rank was the first that ended with an error, and with which, as far as this one has heard."""
+        return self._failure
 
     def end_run(self, why: str) -> None:
         """Tells the other ranks why the run ends: all of them on rank 0, rank 0 elsewhere, which passes it on."""

@@ -14,7 +14,6 @@ which needs no interpreter, has written its stack.
 import faulthandler
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -107,9 +106,9 @@ class Watchdog:
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
             cause = self._news_of_others()
             if cause is not None:
-                # A broken connection is all that this rank's own error says of it.
-                print(f"watchdog: {cause}", file=sys.stderr, flush=True)
-            self._file.write(self._header("it ended with an error" + (f"; {cause}" if cause is not None else "")))
+                # This rank's own error may be no more than a broken connection.
+                error.add_note(f"watchdog: {cause}")
+            self._file.write(self._header("it ended with an error"))
             traceback.print_exception(error, file=self._file)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
         self._file.close()

@@ -1,4 +1,4 @@
-"""Starts training runs as forks of itself, which has imported everything: a life costs a second instead of ten.
+"""Starts training runs as forks of itself, which with `--import` has imported everything: a life costs a second.
 
 Reads one JSON object a line from its input and answers each with one line:
 
@@ -52,7 +52,8 @@ def poll(pid):
 
 
 def serve():
-    import gpt_pretrain.training.run  # noqa: F401  # what the parent has imported, no child need
+    if sys.argv[1:] == ["--import"]:
+        import gpt_pretrain.training.run  # noqa: F401  # what the parent has imported, no child need
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
