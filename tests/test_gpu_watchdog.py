@@ -52,6 +52,6 @@ def test_ranks_in_nccl_end_within_a_minute_of_another_ones_end(fault, codes, why
         assert run.codes == codes, run.text()
         stacks = (tmp_path / "run" / "stacks" / "rank_0.txt").read_text()
         assert why in stacks
-        assert "gpt_pretrain/training/trainer.py" in stacks
+        assert "gpt_pretrain/__main__.py" in stacks
     finally:
         run.kill()
