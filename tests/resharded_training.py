@@ -211,4 +211,20 @@ def saved_state(path: Path) -> dict[str, Any]:
     }
     load(state, storage_reader=reader, no_dist=True)
     # megatron-core puts each object into a list.
-    return {key: value[0] if isinstance(value, list) else value for key, value in state.items()}
+    values = {key: value[0] if isinstance(value, list) else value for key, value in state.items()}
+    return {
+        key: _decoded(value) if "_extra_state" in key and isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
+
+
+def _decoded(pickled: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Transformer Engine's FP8 state of a layer: tensors, and whatever else it keeps as the text of its repr.
+
+    Its bytes as they are hold addresses: a pickled tensor's storage is named by the place where it was.
+    """
+    state = pickle.loads(pickled.numpy().tobytes()) if pickled.numel() else {}
+    return {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(list(repr(value).encode()))
+        for name, value in state.items()
+    }

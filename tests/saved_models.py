@@ -84,10 +84,12 @@ def randomize(model: torch.nn.Module) -> None:
     """Every parameter random, norms and biases too: a wrong one would not show; wide enough to show in the logits."""
     generator = torch.Generator().manual_seed(11)
     for parameter in model.parameters():
+        # Drawn on the CPU, so that the same come on every device.
+        noise = (torch.randn(parameter.shape, generator=generator) * 0.2).to(parameter.device, parameter.dtype)
         if parameter.dim() == 1:
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            parameter.add_(noise)
         else:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+            parameter.copy_(noise)
 
 
 def _data(directory: Path, tokenizer: Tokenizer | None) -> dict[str, str]:

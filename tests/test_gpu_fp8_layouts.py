@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.launching import gpu_environment, run_ranks
-from tests.runs import SMALL_GPU_RUN, run_small
+from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
 
 pytestmark = pytest.mark.gpu(count=2)
 
@@ -64,7 +64,7 @@ def test_fp8_weights_train_as_bf16_weights_do(recipe, tmp_path, cache_dir):
     print(
         recipe, "largest difference of 100 losses:", max(abs(a / b - 1) for a, b in zip(stored, without, strict=True))
     )
-    assert stored == pytest.approx(without, rel=5e-3)
+    assert means_of_ten(stored) == pytest.approx(means_of_ten(without), rel=5e-3)
     assert without[-1] < without[0] - 1.0
 
 
