@@ -150,9 +150,9 @@ class Key:
     path: str
     """Dotted, from the root: "model.optim.lr"."""
     kind: typing.Any
-    """int, float, bool, str, an Enum subclass, or list."""
+    """int, float, bool, str, an Enum subclass, list, or dict with names as keys."""
     item: typing.Any
-    """Type of a list's elements; None for what is no list."""
+    """Type of a list's elements or a dict's values; None for what is neither."""
     optional: bool
     """Whether null is a value."""
     doc: str
@@ -167,6 +167,8 @@ class Key:
         """The type in words, as `--help` and errors print it."""
         if self.kind is list:
             text = f"list of {TYPE_NAMES[self.item]}s"
+        elif self.kind is dict:
+            text = f"{TYPE_NAMES[self.item]}s by name"
         elif self.choices:
             text = " | ".join(self.choices)
         else:
@@ -201,6 +203,9 @@ def _key(path: str, annotation: typing.Any, doc: str) -> Key:
     if typing.get_origin(annotation) is list:
         (item,) = typing.get_args(annotation)
         annotation = list
+    elif typing.get_origin(annotation) is dict:
+        _, item = typing.get_args(annotation)
+        annotation = dict
     return Key(path=path, kind=annotation, item=item, optional=optional, doc=doc)
 
 
@@ -234,12 +239,12 @@ def schema_sections() -> dict[str, type]:
 
 
 def is_known(path: str) -> bool:
-    """Whether `path` is a key, a section, or an element of a list ("model.optim.betas.0")."""
+    """Whether `path` is a key, a section, or an element of a list or a dict ("model.optim.betas.0")."""
     if path in schema_keys() or path in schema_sections():
         return True
     parent, _, leaf = path.rpartition(".")
     key = schema_keys().get(parent)
-    return key is not None and key.kind is list and leaf.isdigit()
+    return key is not None and (key.kind is dict or (key.kind is list and leaf.isdigit()))
 
 
 def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any]]:

@@ -59,6 +59,8 @@ def config_to_dict(value: Any) -> Any:
         return value.name
     if isinstance(value, list):
         return [config_to_dict(item) for item in value]
+    if isinstance(value, dict):
+        return {name: config_to_dict(item) for name, item in value.items()}
     # A literal ${…} in a prompt must not become an interpolation when the file is read again.
     return value.replace("${", "\\${") if isinstance(value, str) else value
 

@@ -357,6 +357,31 @@ class PlanConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class BenchmarkConfig:
+    """`benchmark`: what `python -m gpt_pretrain.benchmark` measures; training reads none of it."""
+
+    variants: list[str]
+    """What is compared, the first being what ratios refer to: names of `benchmark.overrides`, or overrides themselves
+    ("fp8=delayed model.fp8_params=true"); bare, and bare:… of either, is megatron-core's own loop with the same."""
+    overrides: dict[str, str]
+    """Name of a variant to the overrides that make it out of the command line; +benchmark.overrides.NAME='…' adds."""
+    warmup_steps: int
+    """Steps of each process that are not timed."""
+    steps: int
+    """Timed steps of each process, a multiple of `benchmark.interval`."""
+    interval: int
+    """Steps between two readings of the clock, which wait for the GPU; each gives one mean step time."""
+    rounds: int
+    """Times that all variants run, every second time in reverse order, so that a drift of the machine cancels."""
+    profile: bool
+    """Record three more steps of each variant's first process: a trace for Perfetto, and where their time went."""
+    forecast: bool
+    """Put the forecast of `python -m gpt_pretrain.plan` for plan.gpu beside what is measured."""
+    markdown: str | None
+    """File that receives the tables with command, machine and versions; null: RUN_DIR/benchmark.md."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """The whole run."""
 
@@ -370,3 +395,4 @@ class Config:
     logging: LoggingConfig
     sample: SampleConfig
     plan: PlanConfig
+    benchmark: BenchmarkConfig

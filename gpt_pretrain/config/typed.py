@@ -137,6 +137,16 @@ def _convert(value: Any, key: Key) -> Any:
             except _Wrong as wrong:
                 raise _Wrong(f"has an element that does not fit: [{index}]={show(item)} {wrong}") from None
         return items
+    if key.kind is dict:
+        if not isinstance(value, dict):
+            raise _Wrong(f"is no mapping; write {key.path}.NAME=… with a {TYPE_NAMES[key.item]}")
+        entries = {}
+        for name, entry in value.items():
+            try:
+                entries[str(name)] = _SCALARS[key.item](entry)
+            except _Wrong as wrong:
+                raise _Wrong(f"has an entry that does not fit: {name}={show(entry)} {wrong}") from None
+        return entries
     if key.choices:
         return _choice(value, key)
     try:

@@ -29,7 +29,7 @@ from gpt_pretrain.megatron.translate import params_dtype
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8
 # They differ between the starts of one run without a change of what it trains.
-_OF_A_START = ("run_dir", "checkpoint.resume", "plan.")
+_OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.")
 
 
 def describe_steps(done: int, max_steps: int) -> str:
