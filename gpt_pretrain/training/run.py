@@ -50,12 +50,13 @@ from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 
 
-def train(config: Config, launch: Launch) -> EndReason:
+def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -> EndReason:
     """Runs a checked configuration on this rank, where `megatron.cpu.install_cpu_device` has been called.
 
     Args:
         config: From `config.load`, all rules passed.
         launch: This process's place in the run.
+        after_step: See `Trainer`.
 
     Returns:
         Why it ended, the same on all ranks; `training.stop.EXIT_CODES` has the exit code.
@@ -81,7 +82,7 @@ def train(config: Config, launch: Launch) -> EndReason:
         watchdog = stack.enter_context(_watchdog(config, launch, run_dir))
         start = choose_start(config.checkpoint, run_dir / "checkpoints")
         run = _Run(config, launch, platform, corpus, watchdog, run_dir=run_dir, start=start)
-        return run.run(lock_note)
+        return run.run(lock_note, after_step)
 
 
 def _check_prompt(config: Config, corpus: Corpus) -> None:
@@ -167,11 +168,12 @@ class _Run:
     def _is_done(self) -> bool:
         return self._start.step >= self._config.trainer.max_steps
 
-    def run(self, lock_note: str | None) -> EndReason:
+    def run(self, lock_note: str | None, after_step: AfterStep | None) -> EndReason:
         """Trains and sums up; every rank calls it.
 
         Args:
             lock_note: What to tell of the run directory's lock.
+            after_step: See `Trainer`.
         """
         with ExitStack() as stack:
             console = stack.enter_context(self._open_console()) if self._launch.is_rank_zero else None
@@ -213,6 +215,7 @@ class _Run:
                 dumps=self._run_dir / "dumps",
                 log=log,
                 watchdog=self._watchdog,
+                after_step=after_step,
             )
             # The signals stay ours until the summary is written.
             stop = stack.enter_context(StopRequest(max_time_s(self._config.trainer)))

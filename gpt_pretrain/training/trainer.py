@@ -41,6 +41,8 @@ from gpt_pretrain.training.step import data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
 
+type AfterStep = Callable[[int, StepResult], None]
+
 
 class Trainer:
     """Trains what it is given from where it stands.
@@ -57,6 +59,7 @@ class Trainer:
         dumps: Receives a file where loss or gradient are not finite too often.
         log: Receives every record, on every rank.
         watchdog: Hears what the loop does.
+        after_step: Called at the end of each step with its number and result; a benchmark reads its clock there.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Trainer:
         dumps: Path,
         log: Callable[[Record], None],
         watchdog: Watchdog,
+        after_step: AfterStep | None = None,
     ) -> None:
         self.config = config
         self.trainable = trainable
@@ -82,6 +86,7 @@ class Trainer:
         self._save_problem: str | None = None
         self._log = log
         self._watchdog = watchdog
+        self._after_step = after_step
         self._meter = Meter(config, launch, platform)
         self._fp8_watch = Fp8Watch(config, trainable.model, platform.device)
         self._guard = StepGuard(config.trainer, config.model.global_batch_size)
@@ -159,6 +164,8 @@ class Trainer:
                 self.save()
             if trainer.gc_interval and self._is_due(trainer.gc_interval):
                 gc.collect()
+            if self._after_step is not None:
+                self._after_step(self.progress.step, result)
             reason = stop.poll()
             if reason is not None and self.progress.step < trainer.max_steps:
                 return reason
