@@ -2,16 +2,18 @@
 
 megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once, so that
 null in the configuration ("where it is there") becomes a value that the header prints, and an explicit `true` that
-cannot be met is an error and not a slower run.
+cannot be met is an error and not a slower run. torch is imported by what asks the machine only: what follows from a
+`Platform` is told without it, too.
 """
+
+from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from gpt_pretrain.config.choices import PositionEmbedding, Precision
 from gpt_pretrain.config.errors import ConfigError
@@ -19,6 +21,17 @@ from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import fp8_platform_problems, has_fp8, recipe_variables
+
+if TYPE_CHECKING:
+    import torch
+
+# What each part of apex needs: its Python module, where it has one, and its compiled kernels.
+_APEX_PARTS = {
+    "apex_layer_norm": ("apex.normalization", "fused_layer_norm_cuda"),
+    "apex_optimizer": ("apex.optimizers", "amp_C"),
+    "apex_softmax": ("scaled_upper_triang_masked_softmax_cuda",),
+    "apex_weight_gradient": ("fused_weight_gradient_mlp_cuda",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +66,8 @@ class Platform:
     @property
     def device(self) -> torch.device:
         """Where tensors live."""
+        import torch
+
         return torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
 
 
@@ -78,8 +93,15 @@ def _transformer_engine() -> tuple[str | None, str | None]:
     return importlib.metadata.version("transformer_engine"), None
 
 
+def apex_parts() -> dict[str, bool]:
+    """The fields of `Platform` about apex: which of its parts load."""
+    return {field: all(map(_imports, modules)) for field, modules in _APEX_PARTS.items()}
+
+
 def detect_platform() -> Platform:
     """Looks up what is there; imports Transformer Engine and apex where they are installed."""
+    import torch
+
     cuda = torch.cuda.is_available()
     te_version, te_problem = _transformer_engine() if cuda else (None, None)
     return Platform(
@@ -91,10 +113,7 @@ def detect_platform() -> Platform:
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
         recipe_variables=recipe_variables(),
-        apex_layer_norm=cuda and _imports("apex.normalization") and _imports("fused_layer_norm_cuda"),
-        apex_optimizer=cuda and _imports("apex.optimizers") and _imports("amp_C"),
-        apex_softmax=cuda and _imports("scaled_upper_triang_masked_softmax_cuda"),
-        apex_weight_gradient=cuda and _imports("fused_weight_gradient_mlp_cuda"),
+        **(apex_parts() if cuda else dict.fromkeys(_APEX_PARTS, False)),
     )
 
 

@@ -76,7 +76,7 @@ def _why_no_fp8(platform: Platform, no_te: str) -> str | None:
     return None
 
 
-def _why_no_recipe(platform: Platform, recipe: Fp8RecipeName) -> str | None:
+def _why_no_scaling(platform: Platform, recipe: Fp8RecipeName) -> str | None:
     """What a GPU with FP8 lacks for a recipe (transformer_engine.pytorch.quantization.check_recipe_support)."""
     capability, cuda = platform.compute_capability, platform.torch_cuda
     assert capability is not None, "asked only of a GPU"
@@ -109,18 +109,35 @@ def _is_attention_delayed(platform: Platform) -> bool:
     return platform.recipe_variables.get("NVTE_DPA_FP8_RECIPE") == "DelayedScaling"
 
 
-def _variables(settings: Fp8Settings, platform: Platform) -> Iterator[str]:
-    """Variables that would change the recipe behind the configuration's back."""
-    about = {settings.recipe.name, *([_ATTENTION] if settings.dot_product_attention else [])}
+def recipe_variable_problems(platform: Platform, recipe: Fp8RecipeName, *, attention: bool) -> Iterator[str]:
+    """Variables that would change a recipe behind the configuration's back; asked only of a machine with a GPU.
+
+    Args:
+        platform: The machine and its environment.
+        recipe: The recipe of the linear layers.
+        attention: Whether attention's products run in FP8, too.
+    """
+    about = {recipe.name, *([_ATTENTION] if attention else [])}
     assert platform.compute_capability is not None, "asked only of a GPU"
     is_hopper = platform.compute_capability < _BLACKWELL
     for name, value in platform.recipe_variables.items():
         neutral, where, effect = RECIPE_VARIABLES[name]
         # What delayed scaling does anyway, and the one way that tensorwise has on Hopper.
         is_delayed = name == "NVTE_DPA_FP8_RECIPE" and _is_attention_delayed(platform)
-        stands = is_delayed and (settings.recipe is Fp8RecipeName.delayed or is_hopper)
+        stands = is_delayed and (recipe is Fp8RecipeName.delayed or is_hopper)
         if where in about and value != neutral and not stands:
             yield f"{name}={value} in the environment {effect}, which the configuration does not say; unset it"
+
+
+def why_no_recipe(platform: Platform, recipe: Fp8RecipeName, no_te: str) -> str | None:
+    """What this machine lacks for a recipe, as a phrase that follows "needs"; None where it has all.
+
+    Args:
+        platform: The machine.
+        recipe: The recipe.
+        no_te: Why Transformer Engine cannot be used, where it cannot.
+    """
+    return _why_no_fp8(platform, no_te) or _why_no_scaling(platform, recipe)
 
 
 def fp8_platform_problems(config: Config, platform: Platform, no_te: str) -> Iterator[str]:
@@ -139,10 +156,10 @@ def fp8_platform_problems(config: Config, platform: Platform, no_te: str) -> Ite
     if problem is not None:
         yield f"model.fp8=true needs {problem}; {emulate}"
         return
-    problem = _why_no_recipe(platform, settings.recipe)
+    problem = _why_no_scaling(platform, settings.recipe)
     if problem is not None:
         yield f"model.fp8_recipe={settings.recipe.name} needs {problem}; {emulate}"
         return
     if settings.dot_product_attention:
         yield from _attention(config, settings, platform)
-    yield from _variables(settings, platform)
+    yield from recipe_variable_problems(platform, settings.recipe, attention=settings.dot_product_attention)
