@@ -46,7 +46,7 @@ from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.training.generation import generate_tokens
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
 from gpt_pretrain.training.stop import EXIT_CODES, StopRequest
-from gpt_pretrain.training.trainer import Trainer
+from gpt_pretrain.training.trainer import AfterStep, Trainer
 from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 
 
