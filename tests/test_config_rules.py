@@ -524,7 +524,7 @@ def test_the_legal_neighbour_of_a_broken_rule_passes(rule, broken_rules):
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny", "gpt2_124m", "gpt2_1_5b", "gpt3_6_7b", "llama3_8b", "llama3_70b", "qwen2_5_7b"]
+    "model", ["tiny", "gpt2_124m", "gpt2_1_5b", "gpt3_6_7b", "gpt3_175b", "llama3_8b", "llama3_70b", "qwen2_5_7b"]
 )
 def test_presets_break_no_rule(model, broken_rules):
     assert broken_rules(f"model={model}") == []

@@ -21,13 +21,14 @@ from gpt_pretrain.config.keys import (
 from gpt_pretrain.config.load import config_to_yaml, load_config, load_saved_config
 from gpt_pretrain.config.source import Source, build_loader, compose, list_groups, list_options, open_repository
 
-# Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, one decimal).
+# Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, one decimal, and of the largest table D.1).
 PUBLISHED = {
     "gpt2_124m": 124_439_808,
     "gpt2_355m": 354_823_168,
     "gpt2_1_5b": 1_557_611_200,
     "gpt3_1_3b": 1.3e9,
     "gpt3_6_7b": 6.7e9,
+    "gpt3_175b": 174.6e9,
     "llama2_7b": 6_738_415_616,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,

@@ -2,17 +2,25 @@
 
 import pytest
 
+from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.source import Source, build_loader, list_options, open_repository
+from gpt_pretrain.plan.forecast import build_plan
+from gpt_pretrain.plan.world import planned_launch
 from tests.launching import run_ranks
 
-# Preset → processes it is for, and whether it refuses another number.
+# Preset → processes it is for, and whether it refuses another number. With nodes of eight beyond eight.
 EXPERIMENTS = {
     "smoke": (1, False),
     "gpt2_124m_1gpu": (1, True),
     "gpt3_1_3b_1gpu": (1, True),
+    "gpt3_175b_512gpu": (512, True),
+    "llama3_70b_64gpu": (64, True),
     "llama3_8b_4gpu": (4, True),
+    "llama3_8b_8gpu": (8, True),
     "llama3_8b_8layers_1gpu": (1, True),
 }
+CLUSTER = ("llama3_8b_8gpu", "llama3_70b_64gpu", "gpt3_175b_512gpu")
+GPUS_OF_A_NODE = 8
 # As the comments of the presets say it.
 OWN_CORPUS = ("data=mmap", "model.data.data_prefix=[web_text_document]")
 
@@ -25,7 +33,8 @@ def test_every_experiment_is_in_the_table():
 
 @pytest.mark.parametrize(("experiment", "world_size"), [(name, size) for name, (size, _) in EXPERIMENTS.items()])
 def test_experiment_passes_the_rules_at_its_world_size(experiment, world_size, broken_rules):
-    assert broken_rules(f"experiment={experiment}", world_size=world_size) == []
+    local = min(world_size, GPUS_OF_A_NODE)
+    assert broken_rules(f"experiment={experiment}", world_size=world_size, local_world_size=local) == []
 
 
 @pytest.mark.parametrize(
@@ -33,7 +42,21 @@ def test_experiment_passes_the_rules_at_its_world_size(experiment, world_size, b
 )
 def test_experiment_refuses_another_world_size(experiment, world_size, broken_rules):
     problems = broken_rules(f"experiment={experiment}", world_size=2)
-    assert f"torchrun --nproc-per-node {world_size} " in "\n".join(problems)
+    assert f"torchrun --nproc-per-node {min(world_size, GPUS_OF_A_NODE)} " in "\n".join(problems)
+
+
+@pytest.mark.parametrize("fp8", ["none", "delayed", "tensorwise"])
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("experiment", CLUSTER)
+def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8, broken_rules):
+    overrides = [f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"]
+    assert broken_rules(*overrides, world_size=EXPERIMENTS[experiment][0], local_world_size=GPUS_OF_A_NODE) == []
+    config = load_config(overrides)
+    planned = build_plan(config, planned_launch(config))
+    assert planned.memory.fits
+    assert [product.shape_problem for product in planned.products if product.shape_problem] == []
+    in_fp8 = {product.module for product in planned.products if product.precision.startswith("FP8")}
+    assert len(in_fp8) == (0 if fp8 == "none" else 4), "the linear layers of attention and MLP"
 
 
 @pytest.mark.parametrize(
@@ -42,11 +65,17 @@ def test_experiment_refuses_another_world_size(experiment, world_size, broken_ru
         ("gpt2_124m_1gpu", ["trainer.max_steps=19000", "checkpoint.save_interval=1000"]),
         ("gpt3_1_3b_1gpu", ["model.global_batch_size=512", "model.optim.lr=2e-4", "trainer.max_steps=25000"]),
         ("llama3_8b_4gpu", ["model.global_batch_size=512", "model.optim.lr=3e-4", "trainer.max_steps=100000"]),
+        (
+            "llama3_70b_64gpu",
+            ["model.global_batch_size=1024", "trainer.max_steps=100000", "checkpoint.save_interval=500"],
+        ),
+        ("gpt3_175b_512gpu", ["trainer.max_steps=95000", "checkpoint.save_interval=500"]),
     ],
 )
 def test_command_for_a_corpus_of_ones_own_passes_the_rules(experiment, overrides, broken_rules):
     world_size, _ = EXPERIMENTS[experiment]
-    assert broken_rules(f"experiment={experiment}", *OWN_CORPUS, *overrides, world_size=world_size) == []
+    launch = {"world_size": world_size, "local_world_size": min(world_size, GPUS_OF_A_NODE)}
+    assert broken_rules(f"experiment={experiment}", *OWN_CORPUS, *overrides, **launch) == []
 
 
 @pytest.mark.parametrize("experiment", ["gpt2_124m_1gpu", "gpt3_1_3b_1gpu", "llama3_8b_4gpu"])
