@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# Starts a Slurm of one node for the tests, beside any other on this machine: munged, slurmctld and slurmd with a folder,
+# a key and ports of their own. Prints the path of its configuration, by which Slurm's commands find it:
+#
+#     SLURM_CONF=$(tests/slurm/start.sh) make test
+#
+# It installs Debian's slurm-wlm and munge where they are missing, which takes root; the daemons run as whoever calls. One
+# that answers is left alone, and what is left of one that does not is ended. Its logs are in the configuration's folder;
+# `tests/slurm/start.sh stop` ends it.
+set -euo pipefail
+exec </dev/null
+
+dir=${TMPDIR:-/tmp}/gpt_pretrain_slurm_$(id -u)
+export SLURM_CONF=$dir/slurm.conf
+export PATH=$PATH:/usr/sbin:/sbin
+user=$(id -un)
+host=$(hostname -s)
+
+fail() {
+    printf 'error: %s\n' "$@" >&2
+    tail -n 20 "$dir"/*.log >&2 2>/dev/null || true
+    exit 1
+}
+
+# Whether the node takes jobs. A controller that is not there makes sinfo retry for minutes.
+is_up() { [[ -f $SLURM_CONF && $(timeout 5 sinfo --noheader --format=%t 2>/dev/null) =~ ^(idle|mix|alloc)$ ]]; }
+
+stop() {
+    local daemon pid
+    for daemon in slurmd slurmctld munged; do
+        pid=$(cat "$dir/$daemon.pid" 2>/dev/null) || continue
+        # The number may be another process's by now.
+        [[ $(ps -o comm= -p "$pid") == "$daemon" ]] || continue
+        kill "$pid"
+        for _ in {1..50}; do
+            kill -0 "$pid" 2>/dev/null || break
+            sleep 0.1
+        done
+        kill -KILL "$pid" 2>/dev/null || true
+    done
+    rm -rf "$dir"
+}
+
+install() {
+    local missing=()
+    command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v sbatch >/dev/null || missing+=(slurm-wlm)
+    command -v munged >/dev/null || missing+=(munge)
+    if ((${#missing[@]})); then
+        # The package's own services stay off: what is started here has its own configuration.
+        export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
+        timeout 300 apt-get update -q >&2
+        timeout 600 apt-get install -q -y --no-install-recommends "${missing[@]}" >&2
+    fi
+}
+
+two_free_ports() {
+    python3 -c '
+import socket
+with socket.socket() as one, socket.socket() as other:
+    one.bind(("", 0)), other.bind(("", 0))
+    print(one.getsockname()[1], other.getsockname()[1])'
+}
+
+configure() {
+    local ctld_port slurmd_port
+    read -r ctld_port slurmd_port < <(two_free_ports)
+    mkdir -p "$dir/state" "$dir/spool"
+    # munged refuses a folder that others may write to, and jobs must reach its socket.
+    chmod 755 "$dir"
+    head -c 128 /dev/urandom >"$dir/munge.key"
+    chmod 600 "$dir/munge.key"
+    # GPUs that are files, for the scripts' arithmetic.
+    touch "$dir"/gpu{0..3}
+    echo "NodeName=$host Name=gpu File=$dir/gpu[0-3]" >"$dir/gres.conf"
+    # Processes are found by their parents: this needs no cgroups, which a container may not have.
+    echo "CgroupPlugin=cgroup/v1" >"$dir/cgroup.conf"
+    cat >"$SLURM_CONF" <<CONF
+ClusterName=tests
+SlurmctldHost=$host(127.0.0.1)
+SlurmUser=$user
+SlurmdUser=$user
+SlurmctldPort=$ctld_port
+SlurmdPort=$slurmd_port
+AuthType=auth/munge
+# A job that is requeued waits for as long as its old credential is valid: two minutes unless this is set.
+AuthInfo=socket=$dir/munge.socket,cred_expire=5
+CryptoType=crypto/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+StateSaveLocation=$dir/state
+SlurmdSpoolDir=$dir/spool
+SlurmctldPidFile=$dir/slurmctld.pid
+SlurmdPidFile=$dir/slurmd.pid
+SlurmctldLogFile=$dir/slurmctld.log
+SlurmdLogFile=$dir/slurmd.log
+# More processors than there are: jobs mostly wait, and the tests of other files run beside them.
+SlurmdParameters=config_overrides
+GresTypes=gpu
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+# After SIGTERM a step has this long to end: no test waits for it in vain.
+KillWait=10
+ReturnToService=2
+NodeName=$host NodeAddr=127.0.0.1 CPUs=16 Gres=gpu:4 State=UNKNOWN
+PartitionName=tests Nodes=$host Default=YES MaxTime=30 State=UP
+CONF
+}
+
+start() {
+    # Daemons keep neither the caller's pipe nor its terminal.
+    munged --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/munged.pid" \
+        --log-file="$dir/munged.log" --seed-file="$dir/munged.seed" >>"$dir/start.log" 2>&1 || fail "munged did not start"
+    slurmctld -c >>"$dir/start.log" 2>&1 || fail "slurmctld did not start"
+    slurmd >>"$dir/start.log" 2>&1 || fail "slurmd did not start"
+    for _ in {1..60}; do
+        if is_up; then
+            return
+        fi
+        sleep 0.5
+    done
+    fail "Slurm did not come up in 30 s; its logs:"
+}
+
+if [[ ${1:-} == stop ]]; then
+    stop
+    exit
+fi
+install
+if ! is_up; then
+    stop
+    configure
+    start
+fi
+echo "$SLURM_CONF"
