@@ -21,7 +21,7 @@ from gpt_pretrain.config.keys import (
 from gpt_pretrain.config.load import config_to_yaml, load_config, load_saved_config
 from gpt_pretrain.config.source import Source, build_loader, compose, list_groups, list_options, open_repository
 
-# Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, one decimal, and of the largest table D.1).
+# Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, and D.1 for 175B).
 PUBLISHED = {
     "gpt2_124m": 124_439_808,
     "gpt2_355m": 354_823_168,
