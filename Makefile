@@ -29,4 +29,4 @@ lint: $(INSTALLED) ## ruff (rules and format) and mypy (strict)
 
 clean: ## remove .venv, caches and builds; outputs/ stays
 	rm -rf "$(VENV)" .mypy_cache .pytest_cache .ruff_cache build dist
-	find gpt_pretrain tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+	find gpt_pretrain tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -23,6 +23,7 @@ KNOWS = {
     "export": {"config", "megatron", "data", "checkpoint", "huggingface"},
     "import_hf": {"config", "megatron", "data", "checkpoint", "huggingface"},
     "generate": {"config", "megatron", "data", "checkpoint", "export", "training"},
+    "benchmark": {"config", "megatron", "fp8", "plan", "report", "training"},
     # The plan tells what would help a run that ran out of memory.
     "__main__": {"config", "megatron", "plan", "training"},
     "__init__": set(),

@@ -58,7 +58,14 @@ def matmul_parameters_per_layer(model: ModelConfig) -> int:
     key_value_width = num_query_groups(model) * kv_channels(model)
     attention = model.hidden_size * (2 * query_width + 2 * key_value_width)
     mlp_matrices = 3 if model.activation is Activation.swiglu else 2
-    return attention + mlp_matrices * model.hidden_size * ffn_hidden_size(model)
+    if model.num_moe_experts is None:
+        return attention + mlp_matrices * model.hidden_size * ffn_hidden_size(model)
+    experts = model.moe_router_topk * mlp_matrices * model.hidden_size * moe_ffn_hidden_size(model)
+    return attention + model.hidden_size * model.num_moe_experts + experts
+
+
+# What `flops_per_token` computes, as a person reads it.
+FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × sequence) + 2 × hidden × vocabulary)"
 
 
 def flops_per_token(model: ModelConfig) -> float:

@@ -1,4 +1,4 @@
-"""What `--help` prints of `python -m gpt_pretrain` and `.plan`: how to start, the groups with their options, every key.
+"""What `--help` prints of the programs that take a run's command line: how to start, groups with options, every key.
 
 Values are those of the command line it is asked with, so that `model=llama3_8b --help` shows that model's. It is
 written to be read at 80 columns and to be searched: a key and its documentation are whole lines.
@@ -53,6 +53,28 @@ python -m gpt_pretrain.plan                       the tiny GPT on one H200
 python -m gpt_pretrain.plan model=llama3_8b parallelism=dp plan.num_gpus=8
 python -m gpt_pretrain.plan model=gpt3_1_3b fp8=delayed plan.gpu=h100
 python -m gpt_pretrain.plan -m fp8=none,delayed,tensorwise   one plan each""",
+)
+
+BENCHMARK = Program(
+    about="""\
+gpt_pretrain.benchmark: variants of a run, measured under the same knobs.
+
+It takes every argument of python -m gpt_pretrain and keeps nothing that it
+trains. Each of benchmark.variants runs in processes of its own, as many as
+trainer.devices says; what a variant adds to the command line wins. It prints
+step times, tokens/s, TFLOP/s, MFU against this machine's own matrix products,
+memory, loss and ratios, and writes benchmark.json and Markdown into run_dir.
+
+Exit codes: 0 all variants measured; 1 at least one failed, with its reason in
+the table; 2 a mistake in what was given; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.benchmark                  the loop against the bare one
+python -m gpt_pretrain.benchmark model=gpt3_1_3b data=mock \\
+    benchmark.variants=[bf16,fp8_delayed,fp8_tensorwise]
+python -m gpt_pretrain.benchmark model=llama3_8b parallelism=dp \\
+    trainer.devices=4 benchmark.rounds=2 benchmark.profile=true
+python -m gpt_pretrain.benchmark \\
+    'benchmark.variants=[app,"model.micro_batch_size=4"]'""",
 )
 
 OPTIONS = """\

@@ -8,8 +8,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.plan.effective import FP8_KEYS, Setting
-from gpt_pretrain.plan.forecast import FLOPS_FORMULA, Plan
+from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
 

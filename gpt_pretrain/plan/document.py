@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.plan.forecast import FLOPS_FORMULA, Plan
+from gpt_pretrain.config.derived import FLOPS_FORMULA
+from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.products import Product
 from gpt_pretrain.plan.speed import Speed

@@ -20,9 +20,6 @@ from gpt_pretrain.plan.speed import Speed, variant_speed, with_delayed_fp8, with
 from gpt_pretrain.plan.stages import Layout, Stage, plan_layout, plan_stages
 from gpt_pretrain.plan.verdict import emulation_verdict, fp8_verdict, memory_verdict, unknown_speed
 
-# The formula of `config.derived.flops_per_token`, as a person reads it.
-FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × sequence) + 2 × hidden × vocabulary)"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedForecast:

@@ -1,6 +1,6 @@
 """Dataclasses as JSON objects and back, checked: what every record of `metrics.jsonl` is built on.
 
-A field holds a string, a number, null, or a tuple of strings or of such objects.
+A field holds a string, a number, such an object, null, or a tuple of strings, numbers or such objects.
 """
 
 import math
@@ -63,10 +63,14 @@ def _from_json(value: JsonValue, hint: Any) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is not a list")
         return tuple(_from_json(item, get_args(hint)[0]) for item in value)
-    if isinstance(hint, type) and issubclass(hint, JsonObject):
+    parts = get_args(hint) or (hint,)
+    objects = [part for part in parts if isinstance(part, type) and issubclass(part, JsonObject)]
+    if objects:
+        if value is None and type(None) in parts:
+            return None
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not an object")
-        return hint.from_json(value)
+        return objects[0].from_json(value)
     accepted = _accepted(hint)
     if float in accepted and isinstance(value, str) and value in _NOT_FINITE:
         return float(value)

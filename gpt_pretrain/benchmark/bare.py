@@ -1,0 +1,91 @@
+"""The yardstick: megatron-core's own pieces in the shortest loop that trains, under the same knobs as the application.
+
+The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration; the
+loop is as bare as it gets: one batch of random tokens that stays on the device, no data loading, no logging, no
+validation, no schedule, no signal handling. The optimizer is megatron-core's as it comes, without the kernels of
+`gpt_pretrain/megatron/kernels.py`: what those bring shows in the comparison. One model chunk, no context parallelism.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from gpt_pretrain.config.derived import num_microbatches
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, plan_kernels
+from gpt_pretrain.megatron.translate import translate_optimizer
+
+
+def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:
+    """Trains `trainer.max_steps` steps on this rank.
+
+    Args:
+        config: From `config.load`, all rules passed.
+        launch: This process's place in the run.
+        after_step: Called with the number of each step.
+
+    Raises:
+        ConfigError: The configuration asks for what this loop does not know, or the machine does not allow it.
+    """
+    platform = detect_platform()
+    check_platform(config, platform, launch)
+    with process_groups(config.model, launch, platform):
+        step = build_bare_step(config, launch, platform)
+        for number in range(1, config.trainer.max_steps + 1):
+            step()
+            after_step(number)
+
+
+def build_bare_step(config: Config, launch: Launch, platform: Platform) -> Callable[[], None]:
+    """Builds model and optimizer in open process groups, and returns what trains them for one step.
+
+    Raises:
+        ConfigError: See `run_bare_loop`.
+    """
+    if config.model.virtual_pipeline_model_parallel_size or config.model.context_parallel_size > 1:
+        raise ConfigError(["the bare loop knows neither virtual pipeline stages nor context parallelism"])
+    settings = fp8_settings(config.model)
+    emulated = emulated_layers(config, settings) if settings is not None and settings.emulate else None
+    model = build_model(config, platform, plan_kernels(config, platform), emulated)
+    assert model.transformer_config.finalize_model_grads_func is finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False
+    )
+    chunk = model.chunks[0]
+    micro_batch_size, length = config.model.micro_batch_size, config.model.encoder_seq_length
+    shape = (micro_batch_size, length)
+    tokens = torch.randint(config.model.vocab_size, shape, device=platform.device)
+    labels = torch.randint(config.model.vocab_size, shape, device=platform.device)
+    positions = torch.arange(length, device=platform.device).expand(shape)
+
+    def forward_step(_: None, model_chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        losses = model_chunk(tokens, positions, None, labels=labels)
+        return losses, lambda output: (output.float().mean(), {})
+
+    forward_backward = get_forward_backward_func()
+
+    def step() -> None:
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=chunk,
+            num_microbatches=num_microbatches(config.model, launch.world_size),
+            seq_length=length,
+            micro_batch_size=micro_batch_size,
+            forward_only=False,
+        )
+        optimizer.step()
+
+    return step

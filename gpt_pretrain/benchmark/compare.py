@@ -1,0 +1,171 @@
+"""A benchmark from start to end: the machine's ceiling, the variants in turns, round after round, the tables."""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+
+from rich.console import Console
+
+from gpt_pretrain.benchmark.document import FILE_NAME, Benchmark, facts, write_documents
+from gpt_pretrain.benchmark.figures import Row, build_row, compute_figures, with_ratios
+from gpt_pretrain.benchmark.launch import run_task
+from gpt_pretrain.benchmark.results import Forecast, Machine, Measured
+from gpt_pretrain.benchmark.table import (
+    format_step_time,
+    print_table,
+    problem_lines,
+    table_of_forecasts,
+    table_of_kernels,
+    table_of_rows,
+)
+from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
+from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.load import config_to_yaml, load_config
+from gpt_pretrain.config.run_dir import make_run_dir
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import Source
+from gpt_pretrain.plan.hardware import GPUS
+
+
+class Comparison:
+    """Runs the variants of a checked command line.
+
+    Args:
+        config: Of the command line.
+        overrides: The command line's.
+        source: Which YAML it is composed from.
+        console: Where to print.
+    """
+
+    def __init__(self, config: Config, overrides: Sequence[str], source: Source, console: Console) -> None:
+        self._config = config
+        self._overrides = tuple(overrides)
+        self._source = source
+        self._console = console
+        self._num_processes = config.trainer.devices or 1
+        self._variants = read_variants(config.benchmark)
+        self._models = {variant: self._load(variant).model for variant in self._variants}
+        self._measured: dict[Variant, list[tuple[Measured, ...]]] = {variant: [] for variant in self._variants}
+        self._problems: dict[Variant, str] = {}
+
+    def run(self) -> bool:
+        """Measures everything, prints and writes it; returns whether all variants ran.
+
+        Raises:
+            UserError: The run directory, or `benchmark.markdown`, cannot be written.
+            RunError: The machine's own products could not be measured.
+        """
+        run_dir = make_run_dir(self._config)
+        if (run_dir / FILE_NAME).exists() or (run_dir / "machine").exists():
+            raise UserError(f"run_dir={run_dir} holds a benchmark already; give another one, or leave it out")
+        (run_dir / "config.yaml").write_text(config_to_yaml(self._config), encoding="utf-8")
+        self._note("measuring the machine's matrix products")
+        machine = run_task("gemm", Machine, run_dir / "machine", source=self._source, overrides=self._overrides)
+        if machine.problem is not None:
+            raise RunError(f"the machine's matrix products could not be measured: {machine.problem}")
+        for number in range(self._config.benchmark.rounds):
+            # There and back: a machine that drifts at a steady pace favours nobody.
+            for variant in self._variants if number % 2 == 0 else reversed(self._variants):
+                if variant not in self._problems:
+                    self._measure(variant, number, run_dir)
+        forecasts = self._forecasts(machine.results[0], run_dir)
+        benchmark = Benchmark(
+            config=self._config,
+            arguments=self._overrides,
+            date=date.today().isoformat(),
+            num_gpus=self._num_processes,
+            machine=machine.results[0],
+            rows=tuple(self._rows(machine.results[0], forecasts)),
+        )
+        self._print(benchmark)
+        for path in write_documents(benchmark, run_dir):
+            self._note(f"written: {path}")
+        return not self._problems
+
+    def _load(self, variant: Variant) -> Config:
+        return load_config(
+            [*self._overrides, *variant.overrides],
+            config_name=self._source.config_name,
+            config_path=self._source.config_path,
+            config_dir=self._source.config_dir,
+        )
+
+    def _measure(self, variant: Variant, number: int, run_dir: Path) -> None:
+        benchmark = self._config.benchmark
+        folder = self._folder(variant, run_dir) / f"round_{number + 1}"
+        profiled = benchmark.profile and number == 0
+        outcome = run_task(
+            variant.loop.name,
+            Measured,
+            folder,
+            source=self._source,
+            overrides=[
+                *self._overrides,
+                *variant.overrides,
+                *run_overrides(benchmark, folder / "run", profiled=profiled),
+            ],
+            num_processes=self._num_processes,
+            profiled=profiled,
+        )
+        if outcome.problem is not None:
+            self._problems[variant] = outcome.problem
+            self._note(f"round {number + 1}, {variant.name}: failed: {outcome.problem}")
+            return
+        self._measured[variant].append(outcome.results)
+        times = ", ".join(map(format_step_time, outcome.results[0].step_times_s))
+        self._note(f"round {number + 1}, {variant.name}: {times}")
+
+    def _rows(self, machine: Machine, forecasts: Mapping[Variant, Forecast]) -> list[Row]:
+        rows = []
+        for variant in self._variants:
+            problem = self._problems.get(variant)
+            figures = None
+            if problem is None:
+                figures = compute_figures(self._measured[variant], self._models[variant], machine.gemms)
+            rows.append(build_row(variant, figures, problem, forecasts.get(variant)))
+        return with_ratios(rows)
+
+    def _forecasts(self, machine: Machine, run_dir: Path) -> dict[Variant, Forecast]:
+        """What `plan` says of the variants, where it was asked for and knows this machine."""
+        if not self._config.benchmark.forecast:
+            return {}
+        gpu = self._config.plan.gpu
+        if machine.device != GPUS[gpu].name:
+            self._note(f"no forecast: plan.gpu={gpu.name} is {GPUS[gpu].name}, and this machine has {machine.device}")
+            return {}
+        forecasts = {}
+        for variant in self._variants:
+            outcome = run_task(
+                "forecast",
+                Forecast,
+                self._folder(variant, run_dir) / "forecast",
+                source=self._source,
+                overrides=[*self._overrides, *variant.overrides, f"plan.num_gpus={self._num_processes}"],
+            )
+            if outcome.problem is None:
+                (forecasts[variant],) = outcome.results
+            else:
+                self._note(f"{variant.name}: no forecast: {outcome.problem}")
+        return forecasts
+
+    def _folder(self, variant: Variant, run_dir: Path) -> Path:
+        """A folder that names the variant as far as file systems like it; its number tells it from the others."""
+        name = re.sub(r"[^\w.-]+", "_", variant.name)[:60]
+        return run_dir / f"{self._variants.index(variant) + 1}_{name}"
+
+    def _print(self, benchmark: Benchmark) -> None:
+        for name, text in facts(benchmark).items():
+            self._note(f"{name}: {text}")
+        print_table(self._console, "Variants", *table_of_rows(benchmark.rows))
+        for line in problem_lines(benchmark.rows):
+            self._note(line)
+        forecasts = table_of_forecasts(benchmark.rows)
+        if forecasts is not None:
+            print_table(self._console, f"Forecast for {self._config.plan.gpu.name}", *forecasts)
+        for row in benchmark.rows:
+            if row.figures is not None and row.figures.kernels:
+                print_table(self._console, f"Where a step of {row.name} goes", *table_of_kernels(row.figures.kernels))
+
+    def _note(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,144 @@
+"""Which runs a benchmark compares: entries of `benchmark.variants` become overrides that follow the command line's own.
+
+An entry is a name of `benchmark.overrides` or the overrides themselves; `bare` and `bare:ENTRY` run megatron-core's
+own loop instead of the application's. Overrides that come later win, so a variant also changes what the command line
+has chosen. Needs no torch: what is misspelt is refused before anything runs.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import did_you_mean, nearest_name
+from gpt_pretrain.config.schema import BenchmarkConfig, Config
+
+PROFILED_STEPS = 3
+_BARE = "bare"
+# What makes a benchmark's run out of a run, beside its number of steps: nothing happens but training.
+_OWN_VALUES = {
+    "trainer.limit_val_batches": "0",
+    "trainer.max_time": "null",
+    "checkpoint.save_interval": "null",
+    "checkpoint.save_at_end": "false",
+    "checkpoint.resume": "never",
+    "sample.max_new_tokens": "0",
+}
+_OWN_KEYS = ("trainer.max_steps", *_OWN_VALUES)
+
+
+class Loop(Enum):
+    """Which loop trains: the application's, or megatron-core's pieces in the shortest one."""
+
+    app = "app"
+    bare = "bare"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One of the runs that are compared."""
+
+    name: str
+    """As `benchmark.variants` has it."""
+    loop: Loop
+    overrides: tuple[str, ...]
+    """What it adds to the command line."""
+
+
+def read_variants(benchmark: BenchmarkConfig) -> list[Variant]:
+    """The variants, in their order.
+
+    Raises:
+        ConfigError: Names that there are not.
+    """
+    problems: list[str] = []
+    variants = []
+    for entry in benchmark.variants:
+        try:
+            variants.append(_read_variant(entry, benchmark.overrides))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return variants
+
+
+def _read_variant(entry: str, named: Mapping[str, str]) -> Variant:
+    prefix, colon, rest = entry.partition(":")
+    if entry == _BARE:
+        return Variant(name=entry, loop=Loop.bare, overrides=())
+    loop, what = (Loop.bare, rest) if colon and prefix == _BARE else (Loop.app, entry)
+    text = named.get(what)
+    if text is None and "=" not in what:
+        nearest = did_you_mean(nearest_name(what, [*named, _BARE]))
+        known = ", ".join([*named, _BARE, f"{_BARE}:NAME"])
+        raise ConfigError(
+            [
+                f"benchmark.variants: there is no variant {entry!r}{nearest}; known: {known}, and overrides such as "
+                '"fp8=delayed model.fp8_params=true"'
+            ]
+        )
+    try:
+        return Variant(name=entry, loop=loop, overrides=tuple(shlex.split(what if text is None else text)))
+    except ValueError as error:
+        raise ConfigError([f"benchmark.variants: the overrides of {entry!r} cannot be split: {error}"]) from None
+
+
+def benchmark_problems(config: Config) -> list[str]:
+    """The rules about `benchmark` itself; those about the runs are asked by the runs."""
+    return list(_problems(config))
+
+
+def _problems(config: Config) -> Iterator[str]:
+    benchmark, trainer = config.benchmark, config.trainer
+    for name in ("warmup_steps", "steps", "interval", "rounds"):
+        if getattr(benchmark, name) < 1:
+            yield f"benchmark.{name}={getattr(benchmark, name)} is too small; use 1 or more"
+    if benchmark.interval >= 1 and (benchmark.steps < benchmark.interval or benchmark.steps % benchmark.interval):
+        yield (
+            f"benchmark.steps={benchmark.steps} is not a multiple of benchmark.interval={benchmark.interval}; use "
+            f"{max(1, benchmark.steps // benchmark.interval) * benchmark.interval}, or another interval"
+        )
+    if not benchmark.variants:
+        yield "benchmark.variants=[] compares nothing; give names, such as [app,bare]"
+    for entry in dict.fromkeys(benchmark.variants):
+        if benchmark.variants.count(entry) > 1:
+            yield f"benchmark.variants has {entry!r} twice; benchmark.rounds runs all of them several times"
+    if trainer.num_nodes not in (None, 1):
+        yield f"trainer.num_nodes={trainer.num_nodes}: a benchmark runs on one node; use 1 or null"
+    if trainer.devices is not None and trainer.devices < 1:
+        yield f"trainer.devices={trainer.devices} is too small; use 1 or more, or null for one process"
+    try:
+        read_variants(benchmark)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def own_key_problems(overrides: Sequence[str]) -> list[str]:
+    """Overrides of keys that the benchmark sets itself: they would have no effect."""
+    given = [override.lstrip("+").partition("=")[0] for override in overrides]
+    return [
+        f"{key} is set by the benchmark itself, which only trains, for benchmark.warmup_steps and benchmark.steps; "
+        "leave it out"
+        for key in given
+        if key in _OWN_KEYS
+    ]
+
+
+def run_overrides(benchmark: BenchmarkConfig, run_dir: Path, *, profiled: bool) -> list[str]:
+    """What makes a run of the benchmark out of a run: so many steps, and nothing beside them.
+
+    Args:
+        benchmark: How many steps.
+        run_dir: Where it writes.
+        profiled: Whether steps to be profiled follow those that are timed.
+    """
+    steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
+    quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
+    return [
+        f"run_dir='{quoted}'",
+        f"trainer.max_steps={steps}",
+        *(f"{key}={value}" for key, value in _OWN_VALUES.items()),
+    ]

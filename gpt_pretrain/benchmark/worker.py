@@ -1,0 +1,154 @@
+"""One process, or one rank, of a benchmark: `python -m gpt_pretrain.benchmark.worker TASK.json`.
+
+Started by `benchmark.launch`, never by hand. It does what the task says and writes what came of it, or why nothing did,
+beside the task; what it prints is kept in a file.
+"""
+
+import json
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured
+from gpt_pretrain.benchmark.variants import PROFILED_STEPS
+from gpt_pretrain.config.environment import quiet_libraries, set_environment
+from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.launch import Launch, read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.rules import check_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.report.json_object import JsonObject
+
+TRACE = "trace.json.gz"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What a process is started for."""
+
+    kind: str
+    """app or bare (see `variants.Loop`): train; gemm: measure the machine's products; forecast: plan."""
+    overrides: list[str]
+    config_name: str
+    config_path: str
+    config_dir: str | None
+    profiled: bool
+    launched_unix: float
+    """Seconds since 1970-01-01 UTC."""
+
+    def write(self, path: Path) -> None:
+        """Writes it for the process."""
+        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads it in the process."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def load_config(self) -> Config:
+        """The configuration of the run."""
+        return load_config(
+            self.overrides,
+            config_name=self.config_name,
+            config_path=Path(self.config_path),
+            config_dir=None if self.config_dir is None else Path(self.config_dir),
+        )
+
+
+def result_path(task: Path, rank: int) -> Path:
+    """Where a rank writes what it measured."""
+    return task.with_name(f"result.{rank}.json")
+
+
+def failure_path(task: Path, rank: int) -> Path:
+    """Where a rank writes why it measured nothing."""
+    return task.with_name(f"failure.{rank}.json")
+
+
+def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
+    from gpt_pretrain.benchmark.bare import run_bare_loop
+    from gpt_pretrain.benchmark.profile import StepProfiler
+    from gpt_pretrain.benchmark.stopwatch import Stopwatch
+    from gpt_pretrain.megatron.platform import detect_platform
+    from gpt_pretrain.megatron.translate import params_dtype
+    from gpt_pretrain.training.run import train
+
+    platform = detect_platform()
+    profiler = None
+    if task.profiled and launch.is_rank_zero:
+        profiler = StepProfiler(folder / TRACE, PROFILED_STEPS, cuda=platform.cuda)
+    watch = Stopwatch(config.benchmark, platform=platform, launched_unix=task.launched_unix, profiler=profiler)
+    if task.kind == "bare":
+        run_bare_loop(config, launch, watch.after_step)
+    else:
+        reason = train(config, launch, watch.after_step)
+        if reason != "max_steps":
+            raise RunError(f"the run ended early: {reason}")
+    assert watch.first_step_s is not None
+    assert watch.memory_gib is not None
+    return Measured(
+        first_step_s=watch.first_step_s,
+        step_times_s=tuple(watch.step_times_s),
+        memory_gib=watch.memory_gib,
+        loss=watch.loss,
+        dtype=str(params_dtype(config, platform)).removeprefix("torch."),
+        kernels=() if profiler is None else profiler.kernels,
+    )
+
+
+def _do(task: Task, folder: Path, launch: Launch) -> Measured | Machine | Forecast:
+    config = task.load_config()
+    trains = task.kind in ("app", "bare")
+    if trains:
+        check_config(config, launch)
+    set_environment(config)
+    quiet_libraries()
+    if task.kind == "forecast":
+        from gpt_pretrain.benchmark.forecast import forecast
+
+        return forecast(config)
+    from gpt_pretrain.megatron.cpu import install_cpu_device
+
+    install_cpu_device()
+    if not trains:
+        from gpt_pretrain.benchmark.gemm import describe_machine
+        from gpt_pretrain.megatron.platform import detect_platform
+
+        return describe_machine(detect_platform())
+    try:
+        return _measure_run(task, folder, config, launch)
+    except Exception as error:
+        from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+
+        if not ran_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        raise UserError(explain_out_of_memory(config, launch, error)) from error
+
+
+def main(arguments: list[str]) -> int:
+    """Does a task and returns 0, or 1 where it failed."""
+    path = Path(arguments[0])
+    launch = read_launch()
+    try:
+        result = _do(Task.read(path), path.parent, launch)
+    except Exception as error:
+        known = isinstance(error, UserError | RunError)
+        if not known:
+            traceback.print_exc()
+        problem = str(error) if known else f"{type(error).__name__}: {error}"
+        _write(failure_path(path, launch.rank), Failure(time_unix=time.time(), problem=problem))
+        return 1
+    _write(result_path(path, launch.rank), result)
+    return 0
+
+
+def _write(path: Path, result: JsonObject) -> None:
+    path.write_text(json.dumps(result.to_json(), allow_nan=False), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
