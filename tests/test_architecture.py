@@ -24,6 +24,8 @@ KNOWS = {
     "import_hf": {"config", "megatron", "data", "checkpoint", "huggingface"},
     "generate": {"config", "megatron", "data", "checkpoint", "export", "training"},
     "benchmark": {"config", "megatron", "fp8", "plan", "report", "training"},
+    # Asks the machine what every room above it would; nothing knows the doctor.
+    "doctor": {"config", "megatron", "plan", "training", "__main__"},
     # The plan tells what would help a run that ran out of memory.
     "__main__": {"config", "megatron", "plan", "training"},
     "__init__": set(),

@@ -10,6 +10,11 @@ _COMMANDS = {
 }
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra, from the checkout."""
+    return _COMMANDS[extra]
+
+
 def how_to_install(extra: str) -> str:
     """The way out of a message about a missing extra."""
-    return f"install it from the checkout with {_COMMANDS[extra]}"
+    return f"install it from the checkout with {install_command(extra)}"

@@ -197,6 +197,13 @@ def platform_notes(config: Config, platform: Platform) -> list[str]:
     return notes
 
 
+def why_no_transformer_engine(platform: Platform) -> str:
+    """Why Transformer Engine cannot be used, asked where it cannot."""
+    return platform.transformer_engine_problem or (
+        f"it is not installed; {how_to_install('te')}" if platform.cuda else "there is no CUDA device"
+    )
+
+
 def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     """Refuses explicit settings that this machine cannot meet.
 
@@ -205,9 +212,7 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     """
     model = config.model
     problems: list[str] = []
-    no_te = platform.transformer_engine_problem or (
-        f"it is not installed; {how_to_install('te')}" if platform.cuda else "there is no CUDA device"
-    )
+    no_te = why_no_transformer_engine(platform)
     te = plan_kernels(config, platform).transformer_engine
     problems += fp8_platform_problems(config, platform, no_te)
     if model.transformer_engine and platform.transformer_engine is None:

@@ -50,7 +50,7 @@ def has_fp8(platform: Platform) -> bool:
     return platform.compute_capability is not None and platform.compute_capability >= _FP8_CAPABILITY
 
 
-def _version(text: str) -> tuple[int, ...]:
+def leading_version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: "2.12.0+abc" gives (2, 12, 0)."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", text)[0])))
 
@@ -69,7 +69,7 @@ def _why_no_fp8(platform: Platform, no_te: str) -> str | None:
         return f"a GPU with FP8 (compute capability 8.9 or newer), and this is {_gpu(platform)}"
     if platform.transformer_engine is None:
         return f"Transformer Engine: {no_te}"
-    if _version(platform.transformer_engine) < _OLDEST_TRANSFORMER_ENGINE:
+    if leading_version(platform.transformer_engine) < _OLDEST_TRANSFORMER_ENGINE:
         return (
             f"Transformer Engine 2.12 or newer, and {platform.transformer_engine} is installed; {how_to_install('te')}"
         )
@@ -80,7 +80,7 @@ def _why_no_scaling(platform: Platform, recipe: Fp8RecipeName) -> str | None:
     """What a GPU with FP8 lacks for a recipe (transformer_engine.pytorch.quantization.check_recipe_support)."""
     capability, cuda = platform.compute_capability, platform.torch_cuda
     assert capability is not None, "asked only of a GPU"
-    if recipe is Fp8RecipeName.blockwise and (capability < _HOPPER or cuda is None or _version(cuda) < (12, 9)):
+    if recipe is Fp8RecipeName.blockwise and (capability < _HOPPER or cuda is None or leading_version(cuda) < (12, 9)):
         return f"compute capability 9.0 and CUDA 12.9 or newer, and this is {_gpu(platform)}, CUDA {cuda}"
     if recipe is Fp8RecipeName.mxfp8 and not _BLACKWELL <= capability < _CONSUMER_BLACKWELL:
         return f"compute capability 10.x (Blackwell of the data centre), and this is {_gpu(platform)}"

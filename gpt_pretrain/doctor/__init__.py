@@ -1,0 +1,1 @@
+"""What this machine and its installed libraries can train, and how to mend what they cannot."""

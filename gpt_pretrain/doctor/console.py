@@ -1,0 +1,144 @@
+"""The doctor's answer as tables, readable at 100 columns; a fix is a line of its own, to be copied."""
+
+import sys
+from collections.abc import Iterator, Mapping
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, Torch, TransformerEngine
+from gpt_pretrain.doctor.finding import Blocks, Finding
+from gpt_pretrain.doctor.surroundings import MULTICAST_OFF
+from gpt_pretrain.doctor.verdict import Verdict
+
+# Where the terminal does not say, and at most.
+_WIDTH = 100
+_GOOD, _HALF, _BAD = "bold green", "bold yellow", "bold red"
+_STYLES = {Blocks.training: _BAD, Blocks.fp8: _HALF, Blocks.nothing: "bold cyan"}
+_CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.nothing: "note"}
+
+
+def _failed(failure: Failure) -> tuple[str, str]:
+    if failure.is_missing:
+        return "not installed", ""
+    return failure.version or "?", f"does not load: {failure.problem}"
+
+
+def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """Name, version, and what else is to be said."""
+    yield "Python", facts.python, facts.executable
+    torch, driver, te, apex, application = (
+        facts.torch,
+        facts.driver,
+        facts.transformer_engine,
+        facts.apex,
+        facts.application,
+    )
+    if isinstance(torch, Torch):
+        libraries = (("CUDA", torch.cuda), ("cuDNN", torch.cudnn), ("NCCL", torch.nccl))
+        built = ", ".join(f"{name} {version}" for name, version in libraries if version is not None)
+        yield "PyTorch", torch.version, f"with {built}" if built else "without CUDA"
+    else:
+        yield "PyTorch", *_failed(torch)
+    if isinstance(driver, Driver):
+        newest = "" if driver.cuda is None else f"CUDA up to {'.'.join(map(str, driver.cuda))}, "
+        yield "NVIDIA driver", driver.version, f"{newest}{len(driver.gpus)} GPU(s)"
+    else:
+        yield "NVIDIA driver", *(("none", "") if driver.is_missing else ("?", driver.problem))
+    yield from _gpus(facts, torch)
+    if isinstance(te, TransformerEngine):
+        yield "Transformer Engine", te.version, f"with cuDNN {te.cudnn}, cuBLASLt {te.cublaslt}"
+    else:
+        yield "Transformer Engine", *_failed(te)
+    if isinstance(application, Failure):
+        yield "megatron-core", application.version or "not installed", f"training does not load: {application.problem}"
+    else:
+        yield "megatron-core", application.megatron_core, "training loads"
+    if isinstance(apex, Apex):
+        parts = ", ".join(part.removeprefix("apex_").replace("_", " ") for part, loads in apex.parts.items() if loads)
+        yield "apex", apex.version, parts or "none of its compiled parts load"
+    else:
+        yield "apex", *(("not installed", "nothing is lost but speed") if apex.is_missing else _failed(apex))
+
+
+def _gpus(facts: Facts, torch: Torch | Failure) -> Iterator[tuple[str, str, str]]:
+    if isinstance(torch, Failure) or not torch.gpus:
+        return
+    gpu = torch.gpus[0]
+    capability = ".".join(map(str, gpu.compute_capability))
+    bf16 = "BF16" if gpu.compute_capability >= (8, 0) else "no BF16"
+    peers = {None: "", True: ", each reaches the other's memory", False: ", no access to each other's memory"}
+    name = "GPU (assumed)" if facts.assumed_gpu is not None else "GPU"
+    yield (
+        name,
+        f"{len(torch.gpus)} × {gpu.name}",
+        f"compute capability {capability}, {bf16}, {gpu.memory_gib:.0f} GiB{peers[torch.peer_access]}",
+    )
+    multicast = [f"{name}={facts.environment[name]}" for name in MULTICAST_OFF if name in facts.environment]
+    yield "NVLink multicast", "", ", ".join(multicast) or "as the libraries choose (no variable is set)"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold", no_wrap=name == columns[0])
+    return table
+
+
+def _by_reason(recipes: Mapping[str, str | None]) -> dict[str | None, list[str]]:
+    """What recipes lack → their names, so that a reason is told once."""
+    names: dict[str | None, list[str]] = {}
+    for name, why in recipes.items():
+        names.setdefault(why, []).append(name)
+    return names
+
+
+def _answer(verdict: Verdict) -> Panel:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    usable = [name for name, why in verdict.recipes.items() if why is None]
+    if verdict.trains:
+        grid.add_row("training", Text.assemble(("works", _GOOD), f" on {verdict.device}"))
+    else:
+        grid.add_row("training", Text("does not work", _BAD))
+    if verdict.trains_in_fp8:
+        grid.add_row("FP8", Text.assemble(("works", _GOOD), f": {', '.join(usable)}"))
+    else:
+        grid.add_row("FP8", Text("does not work", _HALF if verdict.trains else _BAD))
+    grid.add_row("exit code", str(verdict.exit_code))
+    return Panel(grid, title=Text("doctor", style="bold"), title_align="left", width=_WIDTH)
+
+
+def _print_finding(finding: Finding, console: Console) -> None:
+    label = (f"{_CONSEQUENCES[finding.blocks]}: ", _STYLES[finding.blocks])
+    console.print(Text.assemble(label, (finding.about, "bold"), f" {finding.what}."))
+    if finding.fix is not None:
+        # Not wrapped: it is to be copied.
+        console.print(Text.assemble("    ", (finding.fix, "cyan")), soft_wrap=True)
+    console.print()
+
+
+def print_verdict(facts: Facts, verdict: Verdict) -> None:
+    """Prints an answer to standard output, 100 columns wide or as narrow as the terminal."""
+    console = Console(highlight=False, emoji=False)
+    console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
+    libraries = _table("What is here", "", "version", "")
+    for row in _libraries(facts):
+        libraries.add_row(*map(Text, row))
+    recipes = _table("FP8 recipes", "fp8=", "runs", "because")
+    for why, names in _by_reason(verdict.recipes).items():
+        runs = Text("no", "yellow") if why else Text("yes", "green")
+        recipes.add_row("\n".join(names), runs, Text(why or ""))
+    parts = _table("What each part of a run runs on", "part", "here", "first, next and last choice")
+    for part in verdict.parts:
+        parts.add_row(part.name, Text(part.here), Text(part.order, style="dim"))
+    console.print(_answer(verdict))
+    for table in (libraries, recipes, parts):
+        if table.row_count:
+            console.print(table)
+    for finding in verdict.findings:
+        _print_finding(finding, console)

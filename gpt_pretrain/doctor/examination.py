@@ -1,0 +1,130 @@
+"""Examines this machine: starts the probes, each in a process of its own and all at once, and reads their answers."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpt_pretrain.doctor.facts import (
+    Apex,
+    Application,
+    Driver,
+    Facts,
+    Failure,
+    Gpu,
+    Requirement,
+    Torch,
+    TransformerEngine,
+)
+from gpt_pretrain.doctor.probe import PROBES, installed_version
+from gpt_pretrain.doctor.surroundings import MULTICAST_OFF
+from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES
+from gpt_pretrain.plan import hardware
+
+_WATCHED = (
+    *MULTICAST_OFF,
+    *RECIPE_VARIABLES,
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDNN_HOME",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+)
+_PACKAGES = (
+    "transformer-engine",
+    "transformer-engine-torch",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+)
+# An import from a cold network file system takes tens of seconds; what takes minutes hangs.
+_PROBE_TIMEOUT_S = 180
+
+
+def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
+    """Looks at everything; takes as long as the slowest import, about ten seconds.
+
+    Args:
+        assumed_gpu: A GPU that stands in for the machine's own, for a machine without.
+    """
+    answers = _run_probes()
+    shm = Path("/dev/shm")
+    return Facts(
+        python=".".join(map(str, sys.version_info[:3])),
+        executable=sys.executable,
+        torch=_read_torch(answers["torch"], assumed_gpu),
+        driver=_read(Driver, answers["driver"]),
+        transformer_engine=_read(TransformerEngine, answers["transformer_engine"]),
+        apex=_read(Apex, answers["apex"]),
+        application=_read(Application, answers["application"]),
+        requirements=_read_requirements(answers["requirements"]),
+        packages={name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
+        environment={name: os.environ[name] for name in _WATCHED if name in os.environ},
+        shared_memory_gib=shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,
+        assumed_gpu=None if assumed_gpu is None else assumed_gpu.name,
+    )
+
+
+def _run_probes() -> dict[str, dict[str, Any] | Failure]:
+    """Probe → what it found, or how it failed."""
+    with tempfile.TemporaryDirectory(prefix="gpt_pretrain-doctor-") as folder:
+        places = {name: Path(folder) / name for name in PROBES}
+        running = {name: _start(name, path) for name, path in places.items()}
+        return {name: _answer(name, process, places[name]) for name, process in running.items()}
+
+
+def _start(name: str, path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "gpt_pretrain.doctor.probe", name, str(path)]
+    with path.with_suffix(".stderr").open("wb") as stderr:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
+
+
+def _answer(name: str, process: subprocess.Popen[bytes], path: Path) -> dict[str, Any] | Failure:
+    try:
+        code = process.wait(_PROBE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return Failure(problem=f"loading it did not end within {_PROBE_TIMEOUT_S} s", version=_version_of(name))
+    if not path.exists():
+        said = path.with_suffix(".stderr").read_text(errors="replace").strip().splitlines()
+        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = f" after: {said[0]}" if said else ""
+        return Failure(problem=f"loading it ended Python with {ended}{last}", version=_version_of(name))
+    answer: Mapping[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    if "failed" in answer:
+        return Failure(**answer["failed"], version=_version_of(name))
+    return answer["found"]
+
+
+def _version_of(probe: str) -> str | None:
+    return installed_version("megatron-core" if probe == "application" else probe)
+
+
+def _frozen(value: Any) -> Any:
+    """JSON has lists where facts have tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _read[Kind](kind: type[Kind], found: dict[str, Any] | Failure) -> Kind | Failure:
+    return found if isinstance(found, Failure) else kind(**{name: _frozen(value) for name, value in found.items()})
+
+
+def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: hardware.Gpu | None) -> Torch | Failure:
+    if isinstance(found, Failure):
+        return found
+    if assumed_gpu is not None:
+        gpu = {name: getattr(assumed_gpu, name) for name in ("name", "compute_capability", "memory_gib")}
+        found = {**found, "gpus": [gpu], "why_no_gpu": None, "product_problem": None, "peer_access": None}
+    return _read(Torch, {**found, "gpus": [_read(Gpu, gpu) for gpu in found["gpus"]]})
+
+
+def _read_requirements(found: dict[str, Any] | Failure) -> tuple[Requirement, ...] | Failure | None:
+    if isinstance(found, Failure) or found["unmet"] is None:
+        return found if isinstance(found, Failure) else None
+    return tuple(Requirement(**unmet) for unmet in found["unmet"])

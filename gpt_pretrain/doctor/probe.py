@@ -1,0 +1,196 @@
+"""One look at one library, in a process of its own: `python -m gpt_pretrain.doctor.probe NAME FILE`.
+
+A library that was built for another PyTorch may end the process that imports it. What was found is written to FILE as
+JSON, for libraries print what they like on standard output; no file means that the process died.
+"""
+
+import ctypes
+import faulthandler
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Width of the products that are tried: a multiple of 16, as FP8 asks.
+_SMALL = 64
+_NVIDIA_SMI = "nvidia-smi"
+
+
+def _first_line(error: Exception) -> str:
+    """The error's type and first line: what follows is a traceback or advice for developers."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _fails(work: Callable[[], None]) -> str | None:
+    try:
+        work()
+    # Whatever it is, it is told: the driver, CUDA and the libraries raise errors of many types.
+    except Exception as error:
+        return _first_line(error)
+    return None
+
+
+def probe_torch() -> dict[str, Any]:
+    """PyTorch, its GPUs, and whether they compute."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count() if cuda else 0
+
+    def multiply() -> None:
+        x = torch.ones(_SMALL, _SMALL, device="cuda", dtype=torch.bfloat16)
+        assert (x @ x).sum().item() == _SMALL**3, "a BF16 product gave a wrong result"
+
+    cudnn, nccl = torch.backends.cudnn.version(), torch.cuda.nccl.version() if torch.version.cuda else None
+    properties = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else _cudnn_version(cudnn),
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
+        "site": str(Path(torch.__file__).parents[1]),
+        "gpus": [
+            {"name": each.name, "compute_capability": [each.major, each.minor], "memory_gib": each.total_memory / 2**30}
+            for each in properties
+        ],
+        "why_no_gpu": None if cuda else _fails(torch.cuda.init),
+        "product_problem": _fails(multiply) if cuda else None,
+        "peer_access": torch.cuda.can_device_access_peer(0, 1) if num_gpus > 1 else None,
+    }
+
+
+def _cudnn_version(number: int) -> str:
+    """The number that cuDNN gives as its version, as text: 91900 is 9.19.0."""
+    major, rest = divmod(number, 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def probe_driver() -> dict[str, Any]:
+    """NVIDIA's driver, without PyTorch."""
+    query = [_NVIDIA_SMI, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    rows = [row.split(", ", 1) for row in answer.stdout.strip().splitlines()]
+    if answer.returncode != 0 or not rows or len(rows[0]) == 1:
+        raise RuntimeError(" ".join((answer.stdout + answer.stderr).split()))
+    return {"version": rows[0][0], "gpus": [name for _, name in rows], "cuda": _driver_cuda()}
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    try:
+        libcuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if libcuda.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def probe_transformer_engine() -> dict[str, Any]:
+    """Transformer Engine beside PyTorch, and whether a layer of it computes in FP8."""
+    import torch
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch
+    from transformer_engine.pytorch import optimizers
+
+    def train_a_layer() -> None:
+        layer = te.Linear(_SMALL, _SMALL, params_dtype=torch.bfloat16, device="cuda")
+        x = torch.ones(_SMALL, _SMALL, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with te.autocast(enabled=True):
+            y = layer(x)
+        y.sum().backward()
+        torch.cuda.synchronize()
+
+    has_fp8 = torch.cuda.is_available() and te.is_fp8_available()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn" in line}
+    return {
+        "version": importlib.metadata.version("transformer_engine"),
+        "cudnn": _cudnn_version(transformer_engine_torch.get_cudnn_version()),
+        "cublaslt": str(transformer_engine_torch.get_cublasLt_version()),
+        "cudnn_folders": sorted({str(Path(path).resolve().parent) for path in mapped}),
+        "scales_on_device": hasattr(optimizers, "multi_tensor_scale_tensor"),
+        "product_problem": _fails(train_a_layer) if has_fp8 else None,
+    }
+
+
+def probe_apex() -> dict[str, Any]:
+    """The parts of apex that load."""
+    import apex  # noqa: F401  its absence is the answer
+    import torch  # noqa: F401  apex's kernels find its libraries once it is loaded
+
+    from gpt_pretrain.megatron.platform import apex_parts
+
+    return {"version": importlib.metadata.version("apex"), "parts": apex_parts()}
+
+
+def probe_application() -> dict[str, Any]:
+    """Everything that a run imports, in the order of `python -m gpt_pretrain`."""
+    import gpt_pretrain.__main__
+    from gpt_pretrain.config.environment import quiet_libraries
+    from gpt_pretrain.megatron.cpu import install_cpu_device
+
+    quiet_libraries()
+    install_cpu_device()
+    import megatron.core
+
+    import gpt_pretrain.training.run  # noqa: F401  loading is the question
+
+    return {"megatron_core": megatron.core.__version__}
+
+
+def probe_requirements() -> dict[str, Any]:
+    """What this project declares to need and is not there; `unmet` is null where it is not installed itself."""
+    from packaging.requirements import Requirement
+
+    try:
+        declared = importlib.metadata.requires("gpt_pretrain") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {"unmet": None}
+    unmet = []
+    for requirement in map(Requirement, declared):
+        # Those of an extra have a marker that is false without it.
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        installed = installed_version(requirement.name)
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            unmet.append({"needed": str(requirement), "installed": installed})
+    return {"unmet": unmet}
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed package, loadable or not."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    "torch": probe_torch,
+    "driver": probe_driver,
+    "transformer_engine": probe_transformer_engine,
+    "apex": probe_apex,
+    "application": probe_application,
+    "requirements": probe_requirements,
+}
+
+
+def main(name: str, path: Path) -> None:
+    """Writes what a probe found, or why it found nothing, to a file."""
+    # A signal prints where it struck.
+    faulthandler.enable()
+    try:
+        found = {"found": PROBES[name]()}
+    # Loading a broken library fails in as many ways as computing with it.
+    except Exception as error:
+        # Another module's name is one that the library itself misses.
+        is_missing = getattr(error, "name", None) == name or getattr(error, "filename", None) == _NVIDIA_SMI
+        found = {"failed": {"problem": _first_line(error), "is_missing": is_missing}}
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

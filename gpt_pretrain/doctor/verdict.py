@@ -1,0 +1,158 @@
+"""What follows from the facts: which recipes run here, what each part of a run runs on, and whether it trains at all.
+
+Whether a recipe runs is what training itself asks (`megatron.platform_fp8`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.doctor.facts import Apex, Facts, Failure, Torch, TransformerEngine
+from gpt_pretrain.doctor.finding import Blocks, Finding
+from gpt_pretrain.doctor.findings import list_findings
+from gpt_pretrain.megatron.platform import Platform, why_no_transformer_engine
+from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, recipe_variable_problems, why_no_recipe
+
+TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of a run that several libraries could provide."""
+
+    name: str
+    here: str
+    """What it runs on here."""
+    order: str
+    """What it would take first, next and last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The doctor's answer."""
+
+    device: str
+    """What would train: the GPUs, or the CPU."""
+    recipes: Mapping[str, str | None]
+    """FP8 recipe → what this machine lacks for it, None where it runs."""
+    parts: tuple[Part, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def trains(self) -> bool:
+        """Whether `python -m gpt_pretrain` would train here."""
+        return all(finding.blocks is not Blocks.training for finding in self.findings)
+
+    @property
+    def trains_in_fp8(self) -> bool:
+        """Whether it would with at least one recipe."""
+        return self.trains and None in self.recipes.values()
+
+    @property
+    def exit_code(self) -> int:
+        """0: trains, in FP8, too; 3: trains, not in FP8; 1: does not train."""
+        if self.trains_in_fp8:
+            return TRAINS_IN_FP8
+        return TRAINS_WITHOUT_FP8 if self.trains else TRAINS_NOT
+
+
+def platform_of(facts: Facts, torch: Torch) -> Platform:
+    """The machine as training describes it."""
+    gpu = torch.gpus[0] if torch.gpus else None
+    te, apex = facts.transformer_engine, facts.apex
+    te_version, te_problem = None, None
+    parts: Mapping[str, bool] = {}
+    # Without a GPU a run looks for neither of them.
+    if gpu is not None:
+        te_version = te.version if isinstance(te, TransformerEngine) else None
+        te_problem = te.problem if isinstance(te, Failure) and not te.is_missing else None
+        parts = apex.parts if isinstance(apex, Apex) else {}
+    return Platform(
+        cuda=gpu is not None,
+        num_gpus=len(torch.gpus),
+        device_name="CPU" if gpu is None else gpu.name,
+        compute_capability=None if gpu is None else gpu.compute_capability,
+        torch_cuda=None if gpu is None else torch.cuda,
+        transformer_engine=te_version,
+        transformer_engine_problem=te_problem,
+        recipe_variables={name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment},
+        apex_layer_norm=parts.get("apex_layer_norm", False),
+        apex_optimizer=parts.get("apex_optimizer", False),
+        apex_softmax=parts.get("apex_softmax", False),
+        apex_weight_gradient=parts.get("apex_weight_gradient", False),
+    )
+
+
+def _why_no_recipe(facts: Facts, platform: Platform, recipe: Fp8RecipeName) -> str | None:
+    lacking = why_no_recipe(platform, recipe, why_no_transformer_engine(platform))
+    if lacking is not None:
+        return f"needs {lacking}"
+    te = facts.transformer_engine
+    if isinstance(te, TransformerEngine) and te.product_problem is not None:
+        return f"a small FP8 layer fails: {te.product_problem}"
+    return next(recipe_variable_problems(platform, recipe, attention=False), None)
+
+
+def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
+    te = facts.transformer_engine if platform.transformer_engine is not None else None
+    has_te = isinstance(te, TransformerEngine)
+
+    def first(*choices: tuple[bool, str], otherwise: str) -> str:
+        return next((name for is_there, name in choices if is_there), otherwise)
+
+    return (
+        Part(
+            name="transformer layers",
+            here=first((has_te, "Transformer Engine"), otherwise="megatron-core's local layers"),
+            order="Transformer Engine; megatron-core's local layers: no FP8, no context parallelism",
+        ),
+        Part(
+            name="attention",
+            here=first(
+                (has_te, "Transformer Engine: cuDNN or flash-attn"),
+                (platform.apex_softmax, "PyTorch with apex's softmax"),
+                otherwise="PyTorch",
+            ),
+            order="Transformer Engine; PyTorch with apex's softmax; PyTorch",
+        ),
+        Part(
+            name="layer norm",
+            here=first((has_te, "Transformer Engine"), (platform.apex_layer_norm, "apex"), otherwise="PyTorch"),
+            order="Transformer Engine; apex, which has no RMSNorm; PyTorch",
+        ),
+        Part(
+            name="weight gradient sums",
+            here=first((platform.apex_weight_gradient, "apex, in the product"), otherwise="PyTorch, after the product"),
+            order="apex (fused_weight_gradient_mlp_cuda); PyTorch",
+        ),
+        Part(
+            name="gradient clipping",
+            here=first(
+                (isinstance(te, TransformerEngine) and te.scales_on_device, "Transformer Engine"),
+                otherwise="PyTorch's foreach kernels",
+            ),
+            order="Transformer Engine from multi_tensor_scale_tensor on; PyTorch",
+        ),
+        Part(
+            name="optimizer",
+            here="PyTorch's fused Adam" if platform.cuda else "PyTorch's Adam",
+            order="PyTorch: others cannot leave a bad step out",
+        ),
+    )
+
+
+def give_verdict(facts: Facts) -> Verdict:
+    """Judges a machine."""
+    findings = tuple(list_findings(facts))
+    torch = facts.torch
+    if isinstance(torch, Failure):
+        recipes = dict.fromkeys((recipe.name for recipe in Fp8RecipeName), "needs PyTorch, which does not load")
+        return Verdict(device="nothing", recipes=recipes, parts=(), findings=findings)
+    platform = platform_of(facts, torch)
+    device = f"{platform.num_gpus} × {platform.device_name}" if platform.cuda else "the CPU: small models"
+    return Verdict(
+        device=f"an assumed {facts.assumed_gpu}" if facts.assumed_gpu is not None else device,
+        recipes={recipe.name: _why_no_recipe(facts, platform, recipe) for recipe in Fp8RecipeName},
+        parts=_parts(facts, platform),
+        findings=findings,
+    )
