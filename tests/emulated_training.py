@@ -69,12 +69,12 @@ class Training:
 
     def result(self) -> StepResult:
         """Such a step, and all that it leaves."""
-        iterators = self._iterators(first_sample=0)
+        iterators = self.iterators(first_sample=0)
         return train_step(self.trainable, iterators, self.config.model, self._num_microbatches)
 
     def validate(self) -> float:
         """Loss on other samples, without gradients."""
-        iterators = self._iterators(first_sample=self.config.model.global_batch_size)
+        iterators = self.iterators(first_sample=self.config.model.global_batch_size)
         return validate(
             self.trainable.model, iterators, self.config.model, self._num_microbatches, 1, on_batch=lambda: None
         )
@@ -84,7 +84,8 @@ class Training:
         model = self.config.model
         return model.global_batch_size // model.micro_batch_size // parallel_state.get_data_parallel_world_size()
 
-    def _iterators(self, first_sample: int) -> list[Iterator[Batch] | None]:
+    def iterators(self, first_sample: int) -> list[Iterator[Batch] | None]:
+        """This rank's microbatches of the step whose first sample it is."""
         return data_iterators(self.trainable.model, lambda: iter(self._batches(first_sample)))
 
     def _batches(self, first_sample: int) -> list[Batch]:

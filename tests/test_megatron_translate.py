@@ -39,6 +39,7 @@ FULL = "model.activations_checkpoint_granularity=full"
 UNIFORM = "model.activations_checkpoint_method=uniform"
 ONE_LAYER = "model.activations_checkpoint_num_layers=1"
 OVERLAP = "model.overlap_param_gather=true"
+EXPERTS = "model.num_moe_experts=8"
 FP8, TENSORWISE, KEPT = "model.fp8=true", "model.fp8_recipe=tensorwise", "model.first_last_layers_bf16=true"
 
 
@@ -303,6 +304,48 @@ ROWS = [
     # What megatron-core is told of emulated FP8 is nothing; an override that matches no module makes it tell layers of
     # a step's first microbatch.
     Row(override="model.fp8_emulate=true", context=(FP8,), **NO_FP8),
+    # Whatever differs from megatron-core's defaults, which a model without experts has.
+    Row(
+        override=EXPERTS,
+        transformer={
+            "num_moe_experts": 8,
+            "moe_ffn_hidden_size": 14336,
+            "moe_router_dtype": "fp32",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_token_dispatcher_type": "alltoall",
+        },
+    ),
+    Row(override="model.moe_ffn_hidden_size=512", context=(EXPERTS,), transformer={"moe_ffn_hidden_size": 512}),
+    Row(override="model.moe_router_topk=4", context=(EXPERTS,), transformer={"moe_router_topk": 4}),
+    Row(
+        override="model.moe_router_load_balancing_type=seq_aux_loss",
+        context=(EXPERTS,),
+        transformer={"moe_router_load_balancing_type": "seq_aux_loss"},
+    ),
+    Row(override="model.moe_aux_loss_coeff=0.1", context=(EXPERTS,), transformer={"moe_aux_loss_coeff": 0.1}),
+    Row(override="model.moe_z_loss_coeff=1e-3", context=(EXPERTS,), transformer={"moe_z_loss_coeff": 1e-3}),
+    Row(
+        override="model.moe_token_dispatcher_type=allgather",
+        context=(EXPERTS,),
+        transformer={"moe_token_dispatcher_type": "allgather"},
+    ),
+    Row(override="model.moe_grouped_gemm=true", context=(EXPERTS,), transformer={"moe_grouped_gemm": True}),
+    Row(
+        override="model.moe_router_padding_for_quantization=true",
+        context=(EXPERTS, FP8, TENSORWISE),
+        transformer={"moe_router_padding_for_quantization": True},
+        needs_te=True,
+    ),
+    Row(
+        override="model.expert_model_parallel_size=4",
+        context=(EXPERTS,),
+        transformer={"expert_model_parallel_size": 4},
+    ),
+    Row(
+        override="model.expert_tensor_parallel_size=2",
+        context=(EXPERTS,),
+        transformer={"expert_tensor_parallel_size": 2},
+    ),
     Row(override="model.fp8_emulate=true", context=(FP8, "model.fp8_exclude=['*']"), **NO_FP8),
 ]
 

@@ -25,6 +25,21 @@ class PositionEmbedding(Enum):
     rope = "rope"
 
 
+class MoeLoadBalancing(Enum):
+    """Which tokens the auxiliary loss of a mixture of experts balances; the names are megatron-core's."""
+
+    aux_loss = "aux_loss"
+    seq_aux_loss = "seq_aux_loss"
+    none = "none"
+
+
+class MoeTokenDispatcher(Enum):
+    """How tokens reach the ranks that hold their experts; the names are megatron-core's."""
+
+    alltoall = "alltoall"
+    allgather = "allgather"
+
+
 class RecomputeGranularity(Enum):
     """What is recomputed in the backward pass instead of kept: core attention alone, or whole layers."""
 

@@ -42,6 +42,17 @@ def ffn_hidden_size(model: ModelConfig) -> int:
     return 4 * model.hidden_size if model.ffn_hidden_size is None else model.ffn_hidden_size
 
 
+def moe_ffn_hidden_size(model: ModelConfig) -> int:
+    """Inner width of an expert."""
+    return ffn_hidden_size(model) if model.moe_ffn_hidden_size is None else model.moe_ffn_hidden_size
+
+
+def expert_tensor_parallel_size(model: ModelConfig) -> int:
+    """Ranks that share each expert's matrices."""
+    size = model.expert_tensor_parallel_size
+    return model.tensor_model_parallel_size if size is None else size
+
+
 def kv_channels(model: ModelConfig) -> int:
     """Width of one attention head."""
     return model.hidden_size // model.num_attention_heads if model.kv_channels is None else model.kv_channels
@@ -53,7 +64,10 @@ def num_query_groups(model: ModelConfig) -> int:
 
 
 def matmul_parameters_per_layer(model: ModelConfig) -> int:
-    """Weights of one transformer layer that take part in a matrix product; biases and norms are left out."""
+    """Weights of one transformer layer that a token is multiplied with; biases and norms are left out.
+
+    Of a mixture of experts these are the router and the `moe_router_topk` experts that compute the token.
+    """
     query_width = model.num_attention_heads * kv_channels(model)
     key_value_width = num_query_groups(model) * kv_channels(model)
     attention = model.hidden_size * (2 * query_width + 2 * key_value_width)

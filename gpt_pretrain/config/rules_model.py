@@ -16,6 +16,7 @@ from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.rules_fp8 import fp8_problems
 from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
 from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
+from gpt_pretrain.config.rules_moe import expert_problems
 from gpt_pretrain.config.schema import Config, ModelConfig
 
 COUNTS = (
@@ -37,6 +38,11 @@ COUNTS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
     "activations_checkpoint_num_layers",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 
@@ -212,6 +218,7 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
         *widths_over_tensor_ranks(model),
         *pipeline(model, launch),
         *sequence(model),
+        *expert_problems(config, launch),
     ]
     yield from shapes
     if not shapes:

@@ -17,6 +17,8 @@ from gpt_pretrain.config.choices import (
     AmaxComputeAlgo,
     DataImpl,
     Fp8RecipeName,
+    MoeLoadBalancing,
+    MoeTokenDispatcher,
     Normalization,
     OnSaveError,
     OptimizerName,
@@ -153,6 +155,25 @@ class ModelConfig:
     attention_dropout: float
     """Dropout of attention probabilities."""
 
+    num_moe_experts: int | None
+    """Experts in place of the MLP of every layer, of which a router picks some for each token; null: one MLP."""
+    moe_ffn_hidden_size: int | None
+    """Inner width of an expert; null: ffn_hidden_size."""
+    moe_router_topk: int
+    """Experts that compute each token; their results are weighed by a softmax over their router scores, in fp32."""
+    moe_router_load_balancing_type: MoeLoadBalancing
+    """What the auxiliary loss balances: tokens of a microbatch (aux_loss), of each sequence (seq_aux_loss), or none."""
+    moe_aux_loss_coeff: float
+    """Weight of the load-balancing loss in the gradient; the logged loss is the cross entropy alone."""
+    moe_z_loss_coeff: float | None
+    """Weight of the router's z-loss, the mean squared logsumexp of its scores; null: none."""
+    moe_token_dispatcher_type: MoeTokenDispatcher
+    """How tokens reach the ranks of their experts: alltoall (each goes where it has to), allgather (all go to all)."""
+    moe_grouped_gemm: bool | None
+    """One grouped product for all experts of a rank; null: with Transformer Engine layers, which it needs."""
+    moe_router_padding_for_quantization: bool
+    """Route tokens of weight zero, until the number of each expert suits FP8; false: pad each expert's input."""
+
     encoder_seq_length: int
     """Tokens of a training sample."""
     micro_batch_size: int
@@ -170,6 +191,10 @@ class ModelConfig:
     """Model chunks per pipeline rank (interleaved schedule); null: one chunk, plain 1F1B."""
     context_parallel_size: int
     """CP: ranks that share each sequence; needs Transformer Engine."""
+    expert_model_parallel_size: int
+    """EP: ranks, of those with different samples, that share the experts out; divides num_moe_experts."""
+    expert_tensor_parallel_size: int | None
+    """Ranks that share each expert's matrices; null: tensor_model_parallel_size."""
     sequence_parallel: bool
     """Split norms and dropout along the sequence over the TP ranks; needs TP > 1."""
     use_distributed_optimizer: bool | None

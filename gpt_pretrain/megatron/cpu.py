@@ -60,6 +60,10 @@ class _Stream:
     def wait_event(self, _: object) -> None:
         """Nothing is in flight."""
 
+    def record_event(self) -> "_Stream":
+        """An event that is over, as the stream always is."""
+        return self
+
     def synchronize(self) -> None:
         """Nothing is in flight."""
 
@@ -71,6 +75,11 @@ def _stream_context(_: object) -> Iterator[None]:
 
 def _do_nothing(*_: object, **__: object) -> None:
     """Twin of CUDA calls that wait for or release what the CPU does not have."""
+
+
+def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Twin of the dispatcher's copy to the host: a tensor, as a NumPy array where that is asked for."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 _installed = False
@@ -91,6 +100,7 @@ def install_cpu_device() -> None:
         sys.modules.setdefault(library, None)  # type: ignore[arg-type]  # None makes an import fail
 
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     # nn.Module.to and friends accept a torch.device here as they do an index.
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
@@ -110,6 +120,9 @@ def install_cpu_device() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # It warns that the CPU generator changed inside a forked state: here that is the point.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+
+    # The dispatcher of experts leaves counts that are on the CPU already what they are; collectives take numbers.
+    token_dispatcher.maybe_move_tensor_to_cpu = _numbers
 
     # torch switches a mode off while its handler runs, and a backward pass runs inside of one: what is computed anew in
     # it needs a mode of its own.

@@ -78,7 +78,10 @@ def build_layer_spec(
     if kernels.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        )
+        norm = TENorm
     else:
         layer = _local_layer_spec(config, local_layers)
         # Left to megatron-core, the final norm is TE's wherever TE is installed.
@@ -124,6 +127,11 @@ def apply_quantization_overrides(chunk: GPTModel) -> None:
 
 def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> ModuleSpec:
     norm = backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    # megatron-core's own local spec stores its norms under the names of TE's fused modules, too.
+    stored_under = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.num_moe_experts is None:
+        # In front of experts it is a module of its own with TE as well.
+        stored_under["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -141,12 +149,8 @@ def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> Module
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts),
             mlp_bda=get_bias_dropout_add,
-            # megatron-core's own local spec stores its norms under the names of TE's fused modules, too.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=stored_under,
         ),
     )

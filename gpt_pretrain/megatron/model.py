@@ -144,15 +144,33 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
 
 
 def _count_parameters(chunks: list[GPTModel]) -> int:
-    """Parameters of the whole model: each tensor parallel shard counts, replicas and shared embeddings do not."""
-    count = 0
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    """Parameters of the whole model: each shard counts, replicas and shared embeddings do not.
+
+    Experts and the rest are shared out over different ranks.
+    """
+    counts = [0, 0]
+    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
     for chunk in chunks:
-        for parameter in chunk.parameters():
+        for name, parameter in chunk.named_parameters():
             if getattr(parameter, "shared", False) and not chunk.pre_process:
                 continue
-            if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
-                count += parameter.numel()
+            kind = int(".experts." in name)
+            if ranks[kind] == 0 or getattr(parameter, "tensor_model_parallel", False):
+                counts[kind] += parameter.numel()
+    return sum(
+        _sum_over(group, count)
+        for group, count in zip(
+            (
+                parallel_state.get_model_parallel_group(),
+                parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            ),
+            counts,
+            strict=True,
+        )
+    )
+
+
+def _sum_over(group: torch.distributed.ProcessGroup, count: int) -> int:
     total = torch.tensor(count, dtype=torch.int64, device=torch.cuda.current_device())
-    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    torch.distributed.all_reduce(total, group=group)
     return int(total.item())

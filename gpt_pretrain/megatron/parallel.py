@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import HashStore
 
+from gpt_pretrain.config.derived import expert_tensor_parallel_size
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
@@ -73,6 +74,8 @@ def lay_out_ranks(model: ModelConfig) -> None:
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
         context_parallel_size=model.context_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size(model),
         # Second groups for CPU tensors beside NCCL; under gloo the first ones serve.
         create_gloo_process_groups=False,
     )

@@ -128,6 +128,7 @@ class Kernels:
     apply_rope_fusion: bool
     gradient_accumulation_fusion: bool
     cross_entropy_loss_fusion: bool
+    moe_grouped_gemm: bool
 
 
 def plan_kernels(config: Config, platform: Platform) -> Kernels:
@@ -160,6 +161,7 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
             model.cross_entropy_loss_fusion,
             platform.cuda and not config.trainer.deterministic and config.trainer.precision is not Precision.fp32,
         ),
+        moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
     )
 
 
@@ -230,6 +232,8 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     if model.masked_softmax_fusion and (te or not platform.apex_softmax):
         why = "Transformer Engine layers have their own attention" if te else "apex's softmax kernels are not installed"
         problems.append(f"model.masked_softmax_fusion=true has no effect: {why}; use null or false")
+    if model.moe_grouped_gemm and not te:
+        problems.append("model.moe_grouped_gemm=true needs Transformer Engine layers; use null or false")
     if model.gradient_accumulation_fusion and not platform.apex_weight_gradient:
         problems.append(
             "model.gradient_accumulation_fusion=true needs apex's fused_weight_gradient_mlp_cuda, which is not "

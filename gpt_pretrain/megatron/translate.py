@@ -17,9 +17,11 @@ from megatron.core.transformer import TransformerConfig
 
 from gpt_pretrain.config.choices import Activation, OptimizerName, Precision
 from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
     ffn_hidden_size,
     kv_channels,
     min_lr,
+    moe_ffn_hidden_size,
     num_query_groups,
     uses_distributed_optimizer,
 )
@@ -86,6 +88,30 @@ def _high_precision_modules(patterns: Sequence[str]) -> RecipeConfig | None:
     return RecipeConfig([GlobMatcher(pattern, "high_precision") for pattern in patterns], {"high_precision": override})
 
 
+def _expert_fields(model: ModelConfig, kernels: Kernels) -> dict[str, Any]:
+    """Every field of TransformerConfig that says something of a mixture of experts; none of them without one."""
+    if model.num_moe_experts is None:
+        return {"num_moe_experts": None}
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_ffn_hidden_size": moe_ffn_hidden_size(model),
+        "moe_router_topk": model.moe_router_topk,
+        # The weights of a token's experts add up to 1: the softmax is taken over their scores alone, as in Mixtral.
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        # BF16 scores tie, and ties fall differently at every layout.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type.value,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type.value,
+        "moe_grouped_gemm": kernels.moe_grouped_gemm,
+        "moe_router_padding_for_quantization": model.moe_router_padding_for_quantization,
+        "expert_model_parallel_size": model.expert_model_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_parallel_size(model),
+    }
+
+
 def translate_transformer(config: Config, platform: Platform, kernels: Kernels) -> TransformerConfig:
     """The layers: `model.*` to `TransformerConfig`."""
     model = config.model
@@ -111,6 +137,7 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         attention_dropout=model.attention_dropout,
         attention_softmax_in_fp32=True,
         apply_query_key_layer_scaling=False,
+        **_expert_fields(model, kernels),
         # Parallel layout.
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,

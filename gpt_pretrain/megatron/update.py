@@ -62,8 +62,7 @@ def conditional_update(optimizer: MegatronOptimizer, loss_sum_and_tokens: torch.
         loss_sum_and_tokens: [2], this rank's sum of losses and number of tokens.
     """
     optimizer.prepare_grads()
-    # Computed on the device: `kernels.install_gradient_norm`.
-    grad_norm = optimizer.get_grad_norm()
+    grad_norm = _gradient_norm(optimizer)
     not_finite = (~torch.isfinite(grad_norm)).float()
     # A sum with a NaN or an infinity is none that is finite: one collective tells both of loss and of norm.
     total = torch.cat([loss_sum_and_tokens, not_finite])
@@ -77,6 +76,18 @@ def conditional_update(optimizer: MegatronOptimizer, loss_sum_and_tokens: torch.
         inner.found_inf.copy_(skipped)
     optimizer.step_with_ready_grads()
     return StepResult(loss_sum_and_tokens=total[:2], grad_norm=grad_norm, skipped=skipped)
+
+
+def _gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
+    """L2 norm over all parameters, [1], computed on the device (`kernels.install_gradient_norm`).
+
+    Expert parameters have an optimizer of their own. Where ranks other than those of the rest share them,
+    megatron-core adds the two norms up on the host, and waits for both.
+    """
+    parts = list(_parts(optimizer))
+    shared = len({id(part.get_grad_stats_parallel_group()) for part in parts}) == 1
+    norms: list[torch.Tensor] = [owner.get_grad_norm() for owner in ([optimizer] if shared else parts)]
+    return norms[0] if shared else torch.linalg.vector_norm(torch.cat(norms)).view(1)
 
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:

@@ -62,6 +62,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         f"{DDP}.align_param_gather",
     ),
     "model.context_parallel_size": (f"{TRANSFORMER}.context_parallel_size",),
+    "model.expert_model_parallel_size": (f"{TRANSFORMER}.expert_model_parallel_size",),
+    "model.expert_tensor_parallel_size": (f"{TRANSFORMER}.expert_tensor_parallel_size",),
     "model.sequence_parallel": (f"{TRANSFORMER}.sequence_parallel",),
     "model.use_distributed_optimizer": (f"{DDP}.use_distributed_optimizer", f"{OPTIMIZER}.use_distributed_optimizer"),
     "model.overlap_grad_reduce": (f"{DDP}.overlap_grad_reduce",),
@@ -73,6 +75,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 FP8_KEYS = tuple(key for key in FIELDS if key.startswith("model.fp8_") or key.endswith("_bf16"))
 _OVERLAPS = ("model.overlap_grad_reduce", "model.overlap_param_gather")
+_OF_EXPERTS = ("model.expert_model_parallel_size", "model.expert_tensor_parallel_size")
 _KEPT_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 # What emulated layers read instead of megatron-core's field, from `config.fp8.Fp8Settings`.
 _EMULATED = {
@@ -137,6 +140,8 @@ def _why_inert(model: ModelConfig, settings: Fp8Settings | None, key: str, num_s
     """Why a key changes nothing; a rule refuses a run where the user set an FP8 key nevertheless."""
     if key in _OVERLAPS and num_shards == 1:
         return "one data-parallel rank has nothing to exchange"
+    if key in _OF_EXPERTS and model.num_moe_experts is None:
+        return "model.num_moe_experts=null"
     if key not in FP8_KEYS:
         return ""
     if settings is None:

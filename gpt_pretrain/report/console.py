@@ -23,6 +23,7 @@ from gpt_pretrain.report.live import (
     MAX_WIDTH,
     LiveStatus,
     plain_checkpoint_line,
+    plain_experts_line,
     plain_train_line,
     plain_validation_line,
 )
@@ -31,6 +32,7 @@ from gpt_pretrain.report.numbers import UNKNOWN, format_count, format_duration, 
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     EndReason,
+    ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
     LossSpikeRecord,
@@ -67,6 +69,7 @@ class RunConsole:
         self._record: TrainRecord | None = None
         self._live: Live | None = None
 
+        self._experts: ExpertsRecord | None = None
     @property
     def is_terminal(self) -> bool:
         """Whether the output can be redrawn."""
@@ -137,6 +140,8 @@ class RunConsole:
     def train(self, record: TrainRecord) -> None:
         """Shows a training record."""
         self._step, self._record = record.step, record
+            case ExpertsRecord():
+                self.experts(record)
         if not self.is_terminal:
             self._print_plain(plain_train_line(record, self._max_steps))
             return
@@ -147,6 +152,20 @@ class RunConsole:
         """Prints a validation."""
         self._step = max(self._step, record.step)
         if not self.is_terminal:
+    def experts(self, record: ExpertsRecord) -> None:
+        """Shows how a mixture of experts fares."""
+        self._experts = record
+        if self.is_terminal:
+            self._refresh()
+        else:
+            self._print_plain(plain_experts_line(record, self._max_steps))
+
+    def rewind(self, record: RewindRecord) -> None:
+        """Prints where the run went back to, or why it did not."""
+        self._step = record.step
+        self.warning(_rewind_sentence(record))
+        self._refresh()
+
             self._print_plain(plain_validation_line(record, self._max_steps))
             return
         self._out.print(
@@ -255,7 +274,7 @@ class RunConsole:
         return min(self._out.width, MAX_WIDTH)
 
     def _status(self) -> LiveStatus:
-        return LiveStatus(self._max_steps, self._step, self._record)
+        return LiveStatus(self._max_steps, self._step, self._record, self._experts)
 
     def _refresh(self) -> None:
         if self._live is not None:

@@ -17,7 +17,7 @@ from gpt_pretrain.report.numbers import (
     format_percent,
     format_rate,
 )
-from gpt_pretrain.report.records import CheckpointRecord, TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import CheckpointRecord, ExpertsRecord, TrainRecord, ValidationRecord
 
 MAX_WIDTH = 100
 
@@ -62,12 +62,16 @@ class LiveStatus:
         max_steps: Steps of the whole run.
         step: Steps done.
         record: The newest record; None before the first.
+        experts: The newest record of a mixture of experts; None without one.
     """
 
-    def __init__(self, max_steps: int, step: int, record: TrainRecord | None) -> None:
+    def __init__(
+        self, max_steps: int, step: int, record: TrainRecord | None, experts: ExpertsRecord | None = None
+    ) -> None:
         self.max_steps = max_steps
         self.step = step
         self.record = record
+        self.experts = experts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, MAX_WIDTH)
@@ -88,6 +92,8 @@ class LiveStatus:
         """The step and as many measurements as fit beside each other with two spaces between them."""
         cells = [_Cell("step", f"{self.step}/{self.max_steps}", -1, "")]
         cells += [_Cell(column.header, column.show(record), column.priority, column.style) for column in _COLUMNS]
+        if self.experts is not None:
+            cells.append(_Cell("busiest expert", f"{self.experts.busiest_expert:.2f}×", 8, ""))
         while len(cells) > 1 and sum(cell.width for cell in cells) + 2 * (len(cells) - 1) > width:
             cells.remove(max(cells, key=lambda cell: cell.priority))
         return cells
@@ -119,6 +125,16 @@ def plain_validation_line(record: ValidationRecord, max_steps: int) -> str:
     return (
         f"validation step {record.step}/{max_steps} loss {record.loss:.4f} perplexity {record.perplexity:.2f} "
         f"num_samples {record.num_samples} time_s {record.time_s:.2f}"
+    )
+
+
+def plain_experts_line(record: ExpertsRecord, max_steps: int) -> str:
+    """The state of a mixture of experts as one line of `name value` pairs; losses that it has not are left out."""
+    losses = (("load_balancing_loss", record.load_balancing_loss), ("z_loss", record.z_loss))
+    shown = "".join(f" {name} {value:.4f}" for name, value in losses if value is not None)
+    return (
+        f"experts step {record.step}/{max_steps}{shown} busiest_expert {record.busiest_expert:.2f} "
+        f"idlest_expert {record.idlest_expert:.2f}"
     )
 
 

@@ -224,6 +224,22 @@ class SummaryRecord(Record):
     first_loss: float | None
     """First logged training loss of the run; null if none was logged."""
     last_loss: float | None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsRecord(Record):
+    """A mixture of experts, with every `train` record: over all its layers, and the steps since the last record."""
+
+    kind: ClassVar[str] = "experts"
+
+    load_balancing_loss: float | None
+    """Load-balancing loss before its coefficient, mean of layers: 1 where all experts fare alike; null without one."""
+    z_loss: float | None
+    """The routers' z-loss before its coefficient, mean of layers; null without one."""
+    busiest_expert: float
+    """Tokens of the busiest expert of any layer, over the mean of the layer's experts; 1 where all get the same."""
+    idlest_expert: float
+    """Tokens of the idlest expert of any layer, over the same mean; 0 where one got none."""
+
+
     """Last logged training loss."""
     best_loss: float | None
     """Lowest logged training loss."""
@@ -259,3 +275,4 @@ RECORD_KINDS: dict[str, type[Record]] = {
         SummaryRecord,
     )
 }
+        ExpertsRecord,

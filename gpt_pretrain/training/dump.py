@@ -129,27 +129,34 @@ def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
     optimizer.prepare_grads()
     layers = ["embedding", *(f"decoder.layers.{index}" for index in range(num_layers))]
     layers += ["decoder.final_layernorm", "output_layer"]
-    squares = torch.zeros(len(layers), dtype=torch.float64, device=torch.cuda.current_device())
+    # Experts have an optimizer of their own, and other ranks that share them.
+    parts = optimizer.chained_optimizers
+    squares = torch.zeros(len(parts), len(layers), dtype=torch.float64, device=torch.cuda.current_device())
     for chunk in trainable.model.gpt_chunks:
         for name, parameter in named_weights(chunk):
-            gradient = _gradient(optimizer, parameter)
             counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-            if gradient is not None and counts:
-                squares[layers.index(_layer_of(name))] += gradient.double().square().sum()
-    torch.distributed.all_reduce(squares, group=optimizer.get_grad_stats_parallel_group())
-    return dict(zip(layers, squares.sqrt().tolist(), strict=True))
+            for part, of_layers in zip(parts, squares, strict=True):
+                gradient = _gradient(part, parameter)
+                if gradient is not None and counts:
+                    of_layers[layers.index(_layer_of(name))] += gradient.double().square().sum()
+    for part, of_layers in zip(parts, squares, strict=True):
+        torch.distributed.all_reduce(of_layers, group=part.get_grad_stats_parallel_group())
+    return dict(zip(layers, squares.sum(dim=0).sqrt().tolist(), strict=True))
 
 
-def _gradient(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """What this rank updates a weight by: its shard of the gradient where the optimizer is distributed."""
-    for part in optimizer.chained_optimizers:
-        if not isinstance(part, DistributedOptimizer):
-            return getattr(parameter, "main_param", parameter).grad
-        if parameter in part.model_param_group_index_map:
-            group, index = part.model_param_group_index_map[parameter]
-            gradient: torch.Tensor | None = part.optimizer.param_groups[group]["params"][index].grad
-            return gradient
-    return None
+def _gradient(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """What an optimizer updates a weight by, None if it has not got it; of a distributed one a shard of the gradient."""
+    gradient: torch.Tensor | None
+    if not isinstance(part, DistributedOptimizer):
+        main = getattr(parameter, "main_param", parameter)
+        owned = any(main is own for group in part.optimizer.param_groups for own in group["params"])
+        gradient = main.grad if owned else None
+        return gradient
+    if parameter not in part.model_param_group_index_map:
+        return None
+    group, index = part.model_param_group_index_map[parameter]
+    gradient = part.optimizer.param_groups[group]["params"][index].grad
+    return gradient
 
 
 def _layer_of(module: str) -> str:

@@ -35,6 +35,7 @@ from gpt_pretrain.report.records import (
 from gpt_pretrain.training.dump import write_dump
 from gpt_pretrain.training.first_bad import weights_are_finite
 from gpt_pretrain.training.fp8_watch import Fp8Watch
+from gpt_pretrain.training.expert_watch import ExpertWatch
 from gpt_pretrain.training.guards import BadStep, NotFiniteError, StepGuard
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.step import data_iterators, train_step, validate
@@ -101,6 +102,7 @@ class Trainer:
             "device": platform.device,
         }
 
+        self._expert_watch = ExpertWatch(config.model, trainable.model, self._num_microbatches, step=progress.step)
         def batches_from(consumed_samples: int) -> list[Iterator[Batch] | None]:
             return data_iterators(
                 trainable.model, lambda: build_batch_iterator(train_data, consumed_samples=consumed_samples, **source)
@@ -301,6 +303,8 @@ class Trainer:
                 error.bad_step,
                 trainable=self.trainable,
                 config=self.config,
+        for experts in self._expert_watch.records(self.progress.step):
+            self._log(experts)
                 iterators=self._batches_from(error.bad_step.first_sample),
                 num_microbatches=self._num_microbatches,
             )

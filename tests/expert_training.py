@@ -1,0 +1,110 @@
+"""Tiny mixtures of experts in several layouts: the same on one rank in this process and on launched ones.
+
+Each rank writes what it saw as JSON, under the name of the case.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.training.dump import write_dump
+from gpt_pretrain.training.expert_watch import ExpertWatch
+from gpt_pretrain.training.guards import BadStep
+from tests.emulated_training import TINY, build_training_of
+
+STEPS = 3
+# Four experts in each of two layers, of which a token meets two; scores large enough to differ.
+EXPERTS = (
+    "model.num_moe_experts=4",
+    "model.moe_ffn_hidden_size=96",
+    "model.moe_z_loss_coeff=1e-3",
+    "model.init_method_std=0.2",
+    "model.optim.lr=1e-3",
+)
+_FULL_RECOMPUTATION = (
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+)
+
+# What is trained, by the name in front of the dot.
+MODELS: dict[str, Sequence[str]] = {
+    "plain": (),
+    "seq": ("model.moe_router_load_balancing_type=seq_aux_loss",),
+    "masked": ("model.data.eod_mask_loss=true",),
+    "bf16": ("trainer.precision=bf16",),
+    "allgather": ("model.moe_token_dispatcher_type=allgather",),
+    "recomputed": _FULL_RECOMPUTATION,
+}
+# How, on two ranks, by the name behind it.
+LAYOUTS: dict[str, Sequence[str]] = {
+    "dp2": ("parallelism=dp",),
+    "ep2": ("parallelism=ep2",),
+    # Norms of experts and of the rest are added up over other ranks.
+    "ep2_plain": ("parallelism=single", "model.expert_model_parallel_size=2"),
+    "pp2": ("parallelism=pp2",),
+    # The ranks share each expert's matrices, too.
+    "tp2_sp": ("parallelism=tp2_sp",),
+    # They share the experts out, and the matrices of the rest.
+    "tp2_sp_ep2": ("parallelism=tp2_sp", "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"),
+}
+
+
+def config_of(case: str) -> Config:
+    """Of "MODEL" on one rank, or "MODEL.LAYOUT" on two."""
+    model, _, layout = case.partition(".")
+    return load_config([*TINY, *EXPERTS, *MODELS[model], *(LAYOUTS[layout] if layout else ())])
+
+
+def train(config: Config, dumps: Path) -> dict[str, Any]:
+    """Takes `STEPS` steps, and one that is looked into; process groups are open."""
+    training = build_training_of(config)
+    num_microbatches = (
+        config.model.global_batch_size
+        // config.model.micro_batch_size
+        // parallel_state.get_data_parallel_world_size()
+    )
+    watch = ExpertWatch(config.model, training.trainable.model, num_microbatches, step=0)
+    seen: dict[str, Any] = {"losses": [], "grad_norms": []}
+    for _ in range(STEPS):
+        result = training.result()
+        loss_sum, tokens = result.loss_sum_and_tokens.tolist()
+        seen["losses"].append(loss_sum / tokens)
+        seen["grad_norms"].append(float(result.grad_norm))
+    seen["validation"] = training.validate()
+    (record,) = watch.records(STEPS)
+    seen["experts"] = asdict(record)
+    dump = write_dump(
+        dumps,
+        BadStep(step=STEPS, first_sample=0),
+        trainable=training.trainable,
+        config=config,
+        iterators=training.iterators(first_sample=0),
+        num_microbatches=num_microbatches,
+    )
+    seen["gradient_norms"] = json.loads(dump.path.read_text())["gradient_norms"]
+    seen["num_parameters"] = training.trainable.model.num_parameters
+    return seen
+
+
+def run_cases(folder: Path, cases: Iterable[str]) -> None:
+    """Trains one after the other, all with this launch's number of ranks; writes FOLDER/CASE.RANK.json."""
+    install_cpu_device()
+    with process_groups(load_config(TINY).model, read_launch(), detect_platform()):
+        for case in cases:
+            config = config_of(case)
+            parallel_state.destroy_model_parallel()
+            lay_out_ranks(config.model)
+            seen = train(config, folder / case)
+            (folder / f"{case}.{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))

@@ -1,0 +1,74 @@
+"""A mixture of experts is one model at every layout: losses, gradients, auxiliary losses and loads of one process.
+
+Routing is a choice, so that nothing may differ by more than rounding: a token that goes to another expert shows.
+"""
+
+import json
+from math import log, sqrt
+
+import pytest
+
+from tests.expert_training import EXPERTS, LAYOUTS, MODELS, STEPS, run_cases
+from tests.launching import run_ranks
+
+CASES = [f"plain.{layout}" for layout in LAYOUTS] + [
+    "seq.tp2_sp",
+    "masked.ep2",
+    "bf16.ep2",
+    "allgather.ep2",
+    "allgather.tp2_sp_ep2",
+    "recomputed.ep2",
+]
+# Dispatchers and recomputation change no number.
+SAME_AS_PLAIN = ("allgather", "recomputed")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    run_cases(folder, MODELS)
+    return {model: json.loads((folder / f"{model}.0.json").read_text()) for model in MODELS}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    done = run_ranks(2, ["tests/programs/expert_layouts.py", str(folder), *CASES])
+    assert done.returncode == 0, done.stderr[-6000:]
+    return {case: [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(2)] for case in CASES}
+
+
+def test_experts_learn(one_process):
+    losses = one_process["plain"]["losses"]
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layout_trains_as_one_process(case, one_process, two_ranks):
+    model = case.partition(".")[0]
+    expected = one_process[model]
+    # Roundings to BF16 fall differently where ranks add up.
+    near = {"rel": 2e-2} if model == "bf16" else {"rel": 1e-4}
+    for seen in two_ranks[case]:
+        for name in ("losses", "grad_norms", "validation", "num_parameters"):
+            assert seen[name] == pytest.approx(expected[name], **near), name
+        assert seen["experts"] == pytest.approx(expected["experts"], **near)
+        assert seen["gradient_norms"] == pytest.approx(expected["gradient_norms"], **near)
+
+
+@pytest.mark.parametrize("model", SAME_AS_PLAIN)
+def test_how_it_is_computed_changes_no_number(model, one_process):
+    for name in ("losses", "experts", "gradient_norms"):
+        assert one_process[model][name] == pytest.approx(one_process["plain"][name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("model", ["seq", "bf16"])
+def test_what_a_key_changes_arrives(model, one_process):
+    assert one_process[model]["gradient_norms"] != pytest.approx(one_process["plain"]["gradient_norms"], rel=1e-5)
+
+
+def test_parameters_are_counted_by_hand(one_process):
+    """Two layers: attention, two norms, router, four gated experts; embedding, final norm, head."""
+    attention = 64 * 64 + (64 + 2 * 32) * 64
+    layer = attention + 2 * 64 + 4 * 64 + 4 * 3 * 64 * 96
+    assert one_process["plain"]["num_parameters"] == 2 * layer + 64 + 2 * 128 * 64
