@@ -1,6 +1,7 @@
 """The entry: `python -m gpt_pretrain` checks the command line, composes the configuration, and trains.
 
     command line → gate (config/) → Hydra → one job, or each of a sweep → training.run.train
+                                  → sbatch, once for each job of a sweep with hydra/launcher=slurm
 
 Torch is not imported before the gate has let the command line through, and what a user can mend ends with
 `error: …` lines and exit code 2. Exit codes:
@@ -33,6 +34,7 @@ from omegaconf import DictConfig
 from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
 from gpt_pretrain.config.environment import quiet_libraries, set_environment
 from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.gate import Job
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import read_job
 from gpt_pretrain.config.messages import (
@@ -47,6 +49,7 @@ from gpt_pretrain.config.run_dir import check_run_dir
 from gpt_pretrain.config.run_lock import check_run_lock
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.signals import ended_by_signals
+from gpt_pretrain.config.submission import submit
 
 CRASH = 1
 
@@ -104,6 +107,21 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
     return max(codes, default=0)
 
 
+def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
+    """Hands the runs of a checked sweep to Slurm and says which jobs they are.
+
+    Raises:
+        UserError: Slurm refuses one; those before it are in its queue.
+    """
+    for job in jobs:
+        assert job.submission is not None, "a sweep's jobs go one way"
+        assert job.config.run_dir is not None, "a sweep's jobs have directories of their own"
+        run_dir = Path(job.config.run_dir)
+        number = submit(job.submission, run_dir, [*request.source_options, *job.arguments])
+        sys.stdout.write(f"job {number}: {' '.join(job.overrides)}\n    log: {run_dir}/slurm-{number}.out\n")
+        sys.stdout.flush()
+
+
 def _explain_out_of_memory(config: Config, launch: Launch, error: Exception) -> str | None:
     """The message for an error that says that memory ran out; None for another."""
     from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
@@ -131,6 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 check_run_dir(job.config)
                 if job.config.run_dir is not None:
                     check_run_lock(Path(job.config.run_dir).absolute())
+            if any(job.submission is not None for job in jobs):
+                submit_jobs(request, jobs)
+                return 0
             with ended_by_signals():
                 return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
         if launch.is_rank_zero:

@@ -37,6 +37,7 @@ from gpt_pretrain.config.source import (
     open_repository,
     parse_override,
 )
+from gpt_pretrain.config.submission import Submission
 
 # Hydra's option that is never the way out.
 _REFUSED = "--experimental-rerun"
@@ -56,6 +57,17 @@ class Request:
     def runs(self) -> bool:
         """Whether it trains, rather than shows something."""
         return not (self.shows_configuration or self.options.help or self.is_hydras_own)
+
+    @property
+    def source_options(self) -> list[str]:
+        """The options that say where the configuration is, as they were given."""
+        options = self.options
+        given = {
+            "config-name": options.config_name,
+            "config-path": options.config_path,
+            "config-dir": options.config_dir,
+        }
+        return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
     @property
     def shows_configuration(self) -> bool:
@@ -121,7 +133,7 @@ def check_request(request: Request, launch: Launch, rules: Callable[[Config], li
     Args:
         request: What the command line asks for.
         launch: This process's place in the run.
-        rules: The cross-field rules; those of training in `launch` when not given.
+        rules: The cross-field rules; those of training when not given, in `launch` or in the job that Slurm is handed.
 
     Returns:
         The jobs that it runs; what only shows something may have none.
@@ -135,12 +147,18 @@ def check_request(request: Request, launch: Launch, rules: Callable[[Config], li
         raise ConfigError([f"{problem}; start the sweep without {launch.launcher}, or each of its runs on its own"])
     if request.is_hydras_own:
         return []
+
+    def rules_of_job(config: Config, submission: Submission | None) -> list[str]:
+        if rules is not None:
+            return rules(config)
+        return config_problems(config, launch if submission is None else submission.launch)
+
     jobs = check_command(
         request.source,
         request.overrides,
         multirun=options.multirun,
         complete=request.runs,
-        rules=(rules or (lambda config: config_problems(config, launch))) if request.runs else None,
+        rules=rules_of_job if request.runs else None,
     )
     if options.package not in (None, "_global_"):
         composed = compose(build_loader(request.source), request.source, request.overrides)

@@ -7,6 +7,7 @@ unless something was refused: what is left is not what was meant, and the rules 
 jobs go through all of it before the first one starts.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from gpt_pretrain.config.source import (
     open_repository,
     parse_override,
 )
+from gpt_pretrain.config.submission import Submission, is_submission, read_submission
 from gpt_pretrain.config.typed import read_config, show
 
 
@@ -41,6 +43,13 @@ class Job:
     overrides: tuple[str, ...]
     """What distinguishes it from the sweep's other jobs; empty when there is no sweep."""
     config: Config
+    submission: Submission | None = None
+    """How it is handed to Slurm; None: it runs in this process."""
+    arguments: tuple[str, ...] = ()
+    """What Slurm's job is given."""
+
+
+Rules = Callable[[Config, Submission | None], list[str]]
 
 
 def _display(path: Path) -> str:
@@ -116,10 +125,14 @@ def _read_job(
 
 def _sweep_jobs(base: DictConfig, accepted: Sequence[Override]) -> list[list[str]]:
     """The overrides of each job, as Hydra's own sweeper splits them."""
-    for plugin, name in ((base.hydra.sweeper, "sweeper"), (base.hydra.launcher, "launcher")):
-        if not str(plugin._target_).startswith("hydra._internal.core_plugins.basic_"):
+    for plugin, name, ways in (
+        (base.hydra.sweeper, "sweeper", "hydra/sweeper=basic"),
+        (base.hydra.launcher, "launcher", "hydra/launcher=basic, one after another, or as jobs of Slurm, =slurm"),
+    ):
+        ours = str(plugin._target_).startswith("hydra._internal.core_plugins.basic_") or is_submission(plugin)
+        if not ours:
             problem = f"hydra/{name}: {plugin._target_} is not supported"
-            raise ConfigError([f"{problem}; a sweep's jobs run one after another, with hydra/{name}=basic"])
+            raise ConfigError([f"{problem}; a sweep's jobs run with {ways}"])
     params = [parse_override(f"{key}={value}") for key, value in (base.hydra.sweeper.params or {}).items()]
     tasks = [override for override in accepted if not override.is_hydra_override()]
     return BasicSweeper.split_arguments([*params, *tasks], None)[0]
@@ -147,10 +160,17 @@ class _Gate:
     """Keys that the command line sets: their wrong values are not a file's."""
     multirun: bool
     complete: bool
-    rules: Callable[[Config], list[str]] | None
+    submission: Submission | None
+    rules: Rules | None
 
-    def check_job(self, number: int, lines: Sequence[str]) -> tuple[Config | None, list[str]]:
-        """Composes one job and reads its configuration; None where it has problems or open values."""
+    def check_job(self, number: int, lines: Sequence[str], overrides: tuple[str, ...]) -> tuple[Job | None, list[str]]:
+        """Composes one job and reads its configuration; None where it has problems or open values.
+
+        Args:
+            number: Of the job in the sweep.
+            lines: What it is composed from, Hydra's own overrides included.
+            overrides: Those that distinguish it.
+        """
         try:
             problems, origins = _check_files(self.loader, self.source, self.repository, lines)
             composed = compose(self.loader, self.source, lines)
@@ -164,8 +184,24 @@ class _Gate:
         named = {problem.partition(": ")[2] for problem in problems}
         problems += [problem for problem in wrong if problem not in named]
         if config is not None and not problems and self.rules is not None:
-            problems = self.rules(config)
-        return (None if problems else config), problems
+            problems = self.rules(config, self.submission)
+        arguments = () if self.submission is None else _alone(composed, config)
+        problems += [
+            f"{argument}: ${{hydra:…}} is of this sweep, and Slurm's job of one run does not know it; write the value"
+            for argument in arguments
+            # As it was typed, or as Hydra's sweeper quotes it.
+            if re.search(r"\$\\?\{hydra\b", argument)
+        ]
+        if config is None or problems:
+            return None, problems
+        return Job(overrides=overrides, config=config, submission=self.submission, arguments=arguments), problems
+
+
+def _alone(composed: DictConfig, config: Config | None) -> tuple[str, ...]:
+    """The arguments of a run that leaves its sweep, its directory and its choice of FP8 spelt out."""
+    task = [str(line) for line in composed.hydra.overrides.task if str(line).lstrip("+").partition("=")[0] != "run_dir"]
+    run_dir = "" if config is None else config.run_dir
+    return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={run_dir}")
 
 
 def check_command(
@@ -174,7 +210,7 @@ def check_command(
     *,
     multirun: bool = False,
     complete: bool = True,
-    rules: Callable[[Config], list[str]] | None = None,
+    rules: Rules | None = None,
 ) -> list[Job]:
     """Checks a command line through and through.
 
@@ -183,7 +219,8 @@ def check_command(
         overrides: The command line's `key=value` arguments.
         multirun: Whether `-m` was given.
         complete: Whether open values (`???`) are problems; they are not when the configuration is only shown.
-        rules: The cross-field rules, which answer with problems; left out when the configuration is only shown.
+        rules: The cross-field rules, which answer with problems of a configuration that runs here or as a job of Slurm;
+            left out when the configuration is only shown.
 
     Returns:
         The jobs, one without a sweep; none where `complete` is false and values are open.
@@ -197,9 +234,13 @@ def check_command(
     command_line = CommandLine(loader, source, repository)
     accepted = [override for override in parsed if command_line.accepts(override)]
     problems += command_line.problems
+    submission = None
     if multirun:
         try:
-            sweeps = _sweep_jobs(compose(loader, source, lines_of(accepted), RunMode.MULTIRUN), accepted)
+            base = compose(loader, source, lines_of(accepted), RunMode.MULTIRUN)
+            sweeps = _sweep_jobs(base, accepted)
+            if is_submission(base.hydra.launcher):
+                submission = read_submission(base.hydra.launcher)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from error
         fixed = [*lines_of(o for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode")]
@@ -216,6 +257,7 @@ def check_command(
         given=frozenset(path for o in accepted for path, _ in flatten(single_value(o), o.key_or_group)),
         multirun=multirun,
         complete=complete,
+        submission=submission,
         # What a refused override would have set is missing from what is left.
         rules=None if problems else rules,
     )
@@ -223,10 +265,10 @@ def check_command(
     found: list[tuple[str, list[str]]] = []
     for number, sweep in enumerate(sweeps):
         varying = tuple(line for line in sweep if not all(line in other for other in sweeps))
-        config, job_problems = gate.check_job(number, [*fixed, *sweep])
+        job, job_problems = gate.check_job(number, [*fixed, *sweep], varying)
         found.append((" ".join(varying), job_problems))
-        if config is not None:
-            jobs.append(Job(overrides=varying, config=config))
+        if job is not None:
+            jobs.append(job)
     problems += _told_once(found)
     problems += _shared_run_dirs(jobs) if multirun else []
     if problems:

@@ -24,7 +24,8 @@ class Launch:
     master_addr: str
     master_port: int
     launcher: str
-    """Which variables were read: "torchrun", "srun" or "none"; "plan" for processes that are only planned."""
+    """Which variables were read: "torchrun", "srun" or "none"; "plan" for processes that are only planned, "sbatch" for
+    those of a job that is yet to be handed to Slurm."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -40,6 +41,11 @@ class Launch:
         """The way out of a message that asks for another number of processes."""
         if self.launcher == "plan":
             return f"plan it with plan.num_gpus={num_processes}"
+        if self.launcher == "sbatch":
+            return (
+                f"give its job {num_processes} tasks: hydra.launcher.nodes × hydra.launcher.gpus_per_node, or without "
+                "GPUs × hydra.launcher.tasks_per_node"
+            )
         return f"start it with torchrun --nproc-per-node {num_processes} -m gpt_pretrain …"
 
 

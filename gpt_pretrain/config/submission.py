@@ -1,0 +1,119 @@
+"""A sweep's runs as jobs of Slurm: `-m hydra/launcher=slurm` hands each to `sbatch` instead of running it here.
+
+The gate has checked every run by then, with the ranks that its job will have. A job is scripts/slurm/fp8_gpt.sbatch
+with the run's own overrides, so that it is warned ahead of its time limit and goes on after it like any other.
+"""
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.launch import Launch
+
+_LAUNCHER = "hydra.launcher"
+# A busy controller takes its time; sbatch itself gives up after a while.
+_SUBMISSION_TIMEOUT_S = 300
+
+
+@dataclass(kw_only=True, slots=True)
+class Submission:
+    """How each run is handed to Slurm: `conf/hydra/launcher/slurm.yaml` has the values."""
+
+    script: str
+    """The batch script; relative to the working directory, which is the checkout."""
+    nodes: int
+    gpus_per_node: int
+    """With one task each; 0: the job asks for none."""
+    tasks_per_node: int
+    """Of a job without GPUs."""
+    sbatch: list[str]
+    """Further options of sbatch."""
+
+    @property
+    def launch(self) -> Launch:
+        """Rank 0 of such a job, for the rules about the world size."""
+        local_world_size = self.gpus_per_node or self.tasks_per_node
+        return Launch(
+            rank=0,
+            world_size=self.nodes * local_world_size,
+            local_rank=0,
+            local_world_size=local_world_size,
+            master_addr="127.0.0.1",
+            master_port=0,
+            launcher="sbatch",
+        )
+
+    @property
+    def options(self) -> list[str]:
+        """The options of sbatch; the user's come last and count."""
+        per_node = f"--gpus-per-node={self.gpus_per_node}"
+        if not self.gpus_per_node:
+            per_node = f"--ntasks-per-node={self.tasks_per_node}"
+        return [f"--nodes={self.nodes}", per_node, *self.sbatch]
+
+
+def is_submission(launcher: DictConfig) -> bool:
+    """Whether a `hydra/launcher` hands runs to Slurm."""
+    return str(launcher.get("_target_")) == f"{Submission.__module__}.{Submission.__qualname__}"
+
+
+def read_submission(launcher: DictConfig) -> Submission:
+    """Reads the section `hydra.launcher`.
+
+    Raises:
+        ConfigError: A key or a value is wrong, or the batch script is not there.
+    """
+    keys = OmegaConf.masked_copy(launcher, [str(name) for name in launcher if name != "_target_"])
+    try:
+        submission = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Submission), keys))
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"{_LAUNCHER}: {str(error).partition('\n')[0]}"]) from error
+    assert isinstance(submission, Submission)
+    least = {"nodes": 1, "gpus_per_node": 0, "tasks_per_node": 1}
+    problems = [
+        f"{_LAUNCHER}.{name}={getattr(submission, name)} is too small; use {minimum} or more"
+        for name, minimum in least.items()
+        if getattr(submission, name) < minimum
+    ]
+    if not Path(submission.script).is_file():
+        problems.append(
+            f"{_LAUNCHER}.script={submission.script} is not a file; start in the checkout, or give the script's path"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return submission
+
+
+def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> str:
+    """Hands one run to Slurm.
+
+    Args:
+        submission: How.
+        run_dir: The run's directory; the job's log is written there.
+        arguments: What the run's `python -m gpt_pretrain` is given.
+
+    Returns:
+        The job's number.
+
+    Raises:
+        UserError: Slurm is not here or refuses the job, or the run directory cannot be made.
+    """
+    command = ["sbatch", "--parsable", f"--output={run_dir}/slurm-%j.out", *submission.options, submission.script]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, check=False, timeout=_SUBMISSION_TIMEOUT_S
+        )
+    except FileNotFoundError as error:
+        raise UserError("hydra/launcher=slurm needs Slurm's sbatch, which is not on this machine's PATH") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"the run of {run_dir} could not be handed to Slurm: {error}") from error
+    if done.returncode:
+        raise UserError(f"sbatch refuses the run of {run_dir}: {done.stderr.strip()}")
+    # "JOB", or "JOB;CLUSTER" where there are several clusters.
+    return done.stdout.strip().partition(";")[0]
