@@ -76,6 +76,7 @@ def test_between_two_records_nothing_waits_for_the_gpu(overrides, tmp_path, comp
             valid_data=None,
             progress=Progress(step=0, consumed_samples=0),
             saver=CheckpointSaver(tmp_path / "checkpoints", trainable, config, corpus.fingerprints),
+            rewinds=None,
             dumps=tmp_path / "dumps",
             log=log,
             watchdog=Watchdog(None, learning_steps=1, launch=launch, run_dir=tmp_path),

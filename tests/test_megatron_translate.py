@@ -403,6 +403,8 @@ ELSEWHERE = {
         "trainer.gc_interval",
         "trainer.max_skipped_steps",
         "trainer.spike_threshold",
+        "trainer.max_spike_rewinds",
+        "trainer.spike_margin",
         "trainer.hang_timeout",
     ),
 }

@@ -100,8 +100,17 @@ def load_checkpoint(
     state = _load(path, trainable, wanted, left_out)
     load_optimizer_state(trainable.optimizer, state["optimizer"])
     cast_masters_to_fp8_weights(trainable.optimizer, trainable.model)
+    # megatron-core adds the steps of the checkpoint to those that were taken.
+    trainable.scheduler.num_steps = 0
     trainable.scheduler.load_state_dict(state["scheduler"])
-    progress = Progress(step=manifest.step, consumed_samples=manifest.consumed_samples)
+    progress = Progress(
+        step=manifest.step,
+        consumed_samples=manifest.consumed_samples,
+        rewinds=manifest.rewinds,
+        passed_over=tuple((first, number) for first, number in manifest.passed_over),
+        losses=tuple(manifest.losses),
+        spikes=tuple(manifest.spikes),
+    )
     if restores_random_states:
         restore_random_states(state[RANDOM_STATES])
     else:

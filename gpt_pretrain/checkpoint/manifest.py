@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ class Manifest:
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Training samples seen."""
+    """Training samples behind the run in the data, those that it passed over included."""
     time_unix: float
     """When it was saved: seconds since 1970-01-01 UTC."""
     versions: Mapping[str, str]
@@ -62,6 +62,14 @@ class Manifest:
     """What decides the meaning of FP8 scales and amax histories (`fp8_state.describe_fp8_state`); empty without any."""
     files: Mapping[str, FileDigest]
     """Every other file of the checkpoint's directory, by its name."""
+    rewinds: int = 0
+    """Times that the run went back behind a loss spike; like what follows, earlier versions did not write it."""
+    passed_over: Sequence[Sequence[int]] = ()
+    """Samples that nothing was trained on, given up in rewinds: the first and the number of each range."""
+    losses: Sequence[float] = ()
+    """The last losses in nats per token, oldest first, which tell what a spike is."""
+    spikes: Sequence[int] = ()
+    """Steps with a loss spike that were trained on all the same."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,16 +87,19 @@ class Manifest:
         Raises:
             ValueError: A field is missing or of another type.
         """
-        for field in dataclasses.fields(cls):
+        fields = [
+            field for field in dataclasses.fields(cls) if field.name in values or field.default is dataclasses.MISSING
+        ]
+        for field in fields:
             accepted = _ACCEPTED[typing.get_origin(field.type) or field.type]
             if not isinstance(values.get(field.name), accepted):
                 raise ValueError(f'"{field.name}" is missing or no {" or ".join(kind.__name__ for kind in accepted)}')
         files = {name: FileDigest(**entry) for name, entry in values["files"].items()}
-        known = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        known = {field.name: values[field.name] for field in fields}
         return cls(**{**known, "files": files})
 
 
-_ACCEPTED: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), Mapping: (dict,)}
+_ACCEPTED: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), Mapping: (dict,), Sequence: (list,)}
 
 
 def installed_versions() -> dict[str, str]:

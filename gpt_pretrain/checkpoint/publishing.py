@@ -72,20 +72,27 @@ class Destination:
             OSError: A name cannot be changed; `latest` names a complete checkpoint in any case.
         """
         fsync(self.unfinished)
-        replaced = _out_of_the_way(self.path) if self.path.exists() else None
+        replaced = out_of_the_way(self.path) if self.path.exists() else None
         self.unfinished.rename(self.path)
         fsync(self.directory)
         write_durably(self.directory / POINTER, self.path.name + "\n")
         # The new one is the last, whatever a clock that was set back says.
         others = [other for other in complete_checkpoints(self.directory) if other != self.path]
         superseded = self.retention.superseded([*others, self.path])
-        for left in filter(None, [replaced, *(_out_of_the_way(old) for old in superseded)]):
+        for left in filter(None, [replaced, *(out_of_the_way(old) for old in superseded)]):
             # A file that cannot be removed now is tried again at the next save.
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _out_of_the_way(path: Path) -> Path:
-    """Renames a checkpoint in one step, so that a half removed one is never taken for a whole."""
+def out_of_the_way(path: Path) -> Path:
+    """Renames a checkpoint that is to be removed, in one step, so that a half removed one is never taken for a whole.
+
+    Returns:
+        Its new name, which the next save removes if nobody else does.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
     removed = path.with_name(f".{path.name}{_REMOVED}")
     shutil.rmtree(removed, ignore_errors=True)
     return path.rename(removed)

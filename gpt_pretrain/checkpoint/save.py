@@ -234,6 +234,10 @@ class CheckpointSaver:
             manifest = Manifest(
                 step=progress.step,
                 consumed_samples=progress.consumed_samples,
+                rewinds=progress.rewinds,
+                passed_over=progress.passed_over,
+                losses=progress.losses,
+                spikes=progress.spikes,
                 time_unix=time.time(),
                 files={},
                 **self._described,

@@ -67,7 +67,7 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     """
     if config.resume not in ("auto", "never"):
         named = Path(config.resume).absolute()
-        return _resume([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
+        return resume_from([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
     found = on_rank_zero(lambda: find_checkpoints(directory))
     if config.resume == "never" and found.paths:
         raise UserError(
@@ -76,7 +76,7 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
         )
     if found.paths:
         # Without a name nothing says which one is meant, and the newest good one is the best answer.
-        start = _resume(found.paths, fall_back=config.fall_back or found.problem is not None)
+        start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
         if found.problem is not None:
             warning = f"{found.problem}; going on from {start.checkpoint.path.name}, the newest one that verifies"
             start = replace(start, warnings=[warning, *start.warnings])
@@ -90,8 +90,16 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     return None
 
 
-def _resume(candidates: Sequence[Path], *, fall_back: bool) -> Start:
-    """The first candidate that verifies, or the first one only."""
+def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
+    """Verifies what to go on from; all ranks call it.
+
+    Args:
+        candidates: The checkpoint that is meant, and those that may take its place.
+        fall_back: Whether they may: then the first that verifies it is.
+
+    Raises:
+        UserError: None of them does; says why, and the ways out.
+    """
     passed_over: list[str] = []
     for path in candidates:
         try:

@@ -27,7 +27,15 @@ class Progress:
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Training samples seen."""
+    """Training samples behind the run in the data: those it was trained on, and those that it passed over."""
+    rewinds: int = 0
+    """Times that the run went back behind a loss spike (`trainer.max_spike_rewinds`)."""
+    passed_over: tuple[tuple[int, int], ...] = ()
+    """Samples that nothing was trained on, given up in rewinds: the first and the number of each range."""
+    losses: tuple[float, ...] = ()
+    """The last losses, which tell what a spike is (`training.guards`)."""
+    spikes: tuple[int, ...] = ()
+    """Steps with a spike that were trained on all the same."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -85,8 +85,9 @@ FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × seq
 def flops_per_token(model: ModelConfig) -> float:
     """Floating-point operations of training on one token: forward, and backward at twice its cost.
 
-    Counted are the products with weights (2 per weight), causal attention (each token meets half of the sequence on
-    average: 2 · width · sequence for scores and values together) and the LM head over the padded vocabulary.
+    Counted are the products with the weights that it is multiplied with (2 per weight), causal attention (each token
+    meets half of the sequence on average: 2 · width · sequence for scores and values together) and the LM head over
+    the padded vocabulary.
     Recomputed activations, norms and softmax are not (the model FLOPs of Chowdhery et al. 2022, appendix B, with
     attention halved for causality).
     """
@@ -112,6 +113,17 @@ def warmup_steps(config: Config) -> int:
 def min_lr(optim: OptimConfig) -> float:
     """Learning rate after the decay."""
     return optim.lr / 10 if optim.sched.min_lr is None else optim.sched.min_lr
+
+
+def spare_samples(config: Config) -> int:
+    """Samples that a run may pass over in rewinds, beside those that its steps need.
+
+    A spike lies less than an interval and the margin behind the newest checkpoint to go back to.
+    """
+    if config.trainer.max_spike_rewinds is None or config.checkpoint.save_interval is None:
+        return 0
+    steps = config.checkpoint.save_interval + config.trainer.spike_margin
+    return config.trainer.max_spike_rewinds * steps * config.model.global_batch_size
 
 
 def max_time_s(trainer: TrainerConfig) -> float | None:

@@ -183,6 +183,7 @@ def trainer(section: TrainerConfig) -> Iterator[str]:
     yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
     yield from _at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
     yield from _at_least(section, "trainer", 1, "max_skipped_steps", "spike_threshold")
+    yield from _at_least(section, "trainer", 1, "max_spike_rewinds", "spike_margin")
     try:
         limit = max_time_s(section)
     except ConfigError as error:
@@ -190,6 +191,34 @@ def trainer(section: TrainerConfig) -> Iterator[str]:
     else:
         if limit == 0:
             yield f"trainer.max_time={section.max_time!r} leaves no time to train; use null for no limit"
+
+
+def rewinds(config: Config) -> Iterator[str]:
+    """What going back behind a loss spike needs: spikes, and checkpoints that are still there."""
+    maximum, margin = config.trainer.max_spike_rewinds, config.trainer.spike_margin
+    if maximum is None:
+        return
+    key, off = f"trainer.max_spike_rewinds={maximum}", "max_spike_rewinds=null"
+    if config.trainer.spike_threshold is None:
+        yield f"{key} goes back behind spikes, and trainer.spike_threshold=null finds none; use 10, or {off}"
+    interval, kept = config.checkpoint.save_interval, config.checkpoint.keep_last
+    if interval is None:
+        yield (
+            f"{key} goes back to checkpoints, and checkpoint.save_interval=null writes none before the end; set an "
+            f"interval, or {off}"
+        )
+    # Those that can lie within the margin, and the one before them.
+    needed = 1 if interval is None or interval < 1 else -(-margin // interval) + 1
+    if kept is not None and 1 <= kept < needed:
+        yield (
+            f"{key} goes back to a checkpoint trainer.spike_margin={margin} steps before a spike, which may be the "
+            f"{needed}th last, and checkpoint.keep_last={kept}; use {needed} or more, or null for all"
+        )
+    if config.checkpoint.reset_fp8_state:
+        yield (
+            f"{key} restores FP8 scales with all else, and checkpoint.reset_fp8_state=true leaves them out; use {off} "
+            "until a checkpoint is saved, then reset_fp8_state=false"
+        )
 
 
 def launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
@@ -272,6 +301,7 @@ def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from splits(config)
     yield from tokenizer(config)
     yield from trainer(config.trainer)
+    yield from rewinds(config)
     yield from determinism(config)
     yield from files(config)
     yield from start(config.checkpoint)

@@ -298,6 +298,12 @@ class TrainerConfig:
     spike_threshold: float | None
     """Warn of a step whose loss is above the median of up to 64 before it by more than this many standard deviations
     (1.4826 times their median absolute deviation); null: no warnings."""
+    max_spike_rewinds: int | None
+    """Go back to the newest checkpoint before such a step, and on with the samples after it, so often in the whole run;
+    the next spike ends it, with exit code 1 and a file in RUN_DIR/dumps. null: a spike is trained on."""
+    spike_margin: int
+    """Steps that must lie between a spike and a checkpoint to go back to, on either side: what ruined the weights came
+    before the loss shows it. A spike that no such checkpoint lies before is trained on."""
     hang_timeout: float | None
     """Seconds without progress after which a rank counts as hung and the run ends on all ranks with stack traces, exit
     code 71; a save or the building of an index must fit. Steps soon have less: 10 times the longest so far, and no less

@@ -37,6 +37,7 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     LossSpikeRecord,
     Record,
+    RewindRecord,
     SkippedStepRecord,
     SummaryRecord,
     TrainRecord,
@@ -50,6 +51,7 @@ _END_REASONS: dict[EndReason, str] = {
     "terminated": "stopped by SIGTERM",
     "warned": "stopped by SIGUSR1",
     "not_finite": "stopped: loss or gradient is not finite",
+    "loss_spike": "stopped: the loss spikes again and again",
 }
 
 
@@ -67,9 +69,9 @@ class RunConsole:
         self._max_steps = max_steps
         self._step = start_step
         self._record: TrainRecord | None = None
+        self._experts: ExpertsRecord | None = None
         self._live: Live | None = None
 
-        self._experts: ExpertsRecord | None = None
     @property
     def is_terminal(self) -> bool:
         """Whether the output can be redrawn."""
@@ -130,28 +132,26 @@ class RunConsole:
                 self.validation(record)
             case SkippedStepRecord() | LossSpikeRecord():
                 self.warning(_bad_step_sentence(record))
+            case RewindRecord():
+                self.rewind(record)
             case CheckpointRecord():
                 self.checkpoint(record)
             case Fp8CoverageRecord():
                 self.fp8_coverage(record)
             case Fp8Record():
                 self.fp8(record)
+            case ExpertsRecord():
+                self.experts(record)
 
     def train(self, record: TrainRecord) -> None:
         """Shows a training record."""
         self._step, self._record = record.step, record
-            case ExpertsRecord():
-                self.experts(record)
         if not self.is_terminal:
             self._print_plain(plain_train_line(record, self._max_steps))
             return
         self.start_live()
         self._refresh()
 
-    def validation(self, record: ValidationRecord) -> None:
-        """Prints a validation."""
-        self._step = max(self._step, record.step)
-        if not self.is_terminal:
     def experts(self, record: ExpertsRecord) -> None:
         """Shows how a mixture of experts fares."""
         self._experts = record
@@ -166,6 +166,10 @@ class RunConsole:
         self.warning(_rewind_sentence(record))
         self._refresh()
 
+    def validation(self, record: ValidationRecord) -> None:
+        """Prints a validation."""
+        self._step = max(self._step, record.step)
+        if not self.is_terminal:
             self._print_plain(plain_validation_line(record, self._max_steps))
             return
         self._out.print(
@@ -322,6 +326,16 @@ def _bad_step_sentence(record: SkippedStepRecord | LossSpikeRecord) -> str:
     return (
         f"step {record.step}: loss {record.loss:.4f}, gradient norm {record.grad_norm:.4f}; nothing was updated "
         f"({record.in_a_row} in a row); {samples}"
+    )
+
+
+def _rewind_sentence(record: RewindRecord) -> str:
+    if record.problem is not None:
+        return f"step {record.spike_step} is trained on: {record.problem}"
+    last_sample = record.first_sample + record.num_samples - 1
+    return (
+        f"back to step {record.step}, behind the spike of step {record.spike_step}, in {record.time_s:.1f} s; samples "
+        f"{record.first_sample} to {last_sample} are passed over; rewinds so far: {record.rewinds}"
     )
 
 

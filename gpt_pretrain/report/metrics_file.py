@@ -2,23 +2,26 @@
 
 A run may be killed at any byte and resumed from a checkpoint that is older than the last line. So the file is only
 ever appended to, each process begins with a `start` record that names the step it continues from, and the reader
-drops what a cut process had written about steps after that one.
+drops what a cut process had written about steps after that one; so it does where a `rewind` names an earlier step.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.report.records import (
     RECORD_KINDS,
+    ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
     LossSpikeRecord,
     Record,
+    RewindRecord,
     SkippedStepRecord,
     StartRecord,
     SummaryRecord,
@@ -102,11 +105,25 @@ class Metrics:
     validation: list[ValidationRecord] = field(default_factory=list)
     skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
     loss_spikes: list[LossSpikeRecord] = field(default_factory=list)
+    rewinds: list[RewindRecord] = field(default_factory=list)
+    """Those that did go back."""
     fp8: list[Fp8Record] = field(default_factory=list)
+    experts: list[ExpertsRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
     """That of the newest start; None without FP8, and before its first step is done."""
     summary: SummaryRecord | None = None
     """The newest summary; None while the run goes on and after a crash."""
+
+
+# Kinds that a run has at most one of at each step, and the list of `Metrics` that has them.
+_BY_STEP: Mapping[type[Record], str] = {
+    TrainRecord: "train",
+    ValidationRecord: "validation",
+    SkippedStepRecord: "skipped_steps",
+    LossSpikeRecord: "loss_spikes",
+    Fp8Record: "fp8",
+    ExpertsRecord: "experts",
+}
 
 
 def load_metrics(run_dir: str | Path) -> Metrics:
@@ -127,43 +144,36 @@ def load_metrics(run_dir: str | Path) -> Metrics:
         lines.pop()
 
     metrics = Metrics()
-    train: dict[int, TrainRecord] = {}
-    validation: dict[int, ValidationRecord] = {}
-    skipped: dict[int, SkippedStepRecord] = {}
-    spikes: dict[int, LossSpikeRecord] = {}
-    fp8: dict[int, Fp8Record] = {}
+    by_step: dict[type[Record], dict[int, Any]] = {kind: {} for kind in _BY_STEP}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         match _parse(line, f"{path}:{number}"):
-            case StartRecord() as start:
-                metrics.starts = [earlier for earlier in metrics.starts if earlier.step < start.step] + [start]
-                train = {step: record for step, record in train.items() if step <= start.step}
-                validation = {step: record for step, record in validation.items() if step <= start.step}
-                skipped = {step: record for step, record in skipped.items() if step <= start.step}
-                spikes = {step: record for step, record in spikes.items() if step <= start.step}
-                fp8 = {step: record for step, record in fp8.items() if step <= start.step}
-                metrics.fp8_coverage, metrics.summary = None, None
-            case TrainRecord() as record:
-                train[record.step] = record
-            case ValidationRecord() as record:
-                validation[record.step] = record
-            case SkippedStepRecord() as record:
-                skipped[record.step] = record
-            case LossSpikeRecord() as record:
-                spikes[record.step] = record
-            case Fp8Record() as record:
-                fp8[record.step] = record
+            case StartRecord() | RewindRecord(problem=None) as restart:
+                for records in by_step.values():
+                    for step in [step for step in records if step > restart.step]:
+                        del records[step]
+                _begin_again(metrics, restart)
             case Fp8CoverageRecord() as record:
                 metrics.fp8_coverage = record
             case SummaryRecord() as record:
                 metrics.summary = record
-    metrics.train = [train[step] for step in sorted(train)]
-    metrics.validation = [validation[step] for step in sorted(validation)]
-    metrics.skipped_steps = [skipped[step] for step in sorted(skipped)]
-    metrics.loss_spikes = [spikes[step] for step in sorted(spikes)]
-    metrics.fp8 = [fp8[step] for step in sorted(fp8)]
+            case Record() as record if type(record) in by_step:
+                by_step[type(record)][record.step] = record
+    for kind, name in _BY_STEP.items():
+        setattr(metrics, name, [by_step[kind][step] for step in sorted(by_step[kind])])
     return metrics
+
+
+def _begin_again(metrics: Metrics, restart: StartRecord | RewindRecord) -> None:
+    metrics.starts = [start for start in metrics.starts if start.step <= restart.step]
+    metrics.rewinds = [rewind for rewind in metrics.rewinds if rewind.step <= restart.step]
+    if isinstance(restart, RewindRecord):
+        metrics.rewinds.append(restart)
+        return
+    # A start that another one followed at the same step got nowhere.
+    metrics.starts = [start for start in metrics.starts if start.step < restart.step] + [restart]
+    metrics.fp8_coverage, metrics.summary = None, None
 
 
 def _parse(line: bytes, place: str) -> Record | None:

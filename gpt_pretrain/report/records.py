@@ -15,9 +15,10 @@ from typing import ClassVar, Literal
 
 from gpt_pretrain.report.json_object import JsonObject
 
-EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite"]
-"""Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM, a SIGUSR1 (Slurm's warning), or too many steps
-in a row with a loss or gradient that is not finite. One that fails in another way leaves no summary."""
+EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
+"""Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM, a SIGUSR1 (Slurm's warning), too many steps in
+a row with a loss or gradient that is not finite, or more loss spikes than it may go back behind. One that fails in
+another way leaves no summary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,7 @@ class SkippedStepRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpikeRecord(Record):
-    """A step whose loss leapt out of those before it (`trainer.spike_threshold`); it was trained on all the same."""
+    """A step whose loss leapt out of those before it (`trainer.spike_threshold`); trained on if no `rewind` follows."""
 
     kind: ClassVar[str] = "loss_spike"
 
@@ -135,6 +136,26 @@ class LossSpikeRecord(Record):
     """The first of its training samples, counted from the start of the whole run."""
     num_samples: int
     """How many there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewindRecord(Record):
+    """The run went back behind a loss spike, to this step: what was written of later steps is superseded."""
+
+    kind: ClassVar[str] = "rewind"
+
+    spike_step: int
+    """The step with the spike."""
+    first_sample: int
+    """The first of the samples that were passed over, counted from the start of the whole run."""
+    num_samples: int
+    """How many there are, up to the last of the spike's step; 0 with a problem."""
+    rewinds: int
+    """Rewinds of the whole run, this one included; `trainer.max_spike_rewinds` of them, and the next spike ends it."""
+    time_s: float
+    """Seconds that it took to restore the checkpoint."""
+    problem: str | None
+    """Why the run did not go back, and trained on; null if it did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,27 +225,6 @@ class Fp8Record(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SummaryRecord(Record):
-    """The end of a process of the run: what was reached, and why it stopped. A process that fails writes none."""
-
-    kind: ClassVar[str] = "summary"
-
-    consumed_samples: int
-    """Training samples seen."""
-    consumed_tokens: int
-    """Training tokens seen."""
-    end_reason: EndReason
-    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM), warned (SIGUSR1), not_finite."""
-    exit_code: int | None
-    """Exit code of the process: 0 done, 75 start it again for the steps that are left, 130 Ctrl-C, 1 not_finite."""
-    skipped_steps: int | None
-    """Steps of the whole run that updated nothing, as their loss or gradient was not finite."""
-    wall_time_s: float
-    """Seconds of training in this process, validation and checkpoints included."""
-    first_loss: float | None
-    """First logged training loss of the run; null if none was logged."""
-    last_loss: float | None
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsRecord(Record):
     """A mixture of experts, with every `train` record: over all its layers, and the steps since the last record."""
 
@@ -240,6 +240,28 @@ class ExpertsRecord(Record):
     """Tokens of the idlest expert of any layer, over the same mean; 0 where one got none."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SummaryRecord(Record):
+    """The end of a process of the run: what was reached, and why it stopped. A process that fails writes none."""
+
+    kind: ClassVar[str] = "summary"
+
+    consumed_samples: int
+    """Training samples seen."""
+    consumed_tokens: int
+    """Training tokens seen."""
+    end_reason: EndReason
+    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM), warned (SIGUSR1), not_finite,
+    loss_spike."""
+    exit_code: int | None
+    """Exit code of the process: 0 done, 75 start it again for the steps that are left, 130 Ctrl-C, 1 given up."""
+    skipped_steps: int | None
+    """Steps of the whole run that updated nothing, as their loss or gradient was not finite."""
+    wall_time_s: float
+    """Seconds of training in this process, validation and checkpoints included."""
+    first_loss: float | None
+    """First logged training loss of the run; null if none was logged."""
+    last_loss: float | None
     """Last logged training loss."""
     best_loss: float | None
     """Lowest logged training loss."""
@@ -269,10 +291,11 @@ RECORD_KINDS: dict[str, type[Record]] = {
         ValidationRecord,
         SkippedStepRecord,
         LossSpikeRecord,
+        RewindRecord,
         CheckpointRecord,
         Fp8CoverageRecord,
         Fp8Record,
+        ExpertsRecord,
         SummaryRecord,
     )
 }
-        ExpertsRecord,

@@ -16,7 +16,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import MetricsFile
-from gpt_pretrain.report.records import Fp8Record, Record, StartRecord, SummaryRecord
+from gpt_pretrain.report.records import Fp8Record, Record, RewindRecord, StartRecord, SummaryRecord
 
 # Positions on the time axis rather than measurements.
 _NOT_PLOTTED = {"step", "time_unix"}
@@ -74,14 +74,18 @@ class TensorBoardSink:
     """
 
     def __init__(self, directory: Path, *, start_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(directory))
         if start_step > 0:
-            purge = Event(step=start_step + 1, wall_time=time.time())
-            purge.session_log.CopyFrom(SessionLog(status=SessionLog.START))
-            self._writer.add_event(purge)
+            self._hide_after(start_step)
+
+    def _hide_after(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        purge = Event(step=step + 1, wall_time=time.time())
+        purge.session_log.CopyFrom(SessionLog(status=SessionLog.START))
+        self._writer.add_event(purge)
 
     def write(self, record: Record) -> None:
         """Writes the numbers of a record, each as a scalar."""
@@ -90,6 +94,8 @@ class TensorBoardSink:
 
         if isinstance(record, StartRecord | SummaryRecord):
             return
+        if isinstance(record, RewindRecord):
+            self._hide_after(record.step)
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
         self._writer.add_event(Event(step=record.step, wall_time=time.time(), summary=Summary(value=values)))
         self._writer.flush()

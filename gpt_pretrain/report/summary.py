@@ -9,12 +9,13 @@ from gpt_pretrain.report.records import EndReason, SummaryRecord
 def mean_tokens_per_s(metrics: Metrics) -> float | None:
     """Tokens per second over all logged steps but the warm-up; None if nothing else was logged.
 
-    The first record of each start covers compilation, autotuning and allocation. Rates are averaged by time, as
+    The first record of each start covers compilation, autotuning and allocation, and that after a rewind counts samples
+    that were passed over. Rates are averaged by time, as
     tokens divided by seconds: the mean of the rates would count a short interval as much as a long one.
     """
     warm_up_steps = {
         min(record.step for record in metrics.train if record.step > start.step)
-        for start in metrics.starts
+        for start in (*metrics.starts, *metrics.rewinds)
         if any(record.step > start.step for record in metrics.train)
     }
     tokens, seconds = 0, 0.0

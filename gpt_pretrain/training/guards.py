@@ -9,13 +9,15 @@ nothing by then (`megatron/update.py`), so to hear of it late does no harm.
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gpt_pretrain.config.schema import TrainerConfig
 from gpt_pretrain.megatron.update import StepResult
-from gpt_pretrain.report.records import LossSpikeRecord, Record, SkippedStepRecord
+from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
 
 # Losses that tell how much a loss usually varies: enough for a median, short against a run.
 SPIKE_WINDOW = 64
@@ -37,42 +39,73 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadStep:
-    """A step that updated nothing."""
+    """A step that went wrong."""
 
     step: int
     first_sample: int
 
 
-class NotFiniteError(Exception):
-    """Loss, gradient or weights are not finite, and the run gives up; raised on all ranks at the same step.
+class GivesUpError(Exception):
+    """The run gives up on steps that go wrong; raised on all ranks at the same step.
 
     Args:
         bad_step: The newest step that shows it.
         why: What has happened.
     """
 
+    reason: ClassVar[EndReason]
+
     def __init__(self, bad_step: BadStep, why: str) -> None:
         self.bad_step = bad_step
         super().__init__(why)
 
 
+class NotFiniteError(GivesUpError):
+    """Loss, gradient or weights are not finite."""
+
+    reason = "not_finite"
+
+
+class TooManySpikesError(GivesUpError):
+    """The loss leapt once more than the run may go back."""
+
+    reason = "loss_spike"
+
+
 class StepGuard:
     """Counts steps that were skipped, and finds losses that leap.
+
+    What it has seen of losses is part of a checkpoint, so that a resumed run finds the spikes that the uncut one does.
 
     Args:
         trainer: When to stop, and what a spike is.
         num_samples: Samples of a step, over all ranks.
+        losses: The last losses before the run goes on.
+        spikes: Steps with a spike before that.
     """
 
-    def __init__(self, trainer: TrainerConfig, num_samples: int) -> None:
+    def __init__(
+        self, trainer: TrainerConfig, num_samples: int, *, losses: Iterable[float] = (), spikes: Iterable[int] = ()
+    ) -> None:
         self._max_skipped_steps = trainer.max_skipped_steps
         self._spike_threshold = trainer.spike_threshold
         self._num_samples = num_samples
         self._pending: _Seen | None = None
         self._pinned: list[torch.Tensor] = []
         self._in_a_row = 0
-        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._losses = deque(losses, maxlen=SPIKE_WINDOW)
+        self._spikes = deque(spikes, maxlen=SPIKE_WINDOW)
         self._last_bad: BadStep | None = None
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The last losses, up to `SPIKE_WINDOW` of them, as far as they were told of."""
+        return tuple(self._losses)
+
+    @property
+    def spikes(self) -> tuple[int, ...]:
+        """The last steps with a spike, up to `SPIKE_WINDOW` of them."""
+        return tuple(self._spikes)
 
     def check(self) -> None:
         """Whether the run can go on.
@@ -134,15 +167,16 @@ class StepGuard:
                 )
             ]
         self._in_a_row = 0
-        return self._spikes(seen, loss)
+        return self._find_spike(seen, loss)
 
-    def _spikes(self, seen: _Seen, loss: float) -> list[Record]:
+    def _find_spike(self, seen: _Seen, loss: float) -> list[Record]:
         """Above the median of the last losses by more than the threshold's number of robust standard deviations.
 
         A median and the median absolute deviation (Rousseeuw and Croux 1993) do not follow the spikes themselves, as a
         mean would.
         """
-        if self._spike_threshold is None:
+        # A batch that the mask leaves no token of has no loss.
+        if self._spike_threshold is None or math.isnan(loss):
             return []
         told: list[Record] = []
         if len(self._losses) >= SPIKE_MIN_LOSSES:
@@ -150,6 +184,7 @@ class StepGuard:
             sigma = _MAD_TO_SIGMA * statistics.median(abs(earlier - median) for earlier in self._losses)
             limit = median + self._spike_threshold * max(sigma, _MIN_SIGMA)
             if loss > limit:
+                self._spikes.append(seen.step)
                 told.append(
                     LossSpikeRecord(
                         step=seen.step,

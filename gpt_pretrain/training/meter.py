@@ -31,9 +31,10 @@ class Meter:
         self._num_gpus = launch.world_size
         self._platform = platform
         self._peak_tflops = config.logging.peak_tflops or peak_tflops(platform)
-        self._restart()
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Begins a new interval, and forgets the steps of this one."""
         # Sum of losses, tokens, skipped steps.
         self._sums = torch.zeros(3, device=torch.cuda.current_device())
         self._num_steps = 0
@@ -69,7 +70,7 @@ class Meter:
         model = self._config.model
         tokens_per_s = model.global_batch_size * model.encoder_seq_length / step_time_s
         tflops = tokens_per_s * flops_per_token(model) / self._num_gpus / 1e12
-        self._restart()
+        self.restart()
         return TrainRecord(
             step=progress.step,
             consumed_samples=progress.consumed_samples,

@@ -14,7 +14,7 @@ from gpt_pretrain.checkpoint.load import Restored, load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.start import Start, choose_start
 from gpt_pretrain.checkpoint.state import Progress, Trainable
-from gpt_pretrain.config.derived import max_time_s
+from gpt_pretrain.config.derived import max_time_s, spare_samples
 from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.keys import flatten
@@ -45,6 +45,7 @@ from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.training.generation import generate_tokens
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
+from gpt_pretrain.training.rewind import Rewinds
 from gpt_pretrain.training.stop import EXIT_CODES, StopRequest
 from gpt_pretrain.training.trainer import AfterStep, Trainer
 from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
@@ -149,11 +150,14 @@ class _Run:
         self._restored = self._restore()
         self._start = self._restored.progress
         steps_left = max(0, config.trainer.max_steps - self._start.step)
+        passed_over = sum(num_samples for _, num_samples in self._start.passed_over)
         self._train_data, self._valid_data = build_datasets(
             config,
             corpus,
             # A resumed run may go on with another global batch size.
-            num_train_samples=self._start.consumed_samples + max(1, steps_left) * config.model.global_batch_size,
+            num_train_samples=self._start.consumed_samples
+            + max(1, steps_left) * config.model.global_batch_size
+            + max(0, spare_samples(config) - passed_over),
             num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
         )
 
@@ -212,6 +216,7 @@ class _Run:
                 valid_data=self._valid_data,
                 progress=self._start,
                 saver=CheckpointSaver(self._checkpoints, self._trainable, self._config, self._corpus.fingerprints),
+                rewinds=self._rewinds(),
                 dumps=self._run_dir / "dumps",
                 log=log,
                 watchdog=self._watchdog,
@@ -240,6 +245,17 @@ class _Run:
             if trainer.problem is not None:
                 raise RunError(trainer.problem)
         return reason
+
+    def _rewinds(self) -> Rewinds | None:
+        if self._config.trainer.max_spike_rewinds is None:
+            return None
+        return Rewinds(
+            self._checkpoints,
+            self._trainable,
+            self._config,
+            self._corpus.fingerprints,
+            num_samples=len(self._train_data),
+        )
 
     def _build_sinks(self) -> MetricsSinks:
         return MetricsSinks(

@@ -16,7 +16,7 @@ from gpt_pretrain.megatron.parallel import is_last_stage_writer
 from gpt_pretrain.megatron.update import StepResult, conditional_update
 
 
-def data_iterators(model: Model, build: Callable[[], Iterator[Batch]]) -> list[Iterator[Batch] | None]:
+def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], Batches]) -> list[Batches | None]:
     """One iterator for each model chunk that sees tokens or labels: those with the embedding or the loss."""
     return [build() if chunk.pre_process or chunk.post_process else None for chunk in model.gpt_chunks]
 

@@ -29,6 +29,7 @@ EXIT_CODES: Mapping[EndReason, int] = {
     # 128 + the signal's number, as shells have it.
     "interrupted": 128 + signal.SIGINT,
     "not_finite": 1,
+    "loss_spike": 1,
 }
 # The order settles which reason stands if ranks disagree.
 _REASONS: tuple[EndReason | None, ...] = (None, "max_time", "interrupted", "warned", "terminated")

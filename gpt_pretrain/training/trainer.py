@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.data.batches import Batch, build_batch_iterator, build_validation_iterator
+from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.data.datasets import SampleDataset
 from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
 from gpt_pretrain.fp8.proof import Proof
@@ -28,16 +29,18 @@ from gpt_pretrain.report.records import (
     CheckpointRecord,
     EndReason,
     Fp8CoverageRecord,
+    LossSpikeRecord,
     Record,
     SkippedStepRecord,
     ValidationRecord,
 )
 from gpt_pretrain.training.dump import write_dump
+from gpt_pretrain.training.expert_watch import ExpertWatch
 from gpt_pretrain.training.first_bad import weights_are_finite
 from gpt_pretrain.training.fp8_watch import Fp8Watch
-from gpt_pretrain.training.expert_watch import ExpertWatch
-from gpt_pretrain.training.guards import BadStep, NotFiniteError, StepGuard
+from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
 from gpt_pretrain.training.meter import Meter
+from gpt_pretrain.training.rewind import GoBack, Rewinds
 from gpt_pretrain.training.step import data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
@@ -57,7 +60,8 @@ class Trainer:
         valid_data: Samples of one validation; None for no validation.
         progress: Steps and samples behind the run.
         saver: Saves what is trained; closed when the training ends.
-        dumps: Receives a file where loss or gradient are not finite too often.
+        rewinds: Takes the run back behind a loss spike; None where `trainer.max_spike_rewinds` is null.
+        dumps: Receives a file where the run gives up.
         log: Receives every record, on every rank.
         watchdog: Hears what the loop does.
         after_step: Called at the end of each step with its number and result; a benchmark reads its clock there.
@@ -74,6 +78,7 @@ class Trainer:
         valid_data: SampleDataset | None,
         progress: Progress,
         saver: CheckpointSaver,
+        rewinds: Rewinds | None,
         dumps: Path,
         log: Callable[[Record], None],
         watchdog: Watchdog,
@@ -83,18 +88,21 @@ class Trainer:
         self.trainable = trainable
         self.progress = progress
         self._saver = saver
+        self._rewinds = rewinds
         self._dumps = dumps
         self._save_problem: str | None = None
+        self._saved_step: int | None = None
         self._log = log
         self._watchdog = watchdog
         self._after_step = after_step
         self._meter = Meter(config, launch, platform)
         self._fp8_watch = Fp8Watch(config, trainable.model, platform.device)
-        self._guard = StepGuard(config.trainer, config.model.global_batch_size)
+        self._guard = self._new_guard()
         self.problem: str | None = None
-        """What "not_finite" means in this run, for people."""
+        """Why the run has given up, for people."""
         self._proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
         self._num_microbatches = num_microbatches(config.model, launch.world_size)
+        self._expert_watch = ExpertWatch(config.model, trainable.model, self._num_microbatches, step=progress.step)
         source: dict[str, Any] = {
             "config": config,
             "data_parallel_rank": data_parallel_rank(),
@@ -102,8 +110,7 @@ class Trainer:
             "device": platform.device,
         }
 
-        self._expert_watch = ExpertWatch(config.model, trainable.model, self._num_microbatches, step=progress.step)
-        def batches_from(consumed_samples: int) -> list[Iterator[Batch] | None]:
+        def batches_from(consumed_samples: int) -> list[BatchIterator | None]:
             return data_iterators(
                 trainable.model, lambda: build_batch_iterator(train_data, consumed_samples=consumed_samples, **source)
             )
@@ -130,17 +137,27 @@ class Trainer:
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             try:
-                reason = self._steps(stop)
-                self._watchdog.progress("the end of the run")
-                self._log_guarded(self._guard.read())
+                reason = self._steps_and_rewinds(stop)
                 self._log_fp8()
                 if reason == "max_steps" and not self._is_due(self.config.trainer.val_check_interval):
                     self.validate()
-                if self.config.checkpoint.save_at_end and not self._is_due(self.config.checkpoint.save_interval):
+                if self.config.checkpoint.save_at_end and self._saved_step != self.progress.step:
                     self.save()
-            except NotFiniteError as error:
-                reason, self.problem = "not_finite", self._dump(error)
+            except GivesUpError as error:
+                reason, self.problem = error.reason, self._dump(error)
             self._await_last_save()
+        return reason
+
+    def _steps_and_rewinds(self, stop: StopRequest) -> EndReason:
+        reason: EndReason | None = None
+        while reason is None:
+            try:
+                reason = self._steps(stop)
+                self._watchdog.progress("the end of the run")
+                self._log_guarded(self._guard.read())
+            except GoBack as request:
+                # Asked to stop meanwhile, it stops there.
+                self._go_back(request)
         return reason
 
     def _steps(self, stop: StopRequest) -> EndReason:
@@ -150,7 +167,8 @@ class Trainer:
             self._watchdog.step_begins(self.progress.step + 1)
             with self._proven(), self._fp8_watch.step(self.progress.step + 1):
                 result = train_step(self.trainable, self._train_batches, self.config.model, self._num_microbatches)
-            self.progress = Progress(
+            self.progress = replace(
+                self.progress,
                 step=self.progress.step + 1,
                 consumed_samples=self.progress.consumed_samples + self.config.model.global_batch_size,
             )
@@ -225,7 +243,10 @@ class Trainer:
 
         Raises:
             NotFiniteError: Its weights are no state to go on from.
+            GoBack: Its loss is a spike.
         """
+        # A spike is no state to save, and the losses up to here tell a resumed run what one is.
+        self._log_guarded(self._guard.read())
         self._log_fp8()
         if not weights_are_finite(self.trainable.model.gpt_chunks):
             first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
@@ -240,7 +261,8 @@ class Trainer:
         ):
             # An earlier save that has failed ends the run before the next one begins.
             self._settle(self._saver.wait())
-            outcomes = self._saver.save(self.progress)
+            outcomes = self._saver.save(replace(self.progress, losses=self._guard.losses, spikes=self._guard.spikes))
+        self._saved_step = self.progress.step
         self._settle(outcomes)
 
     def _reserve_for_saves(self) -> None:
@@ -271,7 +293,8 @@ class Trainer:
         with self._watchdog.busy("waiting for the last checkpoint"):
             outcomes = self._saver.wait()
         self._settle(outcomes)
-        if self._save_problem is not None:
+        # A run that gives up has more to say, and ends with the same code.
+        if self._save_problem is not None and self.problem is None:
             raise RunError(self._save_problem)
 
     def _log_step(self, result: StepResult) -> None:
@@ -281,20 +304,59 @@ class Trainer:
         self._log_fp8()
         self._log_guarded(guarded)
         self._log(record)
+        for experts in self._expert_watch.records(self.progress.step):
+            self._log(experts)
 
     def _log_guarded(self, records: Sequence[Record]) -> None:
         """Logs what the guard has found.
 
         Raises:
-            NotFiniteError: It was too much.
+            GivesUpError: It was too much.
+            GoBack: A spike, and a checkpoint to go back to.
         """
         for record in records:
             if isinstance(record, SkippedStepRecord):
                 forget_non_finite_amaxes(self.trainable.model.gpt_chunks)
             self._log(record)
         self._guard.check()
+        for record in records:
+            if isinstance(record, LossSpikeRecord) and self._rewinds is not None:
+                self._answer(record, self._rewinds)
 
-    def _dump(self, error: NotFiniteError) -> str:
+    def _answer(self, spike: LossSpikeRecord, rewinds: Rewinds) -> None:
+        """Leaves the loop to go back behind a spike, or says why it goes on."""
+        with self._watchdog.busy("waiting for a checkpoint"):
+            # It may be the one to go back to, and must not become the newest one after that.
+            outcomes = self._saver.wait()
+        self._settle(outcomes)
+        self._log(rewinds.check(spike, self.progress, self._guard.spikes))
+
+    def _go_back(self, request: GoBack) -> None:
+        """Makes the run what it was at a checkpoint, but for the samples that come next."""
+        assert self._rewinds is not None
+        self._log_fp8()
+        with self._watchdog.busy("going back behind a loss spike"), self.trainable.model.gathered_parameters():
+            rewound = self._rewinds.go_back(request, self.progress)
+        self.progress = rewound.progress
+        self._saved_step = self.progress.step
+        self._guard = self._new_guard()
+        for iterator in self._train_batches:
+            if iterator is not None:
+                iterator.close()
+        self._train_batches = self._batches_from(self.progress.consumed_samples)
+        self._meter.restart()
+        self._log(rewound.record)
+
+    def _new_guard(self) -> StepGuard:
+        """A guard that has seen what the run has seen so far."""
+        return StepGuard(
+            self.config.trainer,
+            self.config.model.global_batch_size,
+            losses=self.progress.losses,
+            spikes=self.progress.spikes,
+        )
+
+    def _dump(self, error: GivesUpError) -> str:
         """Looks for the first bad tensor; returns what to tell."""
         self._log_fp8()
         with self._watchdog.busy("looking for the first bad tensor"):
@@ -303,8 +365,6 @@ class Trainer:
                 error.bad_step,
                 trainable=self.trainable,
                 config=self.config,
-        for experts in self._expert_watch.records(self.progress.step):
-            self._log(experts)
                 iterators=self._batches_from(error.bad_step.first_sample),
                 num_microbatches=self._num_microbatches,
             )

@@ -8,12 +8,14 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
 
+from gpt_pretrain.checkpoint import save
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.training import peers, trainer, watchdog
+from gpt_pretrain.training import peers, rewind, trainer, watchdog
 from gpt_pretrain.training import run as training_run
 from gpt_pretrain.training.first_bad import named_weights
 
@@ -97,6 +99,47 @@ def die_in_save(number):
     sys.addaudithook(count)
 
 
+def die_in_rewind(number):
+    """Killed before the given operation on files or directories with which the run's first rewind decides."""
+    take_back = rewind.take_back
+
+    def die_in_it(*arguments):
+        die_in_save(number)
+        return take_back(*arguments)
+
+    rewind.take_back = die_in_it
+
+
+def hold_saves():
+    """Nothing of a checkpoint is written before the loop waits for it."""
+    write, wait, wanted = save.write_checkpoint, save.CheckpointSaver.wait, threading.Event()
+
+    def write_late(*arguments):
+        assert wanted.wait(60)
+        return write(*arguments)
+
+    def wait_for(saver):
+        wanted.set()
+        try:
+            return wait(saver)
+        finally:
+            wanted.clear()
+
+    save.write_checkpoint, save.CheckpointSaver.wait = write_late, wait_for
+
+
+def fail_saves(steps):
+    """The disk is full whenever these steps are saved."""
+    write = save.write_checkpoint
+
+    def fail(destination, *arguments):
+        if destination.step in steps:
+            raise OSError(28, "No space left on device", str(destination.unfinished))
+        return write(destination, *arguments)
+
+    save.write_checkpoint = fail
+
+
 def fail_at_step(number):
     def fail():
         raise RuntimeError("a fault of the test")
@@ -148,6 +191,60 @@ def poison_gradient(steps, name, value):
         return tensor
 
     _poison(steps, name, spoil)
+
+
+class _Renumbered:
+    """Training samples under other numbers."""
+
+    def __init__(self, dataset, number):
+        self.dataset, self.number, self.num_epochs = dataset, number, dataset.num_epochs
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[self.number(index)]
+
+
+def _renumber_samples(number):
+    build = training_run.build_datasets
+
+    def renumbered(*arguments, **options):
+        training, validation = build(*arguments, **options)
+        return _Renumbered(training, number), validation
+
+    training_run.build_datasets = renumbered
+
+
+def note_samples(path):
+    """Each training sample that is read becomes a line of a file."""
+
+    def note(index):
+        with open(path, "a") as file:
+            file.write(f"{index}\n")
+        return index
+
+    _renumber_samples(note)
+
+
+def leave_out_samples(first, num_samples):
+    """The data are what they would be without these."""
+    _renumber_samples(lambda index: index if index < first else index + num_samples)
+
+
+def poison_samples(first, num_samples, name, value):
+    """A module's results go wrong in every training step on these samples, whenever that is."""
+    read = []
+
+    def note(index):
+        read[:] = [index]
+        return index
+
+    _renumber_samples(note)
+    poisoned = range(first, first + num_samples)
+    _poison(
+        [1, None], name, lambda tensor: tensor * value if torch.is_grad_enabled() and read[0] in poisoned else tensor
+    )
 
 
 def poison_weight(step, name):
