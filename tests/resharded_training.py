@@ -44,6 +44,7 @@ _RUN = (
 # So that two stages can have two chunks each.
 _DEEP = ("model.num_layers=4",)
 _BF16 = ("trainer.precision=bf16",)
+_EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.init_method_std=0.2")
 _DELAYED = emulate("delayed", "model.fp8_amax_history_len=4")
 
 # Name to number of ranks and overrides. `single` has a plain optimizer, the others of parallelism/ a distributed one.
@@ -65,6 +66,21 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "single.bf16": (1, _BF16),
     "dp2.bf16": (2, ["parallelism=dp", *_BF16]),
     "dp2_plain.bf16": (2, ["parallelism=single", *_BF16]),
+    "single.moe": (1, _EXPERTS),
+    "ep2.moe": (2, ["parallelism=ep2", *_EXPERTS]),
+    # Two ranks of a distributed optimizer share each expert, and two others the attention.
+    "tp2_sp_ep2.moe": (
+        4,
+        [
+            "parallelism=tp2_sp",
+            "model.expert_model_parallel_size=2",
+            "model.expert_tensor_parallel_size=1",
+            "model.use_distributed_optimizer=true",
+            *_EXPERTS,
+        ],
+    ),
+    "single.moe_bf16": (1, [*_EXPERTS, *_BF16]),
+    "ep2_plain.moe_bf16": (2, ["model.expert_model_parallel_size=2", *_EXPERTS, *_BF16]),
     "single.delayed": (1, _DELAYED),
     "tp2.delayed": (2, ["parallelism=tp2", *_DELAYED]),
     "single.sgd": (1, ["model.optim.name=sgd"]),

@@ -7,8 +7,10 @@ from megatron.core.transformer import TransformerConfig
 
 from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
     ffn_hidden_size,
     kv_channels,
+    moe_ffn_hidden_size,
     num_query_groups,
     padded_vocab_size,
     uses_distributed_optimizer,
@@ -38,6 +40,9 @@ _LAYOUT_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
+# Of a mixture of experts, beside those.
+_EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
+_EXPERT_LAYOUT_KEYS = ("expert_model_parallel_size",)
 _DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
 
@@ -51,7 +56,11 @@ def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> d
     keys = list(_ARCHITECTURE_KEYS)
     if model.position_embedding_type is PositionEmbedding.learned_absolute:
         keys.append("max_position_embeddings")
-    return _described(model, keys) | {
+    experts = {}
+    if model.num_moe_experts is not None:
+        keys += _EXPERT_ARCHITECTURE_KEYS
+        experts["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
+    return _described(model, keys) | experts | {
         "model.ffn_hidden_size": str(ffn_hidden_size(model)),
         "model.num_query_groups": str(num_query_groups(model)),
         "model.kv_channels": str(kv_channels(model)),
@@ -65,7 +74,11 @@ def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> d
 
 def layout(model: ModelConfig) -> dict[str, str]:
     """How the tensors are spread over processes; plain text by key."""
-    return _described(model, _LAYOUT_KEYS) | {
+    keys, experts = list(_LAYOUT_KEYS), {}
+    if model.num_moe_experts is not None:
+        keys += _EXPERT_LAYOUT_KEYS
+        experts["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
+    return _described(model, keys) | experts | {
         _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
         "processes": str(torch.distributed.get_world_size()),
     }

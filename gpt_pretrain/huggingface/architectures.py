@@ -34,12 +34,14 @@ _GPT2_ACTIVATION_NAMES = {
 
 # Fields of ours that each class fixes, with the values that it can have.
 _GPT2_FIELDS: dict[str, tuple[Any, ...]] = {
+    "num_moe_experts": (None,),
     "position_embedding_type": (PositionEmbedding.learned_absolute,),
     "normalization": (Normalization.layernorm,),
     "activation": tuple(_GPT2_ACTIVATIONS),
     "bias": (True,),
 }
 _LLAMA_FIELDS: dict[str, tuple[Any, ...]] = {
+    "num_moe_experts": (None,),
     "position_embedding_type": (PositionEmbedding.rope,),
     "rotary_percentage": (1.0,),
     "normalization": (Normalization.rmsnorm,),
