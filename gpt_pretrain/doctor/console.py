@@ -24,7 +24,8 @@ _CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.no
 def _failed(failure: Failure) -> tuple[str, str]:
     if failure.is_missing:
         return "not installed", ""
-    return failure.version or "?", f"does not load: {failure.problem}"
+    # The finding says why.
+    return failure.version or "?", "does not load"
 
 
 def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
@@ -54,7 +55,7 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
     else:
         yield "Transformer Engine", *_failed(te)
     if isinstance(application, Failure):
-        yield "megatron-core", application.version or "not installed", f"training does not load: {application.problem}"
+        yield "megatron-core", application.version or "not installed", "training does not load"
     else:
         yield "megatron-core", application.megatron_core, "training loads"
     if isinstance(apex, Apex):
@@ -81,10 +82,11 @@ def _gpus(facts: Facts, torch: Torch | Failure) -> Iterator[tuple[str, str, str]
     yield "NVLink multicast", "", ", ".join(multicast) or "as the libraries choose (no variable is set)"
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str, whole: int = 1) -> Table:
+    """A table whose first `whole` columns are not wrapped."""
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name == columns[0])
+    for index, name in enumerate(columns):
+        table.add_column(name, overflow="fold", no_wrap=index < whole)
     return table
 
 
@@ -126,7 +128,7 @@ def print_verdict(facts: Facts, verdict: Verdict) -> None:
     """Prints an answer to standard output, 100 columns wide or as narrow as the terminal."""
     console = Console(highlight=False, emoji=False)
     console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
-    libraries = _table("What is here", "", "version", "")
+    libraries = _table("What is here", "", "version", "", whole=2)
     for row in _libraries(facts):
         libraries.add_row(*map(Text, row))
     recipes = _table("FP8 recipes", "fp8=", "runs", "because")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from gpt_pretrain.doctor.facts import (
     Torch,
     TransformerEngine,
 )
-from gpt_pretrain.doctor.probe import PROBES, installed_version
+from gpt_pretrain.doctor.probe import installed_version
 from gpt_pretrain.doctor.surroundings import MULTICAST_OFF
 from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES
 from gpt_pretrain.plan import hardware
@@ -52,7 +52,8 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
     Args:
         assumed_gpu: A GPU that stands in for the machine's own, for a machine without.
     """
-    answers = _run_probes()
+    application = "application" if assumed_gpu is None else "application_on_gpu"
+    answers = _run_probes(["torch", "driver", "transformer_engine", "apex", application, "requirements"])
     shm = Path("/dev/shm")
     return Facts(
         python=".".join(map(str, sys.version_info[:3])),
@@ -61,7 +62,7 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
         driver=_read(Driver, answers["driver"]),
         transformer_engine=_read(TransformerEngine, answers["transformer_engine"]),
         apex=_read(Apex, answers["apex"]),
-        application=_read(Application, answers["application"]),
+        application=_read(Application, answers[application]),
         requirements=_read_requirements(answers["requirements"]),
         packages={name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         environment={name: os.environ[name] for name in _WATCHED if name in os.environ},
@@ -70,10 +71,10 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
     )
 
 
-def _run_probes() -> dict[str, dict[str, Any] | Failure]:
+def _run_probes(names: Sequence[str]) -> dict[str, dict[str, Any] | Failure]:
     """Probe → what it found, or how it failed."""
     with tempfile.TemporaryDirectory(prefix="gpt_pretrain-doctor-") as folder:
-        places = {name: Path(folder) / name for name in PROBES}
+        places = {name: Path(folder) / name for name in names}
         running = {name: _start(name, path) for name, path in places.items()}
         return {name: _answer(name, process, places[name]) for name, process in running.items()}
 
@@ -94,8 +95,8 @@ def _answer(name: str, process: subprocess.Popen[bytes], path: Path) -> dict[str
     if not path.exists():
         said = path.with_suffix(".stderr").read_text(errors="replace").strip().splitlines()
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        last = f" after: {said[0]}" if said else ""
-        return Failure(problem=f"loading it ended Python with {ended}{last}", version=_version_of(name))
+        why = f" ({said[0]})" if said else ""
+        return Failure(problem=f"loading it ended Python with {ended}{why}", version=_version_of(name))
     answer: Mapping[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     if "failed" in answer:
         return Failure(**answer["failed"], version=_version_of(name))
@@ -103,7 +104,7 @@ def _answer(name: str, process: subprocess.Popen[bytes], path: Path) -> dict[str
 
 
 def _version_of(probe: str) -> str | None:
-    return installed_version("megatron-core" if probe == "application" else probe)
+    return installed_version("megatron-core" if probe.startswith("application") else probe)
 
 
 def _frozen(value: Any) -> Any:

@@ -127,13 +127,19 @@ def probe_apex() -> dict[str, Any]:
 
 
 def probe_application() -> dict[str, Any]:
-    """Everything that a run imports, in the order of `python -m gpt_pretrain`."""
-    import gpt_pretrain.__main__
-    from gpt_pretrain.config.environment import quiet_libraries
+    """Everything that a run imports on this machine, in the order of `python -m gpt_pretrain`."""
     from gpt_pretrain.megatron.cpu import install_cpu_device
 
-    quiet_libraries()
     install_cpu_device()
+    return probe_application_on_gpu()
+
+
+def probe_application_on_gpu() -> dict[str, Any]:
+    """Everything that a run imports where it finds a GPU: Transformer Engine and apex by way of megatron-core, too."""
+    import gpt_pretrain.__main__
+    from gpt_pretrain.config.environment import quiet_libraries
+
+    quiet_libraries()
     import megatron.core
 
     import gpt_pretrain.training.run  # noqa: F401  loading is the question
@@ -174,6 +180,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "transformer_engine": probe_transformer_engine,
     "apex": probe_apex,
     "application": probe_application,
+    "application_on_gpu": probe_application_on_gpu,
     "requirements": probe_requirements,
 }
 

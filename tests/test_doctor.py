@@ -1,0 +1,383 @@
+"""The doctor's findings and verdict, told of machines that are described and not there."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpt_pretrain.doctor.console import print_verdict
+from gpt_pretrain.doctor.document import doctor_document
+from gpt_pretrain.doctor.facts import (
+    Apex,
+    Application,
+    Driver,
+    Facts,
+    Failure,
+    Gpu,
+    Requirement,
+    Torch,
+    TransformerEngine,
+)
+from gpt_pretrain.doctor.finding import Blocks
+from gpt_pretrain.doctor.verdict import give_verdict, platform_of
+from tests.platforms import H200, INSTALL_TE
+
+TORCH = Torch(
+    version="2.11.0+cu130",
+    cuda="13.0",
+    cudnn="9.19.0",
+    nccl="2.28.9",
+    site="/site",
+    gpus=(Gpu(name="NVIDIA H200", compute_capability=(9, 0), memory_gib=139.8),) * 8,
+    why_no_gpu=None,
+    product_problem=None,
+    peer_access=True,
+)
+TE = TransformerEngine(
+    version="2.12.0",
+    cudnn="9.19.0",
+    cublaslt="130100",
+    cudnn_folders=("/site/nvidia/cudnn/lib",),
+    scales_on_device=False,
+    product_problem=None,
+)
+MISSING = Failure(problem="ModuleNotFoundError: No module named 'x'", is_missing=True)
+DRIVER = Driver(version="580.95", gpus=("NVIDIA H200",) * 8, cuda=(13, 0))
+HEALTHY = Facts(
+    python="3.12.3",
+    executable="/usr/bin/python",
+    torch=TORCH,
+    driver=DRIVER,
+    transformer_engine=TE,
+    apex=MISSING,
+    application=Application(megatron_core="0.19.2"),
+    requirements=(),
+    packages={
+        "transformer-engine": "2.12.0",
+        "transformer-engine-torch": "2.12.0",
+        "transformer-engine-cu13": "2.12.0",
+    },
+    environment={},
+    shared_memory_gib=500.0,
+)
+NO_DRIVER = Failure(problem="FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'", is_missing=True)
+NO_GPU_TORCH = replace(TORCH, gpus=(), peer_access=None, why_no_gpu="RuntimeError: Found no NVIDIA driver")
+LAPTOP = replace(HEALTHY, torch=NO_GPU_TORCH, driver=NO_DRIVER, transformer_engine=MISSING)
+PIP = "python -m pip install"
+INSTALL = INSTALL_TE.removeprefix("install it from the checkout with ")
+REBUILD = f"{PIP} --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer-engine-torch==2.12.0"
+OUR_LIBRARIES = (
+    "export CUDNN_HOME=/site/nvidia/cudnn "
+    "LD_LIBRARY_PATH=/site/nvidia/cudnn/lib:/site/nvidia/nccl/lib:/site/nvidia/cu13/lib:$LD_LIBRARY_PATH"
+)
+
+
+def broken_te(problem):
+    return replace(HEALTHY, transformer_engine=Failure(problem=problem, version="2.12.0"))
+
+
+def with_gpu(name, capability):
+    return replace(
+        HEALTHY, torch=replace(TORCH, gpus=(Gpu(name=name, compute_capability=capability, memory_gib=80.0),))
+    )
+
+
+def with_torch(facts=HEALTHY, **changes):
+    return replace(facts, torch=replace(facts.torch, **changes))
+
+
+def hidden(**changes):
+    """GPUs that the driver shows and PyTorch cannot use."""
+    return with_torch(gpus=(), peer_access=None, why_no_gpu="RuntimeError: no CUDA-capable device", **changes)
+
+
+def test_a_healthy_machine_has_no_findings_and_trains_in_fp8():
+    verdict = give_verdict(HEALTHY)
+
+    assert verdict.findings == ()
+    assert verdict.exit_code == 0
+    assert verdict.device == "8 × NVIDIA H200"
+    assert [name for name, why in verdict.recipes.items() if why is None] == ["delayed", "tensorwise", "blockwise"]
+    assert "compute capability 10.x" in verdict.recipes["mxfp8"]
+
+
+def test_the_platform_is_the_one_that_training_detects():
+    assert platform_of(HEALTHY, TORCH) == H200
+
+
+def test_a_laptop_trains_small_models_without_fp8():
+    verdict = give_verdict(LAPTOP)
+
+    (finding,) = verdict.findings
+    assert finding.blocks is Blocks.nothing
+    assert "has no GPU, or no NVIDIA driver. Small models train on the CPU" in finding.what
+    assert verdict.exit_code == 3
+    assert all("there is no CUDA device" in why for why in verdict.recipes.values())
+
+
+@pytest.mark.parametrize(
+    ("facts", "exit_code", "what", "fix"),
+    [
+        # What is needed and not there.
+        (
+            replace(
+                HEALTHY,
+                requirements=(Requirement(needed="megatron-core~=0.19.2", installed=None),),
+                application=Failure(problem="ModuleNotFoundError: No module named 'megatron'"),
+            ),
+            1,
+            "gpt_pretrain needs megatron-core~=0.19.2, which is not installed",
+            f"{PIP} 'megatron-core~=0.19.2'",
+        ),
+        (
+            replace(HEALTHY, requirements=(Requirement(needed="torch>=2.11", installed="2.9.1"),)),
+            1,
+            "gpt_pretrain needs torch>=2.11, and 2.9.1 is installed",
+            f"{PIP} 'torch>=2.11'",
+        ),
+        (replace(HEALTHY, requirements=None), 0, "checkout that is not installed", f"{PIP} --no-deps -e ."),
+        # PyTorch.
+        (
+            replace(HEALTHY, torch=Failure(problem="OSError: libcudart.so.13", version="2.11.0")),
+            1,
+            "PyTorch does not load: OSError: libcudart.so.13",
+            f"{PIP} --force-reinstall 'torch==2.11.0'",
+        ),
+        (
+            hidden(version="2.11.0+cpu", cuda=None),
+            1,
+            "is built without CUDA, although there is NVIDIA H200 (8 in all): runs would train on the CPU",
+            f"{PIP} --force-reinstall 'torch==2.11.0'",
+        ),
+        (
+            with_torch(
+                replace(LAPTOP, assumed_gpu="NVIDIA H200"), version="2.11.0+cpu", cuda=None, gpus=TORCH.gpus[:1]
+            ),
+            1,
+            "although --assume-gpu is NVIDIA H200",
+            f"{PIP} --force-reinstall 'torch==2.11.0'",
+        ),
+        (
+            replace(hidden(), driver=replace(DRIVER, version="535.104", cuda=(12, 2))),
+            1,
+            "the driver 535.104 runs CUDA up to 12.2, and PyTorch 2.11.0+cu130 is built for CUDA 13.0, which needs 580 "
+            "or newer",
+            "apt-get install cuda-compat-13-0 && export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat:$LD_LIBRARY_PATH",
+        ),
+        (
+            replace(hidden(), environment={"CUDA_VISIBLE_DEVICES": ""}),
+            1,
+            "CUDA_VISIBLE_DEVICES='' hides all 8 GPUs",
+            "unset CUDA_VISIBLE_DEVICES",
+        ),
+        (hidden(), 1, "shows 8 GPUs, and PyTorch can use none: RuntimeError: no CUDA-capable device", "nvidia-smi -q"),
+        (
+            with_torch(product_problem="AcceleratorError: CUDA error: no kernel image is available"),
+            1,
+            "does not compute on NVIDIA H200 (compute capability 9.0): AcceleratorError",
+            f"{PIP} --upgrade torch",
+        ),
+        (with_gpu("Tesla V100", (7, 0)), 3, "Tesla V100 has no BF16 units", "trainer.precision=fp32"),
+        (
+            replace(with_gpu("NVIDIA H200", (9, 0)), environment={"CUDA_VISIBLE_DEVICES": "3"}),
+            0,
+            "CUDA_VISIBLE_DEVICES=3 leaves PyTorch 1 of 8 GPUs",
+            "unset CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            replace(LAPTOP, driver=Failure(problem="RuntimeError: NVIDIA-SMI has failed")),
+            3,
+            "nvidia-smi fails: RuntimeError: NVIDIA-SMI has failed",
+            "docker run --gpus all",
+        ),
+        # Transformer Engine.
+        (
+            replace(HEALTHY, transformer_engine=MISSING),
+            3,
+            "Transformer Engine is not installed: runs use megatron-core's local layers, without FP8",
+            INSTALL,
+        ),
+        (
+            broken_te("ImportError: te.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal"),
+            3,
+            "It needs a newer cuBLAS than PyTorch 2.11.0+cu130 brings",
+            INSTALL,
+        ),
+        (
+            broken_te("ImportError: transformer_engine_torch.so: undefined symbol: _ZN3c106detail14torchCheckFailEPKc"),
+            3,
+            "It was built against another PyTorch than 2.11.0+cu130",
+            REBUILD,
+        ),
+        (
+            broken_te("AssertionError: Transformer Engine package version mismatch. Found x v2.9.0"),
+            3,
+            "Its packages do not fit each other: transformer-engine 2.12.0",
+            INSTALL,
+        ),
+        (broken_te("RuntimeError: cudnn shared object not found."), 3, "not where it is looked for", OUR_LIBRARIES),
+        (
+            broken_te("ModuleNotFoundError: No module named 'onnxscript'"),
+            3,
+            "It needs that module",
+            f"{PIP} onnxscript",
+        ),
+        (
+            replace(
+                broken_te("OSError: libcublas.so.12: cannot open shared object file"),
+                packages={"transformer-engine": "2.12.0", "transformer-engine-cu12": "2.12.0"},
+            ),
+            3,
+            "transformer-engine-cu12 is for another CUDA than PyTorch 2.11.0+cu130, which is built for 13.0",
+            f"python -m pip uninstall --yes transformer-engine-cu12 && {INSTALL}",
+        ),
+        (broken_te("loading it ended Python with signal SIGSEGV"), 3, "ended Python with signal SIGSEGV", REBUILD),
+        (
+            replace(
+                broken_te("loading it ended Python with signal SIGABRT"),
+                application=Failure(problem="loading it ended Python with signal SIGABRT", version="0.19.2"),
+            ),
+            1,
+            "Transformer Engine, which megatron-core loads, does not either: mend it, or train without it",
+            "python -m pip uninstall --yes transformer-engine transformer-engine-torch transformer-engine-cu13",
+        ),
+        (
+            replace(HEALTHY, transformer_engine=replace(TE, cudnn_folders=("/site/nvidia/cudnn/lib", "/usr/lib"))),
+            1,
+            "cuDNN is loaded twice, from /site/nvidia/cudnn/lib and /usr/lib",
+            OUR_LIBRARIES,
+        ),
+        (
+            replace(HEALTHY, transformer_engine=replace(TE, product_problem="RuntimeError: cuBLAS Error")),
+            3,
+            "Transformer Engine 2.12.0 loads, and a small FP8 layer fails: RuntimeError: cuBLAS Error",
+            REBUILD,
+        ),
+        # megatron-core.
+        (
+            replace(
+                HEALTHY,
+                application=Failure(problem="ModuleNotFoundError: No module named 'megatron.core'", version="0.19.2"),
+            ),
+            1,
+            "another folder named megatron comes first on Python's path",
+            "unset PYTHONPATH",
+        ),
+        (
+            replace(HEALTHY, application=Failure(problem="ImportError: cannot import name 'x'", version="0.19.2")),
+            1,
+            "training does not load: ImportError: cannot import name 'x'",
+            f"{PIP} --force-reinstall --no-deps 'megatron-core==0.19.2'",
+        ),
+        # The environment.
+        (
+            replace(HEALTHY, environment={"NCCL_NVLS_ENABLE": "0", "UB_SKIPMC": "1"}),
+            0,
+            "NCCL_NVLS_ENABLE=0 says that this host has no NVLink multicast",
+            "export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1",
+        ),
+        (
+            replace(HEALTHY, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
+            0,
+            "CUDA_DEVICE_MAX_CONNECTIONS=8 costs tensor and context parallel runs the overlap",
+            "unset CUDA_DEVICE_MAX_CONNECTIONS",
+        ),
+        (replace(HEALTHY, shared_memory_gib=0.0625), 0, "/dev/shm has 64 MiB", "docker run --gpus all --ipc=host"),
+    ],
+)
+def test_what_is_wrong_is_found_with_the_command_that_mends_it(facts, exit_code, what, fix):
+    verdict = give_verdict(facts)
+
+    (finding,) = [each for each in verdict.findings if what in f"{each.about} {each.what}"]
+    assert fix in finding.fix
+    assert verdict.exit_code == exit_code
+    if exit_code == 1:
+        assert verdict.findings[0].blocks is Blocks.training, "what keeps training from working is told first"
+
+
+@pytest.mark.parametrize(
+    ("facts", "recipe", "why"),
+    [
+        (with_gpu("NVIDIA A100", (8, 0)), "delayed", "compute capability 8.9 or newer"),
+        (with_torch(cuda="12.8"), "blockwise", "CUDA 12.9 or newer"),
+        (replace(HEALTHY, transformer_engine=MISSING), "tensorwise", "needs Transformer Engine: it is not installed"),
+        (
+            replace(HEALTHY, transformer_engine=replace(TE, version="2.9.0")),
+            "delayed",
+            "Transformer Engine 2.12 or newer",
+        ),
+        (broken_te("OSError: libcudnn"), "delayed", "needs Transformer Engine: OSError: libcudnn"),
+        (
+            replace(HEALTHY, environment={"NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1"}),
+            "tensorwise",
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 in the environment rounds scales to powers of two",
+        ),
+        (replace(HEALTHY, torch=MISSING), "delayed", "needs PyTorch, which does not load"),
+    ],
+)
+def test_a_recipe_that_does_not_run_says_why(facts, recipe, why):
+    assert why in give_verdict(facts).recipes[recipe]
+
+
+def test_blackwell_runs_every_recipe():
+    recipes = give_verdict(with_gpu("NVIDIA B200", (10, 0))).recipes
+
+    assert set(recipes.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("facts", "here"),
+    [
+        (
+            HEALTHY,
+            {
+                "transformer layers": "Transformer Engine",
+                "layer norm": "Transformer Engine",
+                "gradient clipping": "PyTorch's foreach kernels",
+            },
+        ),
+        (
+            replace(HEALTHY, transformer_engine=replace(TE, scales_on_device=True)),
+            {"gradient clipping": "Transformer Engine", "weight gradient sums": "PyTorch, after the product"},
+        ),
+        (
+            replace(
+                HEALTHY,
+                transformer_engine=MISSING,
+                apex=Apex(version="0.1", parts=dict.fromkeys(["apex_layer_norm", "apex_softmax"], True)),
+            ),
+            {
+                "transformer layers": "megatron-core's local layers",
+                "attention": "PyTorch with apex's softmax",
+                "layer norm": "apex",
+                "weight gradient sums": "PyTorch, after the product",
+            },
+        ),
+        (
+            replace(HEALTHY, apex=Apex(version="0.1", parts={"apex_weight_gradient": True})),
+            {"weight gradient sums": "apex, in the product"},
+        ),
+        (LAPTOP, {"layer norm": "PyTorch", "optimizer": "PyTorch's Adam"}),
+    ],
+)
+def test_each_part_says_what_it_runs_on(facts, here):
+    parts = {part.name: part.here for part in give_verdict(facts).parts}
+
+    assert here.items() <= parts.items()
+
+
+def test_the_document_and_the_tables_tell_the_same(capsys):
+    facts = broken_te("ImportError: x.so: undefined symbol: _ZN3c10")
+    verdict = give_verdict(facts)
+    document = doctor_document(facts, verdict)
+    print_verdict(facts, verdict)
+    shown = capsys.readouterr().out
+
+    assert document["exit_code"] == 3
+    assert (document["trains"], document["trains_in_fp8"]) == (True, False)
+    assert document["facts"]["torch"]["gpus"][0]["compute_capability"] == (9, 0)
+    (finding,) = document["findings"]
+    assert finding["blocks"] == "fp8"
+    # A fix is copied: it stands on one line, whatever the width.
+    assert f"    {finding['fix']}\n" in shown
+    for name in ("NVIDIA H200", "2.11.0+cu130", "580.95", *document["recipes"]):
+        assert name in shown

@@ -1,0 +1,105 @@
+"""The doctor on real Pythons: this one, one with a Transformer Engine that kills it, one without megatron-core."""
+
+import importlib.metadata
+import json
+import os
+import site
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from gpt_pretrain.doctor.__main__ import main
+from tests.launching import REPOSITORY, clean_environment, gpu_environment
+
+
+def ask_doctor(*arguments, python=sys.executable, **env):
+    return subprocess.run(
+        [python, "-m", "gpt_pretrain.doctor", *arguments],
+        cwd=REPOSITORY,
+        env=clean_environment(env),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_this_machine_trains_on_its_processor():
+    done = ask_doctor("--json")
+
+    assert done.stderr == ""
+    document = json.loads(done.stdout)
+    facts = document["facts"]
+    assert done.returncode == document["exit_code"] == 3
+    assert document["device"] == "the CPU: small models"
+    assert facts["torch"]["version"].startswith(importlib.metadata.version("torch"))
+    assert facts["application"]["megatron_core"].startswith(importlib.metadata.version("megatron-core"))
+    assert facts["requirements"] == []
+    assert [finding["about"] for finding in document["findings"]] == ["this machine"]
+
+
+def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    # What a compiled part does that was built for another PyTorch and meets it too late for an ImportError.
+    for name in ("__init__.py", "fp8.py"):
+        (package / "pytorch" / name).write_text("import os\nos.abort()\n")
+    metadata = tmp_path / "transformer_engine-2.12.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.12.0\n")
+
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    done = ask_doctor("--assume-gpu", "h200", PYTHONPATH=path)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    # megatron-core imports it as well, so that runs die with it.
+    assert "no training: training does not load: loading it ended Python with signal SIGABRT" in said
+    assert "python -m pip uninstall --yes transformer-engine" in said
+    assert "no FP8: Transformer Engine does not load: loading it ended Python with signal SIGABRT" in said
+    assert "2.11" in said, "PyTorch beside it is found all the same"
+
+
+@pytest.fixture
+def python_without_megatron(tmp_path):
+    """A Python with links to everything that this one has installed, megatron-core left out."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (installed,) = [Path(folder) for folder in site.getsitepackages() if (Path(folder) / "torch").is_dir()]
+    for entry in installed.iterdir():
+        if not entry.name.startswith("megatron"):
+            (packages / entry.name).symlink_to(entry)
+    return tmp_path / "venv" / "bin" / "python"
+
+
+def test_a_missing_megatron_core_is_told_with_the_command_that_installs_it(python_without_megatron):
+    done = ask_doctor(python=python_without_megatron)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "does not work" in done.stdout
+    assert "no training: gpt_pretrain needs megatron-core~=0.19.2, which is not installed." in done.stdout
+    assert "\n    python -m pip install 'megatron-core~=0.19.2'\n" in done.stdout
+    assert done.stdout.count("no training: ") == 1
+
+
+def test_wrong_arguments_are_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--assume-gpu", "h900"])
+
+    assert ended.value.code == 2
+    assert "--assume-gpu" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_with_transformer_engine_trains_in_fp8():
+    done = ask_doctor("--json", **gpu_environment(1))
+
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, document["findings"]
+    assert document["recipes"]["delayed"] is None
+    assert document["facts"]["torch"]["product_problem"] is None
+    assert document["facts"]["transformer_engine"]["product_problem"] is None
