@@ -108,7 +108,7 @@ def table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
 def ceilings_sentence(ceilings: Sequence[GemmCeiling]) -> str:
     """The machine's products in a line."""
     (side,) = {ceiling.side for ceiling in ceilings}
-    shown = ", ".join(f"{_DTYPES[ceiling.dtype]} {format_rate(ceiling.tflops)}" for ceiling in ceilings)
+    shown = ", ".join(f"{_DTYPES[ceiling.dtype]} {ceiling.tflops:.4g}" for ceiling in ceilings)
     return f"{shown} TFLOP/s ({side}³, median)"
 
 

@@ -5,6 +5,7 @@ own loop instead of the application's. Overrides that come later win, so a varia
 has chosen. Needs no torch: what is misspelt is refused before anything runs.
 """
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ def run_overrides(benchmark: BenchmarkConfig, run_dir: Path, *, profiled: bool) 
         profiled: Whether steps to be profiled follow those that are timed.
     """
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
-    quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
+    # Hydra's quotes: backslashes count only before a quote.
+    quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
     return [
         f"run_dir='{quoted}'",
         f"trainer.max_steps={steps}",

@@ -1,0 +1,356 @@
+"""`python -m gpt_pretrain.benchmark`: which variants it runs, what it computes, and what it leaves."""
+
+import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from torch.autograd import DeviceType
+
+from gpt_pretrain.benchmark.__main__ import main
+from gpt_pretrain.benchmark.document import Benchmark, benchmark_document, benchmark_markdown
+from gpt_pretrain.benchmark.figures import Row, attainable_tflops, build_row, compute_figures, with_ratios
+from gpt_pretrain.benchmark.forecast import forecast
+from gpt_pretrain.benchmark.profile import longest_kernels
+from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Machine, Measured
+from gpt_pretrain.benchmark.stopwatch import Stopwatch
+from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_rows
+from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
+from gpt_pretrain.config.derived import flops_per_token
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.update import StepResult
+from tests.launching import run_ranks
+
+SMALL = (
+    "data=mock",
+    "model.num_layers=1",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.encoder_seq_length=64",
+    "model.micro_batch_size=2",
+    "logging.tensorboard=false",
+    "benchmark.warmup_steps=1",
+    "benchmark.steps=4",
+    "benchmark.interval=2",
+)
+H200 = (
+    GemmCeiling(dtype="bfloat16", side=8192, tflops=774.0),
+    GemmCeiling(dtype="fp8", side=8192, tflops=1414.0),
+)
+MEASURED = Measured(first_step_s=20.0, step_times_s=(0.5, 0.4), memory_gib=10.0, loss=2.5, dtype="bfloat16", kernels=())
+APP = Variant(name="app", loop=Loop.app, overrides=())
+
+
+def variants_of(compose_config, *entries, more=()):
+    written = ",".join(f'"{entry}"' for entry in entries)
+    return read_variants(compose_config(f"benchmark.variants=[{written}]", *more).benchmark)
+
+
+def test_variants_are_names_overrides_and_the_bare_loop_of_either(compose_config):
+    own = "+benchmark.overrides.lean='fp8=delayed model.fp8_params=true'"
+    entries = ("app", "fp8_delayed", "bare", "bare:lean", "model.micro_batch_size=2 fp8=none", "bare:model.seed=7")
+
+    assert variants_of(compose_config, *entries, more=[own]) == [
+        APP,
+        Variant(name="fp8_delayed", loop=Loop.app, overrides=("fp8=delayed",)),
+        Variant(name="bare", loop=Loop.bare, overrides=()),
+        Variant(name="bare:lean", loop=Loop.bare, overrides=("fp8=delayed", "model.fp8_params=true")),
+        Variant(name=entries[4], loop=Loop.app, overrides=("model.micro_batch_size=2", "fp8=none")),
+        Variant(name=entries[5], loop=Loop.bare, overrides=("model.seed=7",)),
+    ]
+
+
+def test_the_overrides_of_a_variant_win_over_the_command_line(compose_config):
+    (variant,) = variants_of(compose_config, "fp8_tensorwise")
+
+    model = compose_config("fp8=delayed", *variant.overrides).model
+    assert model.fp8_recipe.name == "tensorwise"
+
+
+def test_every_named_variant_of_conf_composes(compose_config):
+    named = compose_config().benchmark.overrides
+    for variant in variants_of(compose_config, *named):
+        compose_config(*variant.overrides)
+
+
+def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_path):
+    run_dir = tmp_path / "it's \\ here"
+    benchmark = compose_config("benchmark.warmup_steps=3", "benchmark.steps=20").benchmark
+    config = compose_config("experiment=gpt2_124m_1gpu", *run_overrides(benchmark, run_dir, profiled=False))
+
+    assert config.run_dir == str(run_dir)
+    assert config.trainer.max_steps == 23
+    assert config.trainer.limit_val_batches == config.sample.max_new_tokens == 0
+    assert config.checkpoint.save_interval is None
+    assert not config.checkpoint.save_at_end
+    assert compose_config(*run_overrides(benchmark, run_dir, profiled=True)).trainer.max_steps == 26
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["benchmark.variants=[app,fp8_delaid]"], "there is no variant 'fp8_delaid'; did you mean fp8_delayed?"),
+        (["benchmark.variants=[bear]"], "there is no variant 'bear'; did you mean bare?"),
+        (["benchmark.variants=['bare:nothing']"], "there is no variant 'bare:nothing'"),
+        (
+            ["benchmark.variants=['model.hiden_size=64']"],
+            "model.hiden_size is not a key; did you mean model.hidden_size?",
+        ),
+        (["benchmark.variants=[app,bare,app]"], "benchmark.variants has 'app' twice"),
+        (["benchmark.variants=[]"], "benchmark.variants=[] compares nothing"),
+        (["benchmark.overrides.app=[1]"], "benchmark.overrides={'app': [1]"),
+        (
+            ["benchmark.steps=7", "benchmark.interval=2"],
+            "benchmark.steps=7 is not a multiple of benchmark.interval=2; use 6",
+        ),
+        (["benchmark.rounds=0"], "benchmark.rounds=0 is too small; use 1 or more"),
+        (["trainer.num_nodes=2"], "trainer.num_nodes=2: a benchmark runs on one node"),
+        (["trainer.max_steps=100"], "trainer.max_steps is set by the benchmark itself"),
+        (["-m", "model.seed=1,2"], "-m: a benchmark compares benchmark.variants=[…] and takes no sweep"),
+    ],
+)
+@pytest.mark.usefixtures("no_launcher")
+def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, tmp_path, arguments, told):
+    run_dir = tmp_path / "run"
+
+    assert main([*arguments, f"run_dir={run_dir}"]) == 2
+    assert f"error: {told}" in capsys.readouterr().err.replace("benchmark.variants: ", "")
+    assert not run_dir.exists()
+
+
+def test_the_benchmark_is_not_started_by_torchrun(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+
+    assert main([]) == 2
+    assert "torchrun started this one; start it plainly, with trainer.devices=2" in capsys.readouterr().err
+
+
+def test_figures_are_medians_over_intervals_and_rounds(compose_config):
+    model = compose_config("model=gpt2_124m", "model.global_batch_size=128").model
+    other = replace(MEASURED, step_times_s=(0.3, 0.8), memory_gib=12.0, first_step_s=30.0, loss=9.9)
+    # Rank 1's clock does not count, and its memory does.
+    rounds = [[MEASURED, replace(MEASURED, step_times_s=(9.0, 9.0), memory_gib=11.0)], [other, other]]
+
+    figures = compute_figures(rounds, model, H200)
+
+    assert figures.step_times_s == (0.5, 0.4, 0.3, 0.8)
+    assert (figures.step_time_s, figures.fastest_step_s, figures.slowest_step_s) == (0.45, 0.3, 0.8)
+    assert figures.tokens_per_s_per_gpu == pytest.approx(128 * 1024 / 0.45 / 2)
+    assert figures.tflops_per_gpu == pytest.approx(128 * 1024 / 0.45 / 2 * flops_per_token(model) / 1e12)
+    assert figures.mfu == pytest.approx(figures.tflops_per_gpu / 774)
+    assert (figures.memory_gib, figures.first_step_s, figures.loss) == (12.0, 25.0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share", "expected"),
+    [
+        ("bfloat16", 0.0, 774.0),
+        ("bfloat16", 1.0, 1414.0),
+        # Half of the operations take 1/774 each and half 1/1414.
+        ("bfloat16", 0.5, 2 / (1 / 774 + 1 / 1414)),
+        ("float32", 0.0, None),
+        ("float32", 1.0, 1414.0),
+    ],
+)
+def test_what_a_mix_of_types_could_reach(dtype, share, expected):
+    attainable = attainable_tflops(H200, dtype, share)
+    assert attainable == (None if expected is None else pytest.approx(expected))
+
+
+def test_emulated_fp8_is_measured_against_products_of_the_runs_precision(compose_config):
+    real, emulated = (compose_config("fp8=delayed", *more).model for more in ([], ["model.fp8_emulate=true"]))
+
+    assert compute_figures([[MEASURED]], real, H200).fp8_flops_share > 0.5
+    assert compute_figures([[MEASURED]], emulated, H200).fp8_flops_share == 0
+
+
+def rows_of(compose_config):
+    """Two variants of which the second is twice as fast, and one that ran out of memory."""
+    model = compose_config().model
+    first = compute_figures([[MEASURED]], model, H200)
+    fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None)
+    kernels = (Kernel(name="gemm|tn", calls=3.0, time_ms=1.5, share=0.75),)
+    second = compute_figures([[replace(fast, kernels=kernels)]], model, H200)
+    bare = Variant(name="bare:lean", loop=Loop.bare, overrides=("fp8=delayed", "run_dir='a b'"))
+    planned = Forecast(memory_gib=11.0, tokens_per_s_per_gpu=first.tokens_per_s_per_gpu / 2)
+    return with_ratios(
+        [
+            build_row(APP, first, None, planned),
+            build_row(bare, second, None, None),
+            build_row(Variant(name="big", loop=Loop.app, overrides=()), None, "out of memory | 80 GiB", None),
+        ]
+    )
+
+
+def test_ratios_are_to_the_first_variant(compose_config):
+    rows = rows_of(compose_config)
+
+    assert [(row.speed_ratio, row.memory_ratio) for row in rows] == [(1, 1), (pytest.approx(2), 0.5), (None, None)]
+    assert all(row.speed_ratio is None for row in with_ratios([rows[2], replace(rows[0], speed_ratio=None)]))
+
+
+def test_the_table_shows_every_variant_in_its_order(compose_config):
+    titles, lines = table_of_rows(rows_of(compose_config))
+
+    assert [line[0] for line in lines] == ["app", "bare:lean", "big"]
+    app, bare, big = (dict(zip(titles, line, strict=True)) for line in lines)
+    assert (app["step (median)"], app["spread (ms)"], app["loss"]) == ("450 ms", "400–500", "2.5000")
+    assert app["tokens/s/GPU"] == f"{8 * 256 / 0.45:,.0f}"
+    assert (bare["speed ratio"], bare["memory ratio"], bare["loss"]) == ("2.000", "0.500", "–")
+    assert big["step (median)"] == "failed"
+    assert set(list(big.values())[2:]) == {"–"}
+
+
+def test_the_terminal_loses_no_figure_however_narrow(compose_config):
+    output = io.StringIO()
+    print_table(Console(file=output, width=60), "Variants", *table_of_rows(rows_of(compose_config)))
+
+    assert "…" not in output.getvalue()
+
+
+def test_forecasts_stand_beside_what_was_measured(compose_config):
+    rows = rows_of(compose_config)
+    titles, lines = table_of_forecasts(rows)
+
+    assert lines[0][1:4] == ["10.0 GiB", "11.0 GiB", "+10.0%"]
+    assert lines[0][6] == "-50.0%"
+    assert lines[1] == ["bare:lean", *["–"] * (len(titles) - 1)]
+    assert table_of_forecasts(rows[1:]) is None
+
+
+def test_the_forecast_is_that_of_the_plan(compose_config):
+    planned = forecast(compose_config("model=gpt2_124m", "model.global_batch_size=128", "plan.num_gpus=1"))
+
+    # benchmarks/gpt3_1_3b_h200_2026-11-21.md
+    assert planned.memory_gib == pytest.approx(26.7, abs=0.1)
+    assert planned.tokens_per_s_per_gpu == pytest.approx(431_069, rel=1e-3)
+
+
+def benchmark_of(compose_config, rows):
+    machine = Machine(
+        device="NVIDIA H200", memory_gib=139.8, driver="580.1", versions=("Python 3.12.1", "torch 2.11.0"), gemms=H200
+    )
+    return Benchmark(
+        config=compose_config("model=gpt2_124m"),
+        arguments=("model=gpt2_124m", "benchmark.variants=[app,bare:lean]"),
+        date="2026-11-21",
+        num_gpus=2,
+        machine=machine,
+        rows=tuple(rows),
+    )
+
+
+def test_the_markdown_says_all_it_takes_to_measure_again(compose_config):
+    text = benchmark_markdown(benchmark_of(compose_config, rows_of(compose_config)))
+
+    assert text.startswith("# gpt: app, bare:lean, big, 2 × NVIDIA H200, 2026-11-21\n")
+    for line in (
+        "| machine | 2 × NVIDIA H200 (139.8 GiB), driver 580.1 |",
+        "| versions | Python 3.12.1, torch 2.11.0 |",
+        "| ceiling | BF16 774, FP8 1414 TFLOP/s (8192³, median) |",
+        "    python -m gpt_pretrain.benchmark model=gpt2_124m 'benchmark.variants=[app,bare:lean]'",
+        "- big: out of memory | 80 GiB",
+        "- bare:lean: `fp8=delayed 'run_dir='\"'\"'a b'\"'\"''`",
+        "| gemm\\|tn | 3 | 1.5 | 75.0% |",
+    ):
+        assert line in text.splitlines()
+    table = [line for line in text.splitlines() if line.startswith(("| app", "| variant", "| bare", "| big"))]
+    assert len({line.count(" | ") for line in table[:4]}) == 1
+
+
+def test_the_json_reads_back_as_the_figures(compose_config):
+    rows = rows_of(compose_config)
+    document = json.loads(json.dumps(benchmark_document(benchmark_of(compose_config, rows)), allow_nan=False))
+
+    assert document["version"] == 1
+    assert [Row.from_json(values) for values in document["variants"]] == rows
+    assert document["config"]["benchmark"]["overrides"]["bf16"] == "fp8=none"
+
+
+def test_kernels_are_those_of_the_device_the_longest_first():
+    def event(name, count, cpu_us, device_us, device_type):
+        return SimpleNamespace(
+            key=name,
+            count=count,
+            self_cpu_time_total=cpu_us,
+            self_device_time_total=device_us,
+            device_type=device_type,
+        )
+
+    events = [
+        event("aten::mm", 4, 900.0, 0.0, DeviceType.CPU),
+        event("aten::add", 8, 100.0, 0.0, DeviceType.CPU),
+        event("add_kernel", 8, 0.0, 1000.0, DeviceType.CUDA),
+        event("gemm_kernel", 4, 0.0, 3000.0, DeviceType.CUDA),
+    ]
+
+    assert longest_kernels(events, 2, cuda=True) == (
+        Kernel(name="gemm_kernel", calls=2, time_ms=1.5, share=0.75),
+        Kernel(name="add_kernel", calls=4, time_ms=0.5, share=0.25),
+    )
+    assert [kernel.name for kernel in longest_kernels(events, 2, cuda=False)] == ["aten::mm", "aten::add"]
+
+
+def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, monkeypatch):
+    install_cpu_device()
+    now, waited = [100.0], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.time", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(now[0]))
+    settings = ("benchmark.warmup_steps=2", "benchmark.steps=4", "benchmark.interval=2")
+    watch = Stopwatch(
+        compose_config(*settings).benchmark, platform=detect_platform(), launched_unix=90.0, profiler=None
+    )
+
+    # A slow first step, then one second each, three in the last interval, and steps that are not timed any more.
+    for step, took in enumerate((10.0, 1.0, 1.0, 1.0, 3.0, 3.0, 50.0), start=1):
+        now[0] += took
+        loss = torch.tensor([4.0 * step, 2.0])
+        watch.after_step(step, StepResult(loss_sum_and_tokens=loss, grad_norm=loss[:1], skipped=loss[0] < 0))
+
+    assert watch.first_step_s == 20.0
+    assert watch.step_times_s == [1.0, 3.0]
+    # After the first step, the warm-up, and the two intervals; at no other step.
+    assert waited == [110.0, 111.0, 113.0, 119.0]
+    # Steps 5 and 6: (20 + 24) / (2 + 2).
+    assert watch.loss == 11.0
+
+
+def test_variants_and_the_bare_loop_are_measured_end_to_end(tmp_path):
+    run_dir, markdown = tmp_path / "run", tmp_path / "notes" / "tiny_cpu.md"
+    variants = "benchmark.variants=[app,bare,fp8_delayed]"
+    arguments = [*SMALL, variants, "benchmark.profile=true", f"run_dir={run_dir}", f"benchmark.markdown={markdown}"]
+
+    done = run_ranks(1, ["-m", "gpt_pretrain.benchmark", *arguments])
+
+    # FP8 is refused without a GPU: a row with its reason, and the exit code says so.
+    assert done.returncode == 1, done.stdout + done.stderr
+    document = json.loads((run_dir / "benchmark.json").read_text())
+    app, bare, fp8 = (Row.from_json(values) for values in document["variants"])
+    assert "model.fp8=true needs a GPU with FP8" in fp8.problem
+    assert fp8.problem in done.stdout
+    for row in (app, bare):
+        figures = row.figures
+        assert len(figures.step_times_s) == 2
+        assert 0 < figures.fastest_step_s <= figures.step_time_s <= figures.slowest_step_s < figures.first_step_s
+        assert figures.tokens_per_s_per_gpu == pytest.approx(8 * 64 / figures.step_time_s)
+        assert figures.dtype == "float32"
+        assert figures.mfu > 0
+        assert figures.kernels[0].share >= figures.kernels[-1].share > 0
+    # ln 2048, as random tokens have it.
+    assert app.figures.loss == pytest.approx(7.6, abs=0.2)
+    assert bare.figures.loss is None
+    assert bare.speed_ratio == pytest.approx(bare.figures.tokens_per_s_per_gpu / app.figures.tokens_per_s_per_gpu)
+    assert {ceiling["dtype"] for ceiling in document["machine"]["gemms"]} == {"float32", "bfloat16"}
+    assert (run_dir / "1_app" / "round_1" / "trace.json.gz").stat().st_size > 1000
+    assert (run_dir / "1_app" / "round_1" / "run" / "config.yaml").exists()
+    assert "| app |" in markdown.read_text()
+    # The run directory is taken now.
+    again = run_ranks(1, ["-m", "gpt_pretrain.benchmark", *arguments])
+    assert again.returncode == 2
+    assert "holds a benchmark already" in again.stderr
