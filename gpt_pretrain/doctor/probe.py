@@ -144,7 +144,8 @@ def probe_application_on_gpu() -> dict[str, Any]:
 
     import gpt_pretrain.training.run  # noqa: F401  loading is the question
 
-    return {"megatron_core": megatron.core.__version__}
+    # Its version has the commit of the folder that it is imported in behind a plus sign.
+    return {"megatron_core": megatron.core.__version__.partition("+")[0]}
 
 
 def probe_requirements() -> dict[str, Any]:
