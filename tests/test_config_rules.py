@@ -458,6 +458,59 @@ RULES = {
         "trainer.spike_threshold=0.5 is too small; use 1 or more",
         ["trainer.spike_threshold=null"],
     ),
+    "no rewinds": (
+        ["trainer.max_spike_rewinds=0", "checkpoint.save_interval=100"],
+        1,
+        "trainer.max_spike_rewinds=0 is too small; use 1 or more",
+        ["trainer.max_spike_rewinds=1", "checkpoint.save_interval=100"],
+    ),
+    "rewinds without a margin": (
+        ["trainer.spike_margin=0"],
+        1,
+        "trainer.spike_margin=0 is too small; use 1 or more",
+        ["trainer.spike_margin=1"],
+    ),
+    "rewinds behind no spikes": (
+        ["trainer.max_spike_rewinds=3", "checkpoint.save_interval=100", "trainer.spike_threshold=null"],
+        1,
+        "trainer.max_spike_rewinds=3 goes back behind spikes, and trainer.spike_threshold=null finds none",
+        ["trainer.max_spike_rewinds=3", "checkpoint.save_interval=100"],
+    ),
+    "rewinds to no checkpoints": (
+        ["trainer.max_spike_rewinds=3"],
+        1,
+        "trainer.max_spike_rewinds=3 goes back to checkpoints, and checkpoint.save_interval=null writes none",
+        ["trainer.max_spike_rewinds=3", "checkpoint.save_interval=100"],
+    ),
+    "rewinds to a checkpoint that has gone": (
+        [
+            "trainer.max_spike_rewinds=3",
+            "trainer.spike_margin=101",
+            "checkpoint.save_interval=50",
+            "checkpoint.keep_last=3",
+        ],
+        1,
+        "trainer.max_spike_rewinds=3 goes back to a checkpoint trainer.spike_margin=101 steps before a spike, which "
+        "may be the last but 3, and checkpoint.keep_last=3; use 4 or more, or null for all",
+        [
+            "trainer.max_spike_rewinds=3",
+            "trainer.spike_margin=100",
+            "checkpoint.save_interval=50",
+            "checkpoint.keep_last=3",
+        ],
+    ),
+    "rewinds without FP8 state": (
+        [
+            "fp8=delayed",
+            "model.fp8_emulate=true",
+            "trainer.max_spike_rewinds=3",
+            "checkpoint.save_interval=100",
+            "checkpoint.reset_fp8_state=true",
+        ],
+        1,
+        "trainer.max_spike_rewinds=3 restores FP8 scales with all else, and checkpoint.reset_fp8_state=true leaves",
+        ["fp8=delayed", "model.fp8_emulate=true", "trainer.max_spike_rewinds=3", "checkpoint.save_interval=100"],
+    ),
     "no time": (["trainer.max_time='00:00:00:00'"], 1, "trainer.max_time='00:00:00:00' leaves no time to train", []),
     "deterministic with a fusion that is not": (
         ["trainer.deterministic=true", "model.cross_entropy_loss_fusion=true"],

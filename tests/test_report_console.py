@@ -18,6 +18,7 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
+    RewindRecord,
     SkippedStepRecord,
     StartRecord,
     TrainRecord,
@@ -120,6 +121,20 @@ def test_steps_that_went_wrong_are_warned_of_with_their_samples():
     )
     assert plain_output(lambda console: console.show(spike)) == (
         "warning: step 13: loss 9.0000 is a spike, above 4.0000 (median of the last 3.0000); samples 104 to 111\n"
+    )
+
+
+def test_a_rewind_is_told_with_what_it_passes_over_or_why_there_is_none():
+    rewind = RewindRecord(
+        step=300, spike_step=413, first_sample=2400, num_samples=904, rewinds=2, time_s=12.345, problem=None
+    )
+    assert plain_output(lambda console: console.show(rewind)) == (
+        "warning: back to step 300, behind the spike of step 413, in 12.3 s; samples 2400 to 3303 are passed over; "
+        "rewinds so far: 2\n"
+    )
+    none = replace(rewind, num_samples=0, problem="there is no checkpoint")
+    assert plain_output(lambda console: console.show(none)) == (
+        "warning: step 413 is trained on: there is no checkpoint\n"
     )
 
 

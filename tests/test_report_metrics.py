@@ -21,6 +21,7 @@ from gpt_pretrain.report.records import (
     Fp8Tensor,
     LossSpikeRecord,
     Record,
+    RewindRecord,
     SkippedStepRecord,
     StartRecord,
     SummaryRecord,
@@ -164,6 +165,7 @@ def test_the_document_describes_no_kind_that_does_not_exist():
 
 SKIPPED = SkippedStepRecord(step=12, loss=math.inf, grad_norm=1.0, in_a_row=2, first_sample=96, num_samples=8)
 SPIKE = LossSpikeRecord(step=13, loss=9.0, median=3.0, limit=4.0, first_sample=104, num_samples=8)
+REWIND = RewindRecord(step=20, spike_step=31, first_sample=320, num_samples=176, rewinds=1, time_s=0.5, problem=None)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,8 @@ SPIKE = LossSpikeRecord(step=13, loss=9.0, median=3.0, limit=4.0, first_sample=1
         Fp8CoverageRecord(step=1, gemm_flops_share=0.75, parameter_bytes_share=0.0, time_s=0.1),
         SKIPPED,
         SPIKE,
+        REWIND,
+        replace(REWIND, num_samples=0, problem="there is no checkpoint"),
         Fp8Record(step=1, tensors=(), warnings=()),
         fp8(10, tensor="weight", amax=math.inf, saturated=None, amax_history_used=None),
     ],
@@ -225,6 +229,27 @@ def test_skipped_steps_and_spikes_follow_the_history_of_their_run(tmp_path):
     metrics = load_metrics(tmp_path)
 
     assert (metrics.skipped_steps, metrics.loss_spikes) == ([SKIPPED], [SPIKE])
+
+
+def test_a_rewind_supersedes_what_was_written_of_the_steps_it_gave_up(tmp_path):
+    write(tmp_path, StartRecord(step=0, time_unix=1.0), train(10), train(20), validation(20, 5.0))
+    write(tmp_path, StartRecord(step=25, time_unix=2.0), train(30), validation(30, 9.0), replace(SPIKE, step=31))
+    not_gone_back = replace(REWIND, step=15, spike_step=15, problem="there is no checkpoint")
+    write(tmp_path, not_gone_back, REWIND, train(30, loss=1.0), train(40, loss=0.5))
+
+    metrics = load_metrics(tmp_path)
+
+    assert [(record.step, record.loss) for record in metrics.train] == [(10, 7.0), (20, 6.0), (30, 1.0), (40, 0.5)]
+    assert [record.step for record in metrics.validation] == [20]
+    assert metrics.loss_spikes == []
+    assert metrics.rewinds == [REWIND]
+    assert [start.step for start in metrics.starts] == [0], "step 25 is one that was given up"
+    # The record of step 30 counts samples that nothing was trained on.
+    fast = [replace(record, tokens_per_s=1.0) if record.step == 30 else record for record in metrics.train]
+    assert mean_tokens_per_s(replace(metrics, train=fast)) == pytest.approx(8192.0)
+
+    write(tmp_path, StartRecord(step=15, time_unix=3.0))
+    assert load_metrics(tmp_path).rewinds == [], "of a history that was cut off"
 
 
 def test_fp8_records_follow_the_history_of_their_run(tmp_path):

@@ -11,7 +11,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
-from gpt_pretrain.report.records import Fp8CoverageRecord, Fp8Record, Fp8Tensor, TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import (
+    Fp8CoverageRecord,
+    Fp8Record,
+    Fp8Tensor,
+    RewindRecord,
+    TrainRecord,
+    ValidationRecord,
+)
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 
@@ -124,6 +131,20 @@ def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path):
 
     assert tensorboard_scalars(tmp_path, "train/loss") == {10: 4.0, 20: 3.0, 35: 2.0}
     assert [record.step for record in load_metrics(tmp_path).train] == [10, 20, 35]
+
+
+def test_tensorboard_shows_a_run_that_went_back_as_one_curve(tmp_path):
+    went = {"spike_step": 21, "first_sample": 10, "num_samples": 11, "rewinds": 1, "time_s": 0.1}
+    with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
+        for step, loss in ((10, 4.0), (15, 3.5), (20, 3.0)):
+            sinks.write(train(step, loss))
+        sinks.write(RewindRecord(step=20, **{**went, "num_samples": 0}, problem="there is no checkpoint"))
+        assert tensorboard_scalars(tmp_path, "train/loss") == {10: 4.0, 15: 3.5, 20: 3.0}
+        sinks.write(RewindRecord(step=10, **went, problem=None))
+        sinks.write(train(20, 2.0))
+
+    assert tensorboard_scalars(tmp_path, "train/loss") == {10: 4.0, 20: 2.0}
+    assert [record.step for record in load_metrics(tmp_path).train] == [10, 20]
 
 
 def test_the_lines_are_the_records_in_order(tmp_path):

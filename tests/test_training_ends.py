@@ -61,6 +61,23 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_its_code(num_ranks,
     assert f'"exit_code": {code}' in last, "what scripts look at under a launcher"
 
 
+def test_the_checkpoint_is_on_the_disk_within_30_s_of_the_signal(run, tmp_path):
+    """The signal comes while an earlier checkpoint is being written: that one has to end, and another follows."""
+    noted = tmp_path / "signalled"
+    faults = [["hold_saves"], ["signal_at_step", 6, "SIGTERM", str(noted)]]
+    codes, text = run(
+        "parallelism=dp", "checkpoint.save_interval=5", num_ranks=2, faults={0: [["hold_saves"]], 1: faults}
+    )
+    assert codes == [75, 75], text
+    checkpoints = tmp_path / "run" / "checkpoints"
+    step = saved_step(tmp_path / "run")
+    assert (step, sorted(path.name for path in checkpoints.glob("step_*"))) == (7, ["step_00000005", "step_00000007"])
+    # `latest` is replaced once the disk has all files of a checkpoint, and their directory under its name.
+    earlier = (checkpoints / "step_00000005").stat().st_mtime - noted.stat().st_mtime
+    durable = (checkpoints / "latest").stat().st_mtime - noted.stat().st_mtime
+    assert 0 < earlier < durable <= 30
+
+
 @pytest.mark.parametrize(
     ("number", "to_all", "reason"),
     [

@@ -16,6 +16,7 @@ RUN = (
     *TINY,
     "model.data.num_workers=0",
     "model.hidden_dropout=0.1",
+    "model.optim.sched.name=cosine",
     "trainer.max_steps=30",
     "trainer.limit_val_batches=0",
     "trainer.log_every_n_steps=1",

@@ -212,7 +212,7 @@ def rewinds(config: Config) -> Iterator[str]:
     if kept is not None and 1 <= kept < needed:
         yield (
             f"{key} goes back to a checkpoint trainer.spike_margin={margin} steps before a spike, which may be the "
-            f"{needed}th last, and checkpoint.keep_last={kept}; use {needed} or more, or null for all"
+            f"last but {needed - 1}, and checkpoint.keep_last={kept}; use {needed} or more, or null for all"
         )
     if config.checkpoint.reset_fp8_state:
         yield (

@@ -57,7 +57,7 @@ class TrainRecord(Record):
     kind: ClassVar[str] = "train"
 
     consumed_samples: int
-    """Training samples seen up to this step."""
+    """Training samples seen up to this step, those passed over in rewinds included."""
     consumed_tokens: int
     """Training tokens seen up to this step."""
     loss: float
@@ -272,7 +272,7 @@ class SummaryRecord(Record):
     best_validation_loss: float | None
     """Lowest validation loss."""
     tokens_per_s: float | None
-    """Tokens per second over all logged steps but those up to the first record of each start, which warm up."""
+    """Tokens per second over all logged steps but those up to the first record of each start or rewind."""
     tokens_per_s_per_gpu: float | None
     """The same, per rank."""
     checkpoint: str | None
