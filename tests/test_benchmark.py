@@ -110,6 +110,10 @@ def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_pa
         (["benchmark.rounds=0"], "benchmark.rounds=0 is too small; use 1 or more"),
         (["trainer.num_nodes=2"], "trainer.num_nodes=2: a benchmark runs on one node"),
         (["trainer.max_steps=100"], "trainer.max_steps is set by the benchmark itself"),
+        (["trainer={max_steps: 100}"], "trainer.max_steps is set by the benchmark itself"),
+        (["benchmark.variants=['trainer.max_steps=9']"], "trainer.max_steps is set by the benchmark itself"),
+        (["benchmark.variants=['benchmark.steps=9 run_dir=x']"], "benchmark.steps is one for all variants"),
+        (["benchmark.variants=['trainer.devices=0']"], "trainer.devices=0 is too small"),
         (["-m", "model.seed=1,2"], "-m: a benchmark compares benchmark.variants=[…] and takes no sweep"),
     ],
 )
@@ -180,9 +184,9 @@ def rows_of(compose_config):
     planned = Forecast(memory_gib=11.0, tokens_per_s_per_gpu=first.tokens_per_s_per_gpu / 2)
     return with_ratios(
         [
-            build_row(APP, first, None, planned),
-            build_row(bare, second, None, None),
-            build_row(Variant(name="big", loop=Loop.app, overrides=()), None, "out of memory | 80 GiB", None),
+            build_row(APP, 1, first, None, planned),
+            build_row(bare, 2, second, None, None),
+            build_row(Variant(name="big", loop=Loop.app, overrides=()), 1, None, "out of memory | 80 GiB", None),
         ]
     )
 
@@ -203,7 +207,8 @@ def test_the_table_shows_every_variant_in_its_order(compose_config):
     assert app["tokens/s/GPU"] == f"{8 * 256 / 0.45:,.0f}"
     assert (bare["speed ratio"], bare["memory ratio"], bare["loss"]) == ("2.000", "0.500", "–")
     assert big["step (median)"] == "failed"
-    assert set(list(big.values())[2:]) == {"–"}
+    assert (bare["GPUs"], big["GPUs"]) == ("2", "1")
+    assert set(list(big.values())[3:]) == {"–"}
 
 
 def test_the_terminal_loses_no_figure_however_narrow(compose_config):
@@ -239,7 +244,6 @@ def benchmark_of(compose_config, rows):
         config=compose_config("model=gpt2_124m"),
         arguments=("model=gpt2_124m", "benchmark.variants=[app,bare:lean]"),
         date="2026-11-21",
-        num_gpus=2,
         machine=machine,
         rows=tuple(rows),
     )
@@ -321,24 +325,26 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
     assert watch.loss == 11.0
 
 
-def test_variants_and_the_bare_loop_are_measured_end_to_end(tmp_path):
+@pytest.mark.usefixtures("no_launcher")
+def test_variants_and_the_bare_loop_are_measured_end_to_end(tmp_path, capsys):
     run_dir, markdown = tmp_path / "run", tmp_path / "notes" / "tiny_cpu.md"
-    variants = "benchmark.variants=[app,bare,fp8_delayed]"
+    variants = "benchmark.variants=[app,'bare:trainer.devices=2','model.micro_batch_size=3']"
     arguments = [*SMALL, variants, "benchmark.profile=true", f"run_dir={run_dir}", f"benchmark.markdown={markdown}"]
 
     done = run_ranks(1, ["-m", "gpt_pretrain.benchmark", *arguments])
 
-    # FP8 is refused without a GPU: a row with its reason, and the exit code says so.
+    # What the rules refuse is a row with its reason, and the exit code says so.
     assert done.returncode == 1, done.stdout + done.stderr
     document = json.loads((run_dir / "benchmark.json").read_text())
-    app, bare, fp8 = (Row.from_json(values) for values in document["variants"])
-    assert "model.fp8=true needs a GPU with FP8" in fp8.problem
-    assert fp8.problem in done.stdout
+    app, bare, refused = (Row.from_json(values) for values in document["variants"])
+    assert "model.global_batch_size=8 is not divisible by model.micro_batch_size=3" in refused.problem
+    assert refused.problem in done.stdout
+    assert [row.num_gpus for row in (app, bare, refused)] == [1, 2, 1]
     for row in (app, bare):
         figures = row.figures
         assert len(figures.step_times_s) == 2
         assert 0 < figures.fastest_step_s <= figures.step_time_s <= figures.slowest_step_s < figures.first_step_s
-        assert figures.tokens_per_s_per_gpu == pytest.approx(8 * 64 / figures.step_time_s)
+        assert figures.tokens_per_s_per_gpu == pytest.approx(8 * 64 / figures.step_time_s / row.num_gpus)
         assert figures.dtype == "float32"
         assert figures.mfu > 0
         assert figures.kernels[0].share >= figures.kernels[-1].share > 0
@@ -351,6 +357,5 @@ def test_variants_and_the_bare_loop_are_measured_end_to_end(tmp_path):
     assert (run_dir / "1_app" / "round_1" / "run" / "config.yaml").exists()
     assert "| app |" in markdown.read_text()
     # The run directory is taken now.
-    again = run_ranks(1, ["-m", "gpt_pretrain.benchmark", *arguments])
-    assert again.returncode == 2
-    assert "holds a benchmark already" in again.stderr
+    assert main(arguments) == 2
+    assert "holds a benchmark already" in capsys.readouterr().err

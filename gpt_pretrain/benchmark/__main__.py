@@ -20,7 +20,7 @@ from rich.console import Console
 
 from gpt_pretrain.benchmark.compare import Comparison
 from gpt_pretrain.benchmark.table import WIDTH
-from gpt_pretrain.benchmark.variants import benchmark_problems, own_key_problems
+from gpt_pretrain.benchmark.variants import benchmark_problems
 from gpt_pretrain.config.cli import check_request, parse_command_line, run_hydra, show_help
 from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.help import BENCHMARK
@@ -53,9 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not request.runs:
             show_help(request, BENCHMARK) if request.options.help else run_hydra(request, lambda _: None)
             return
-        problems = own_key_problems(request.overrides)
-        if problems:
-            raise ConfigError(problems)
         check_run_dir(jobs[0].config)
         console = Console()
         if not console.is_terminal:

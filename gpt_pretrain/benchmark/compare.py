@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpt_pretrain.benchmark.document import FILE_NAME, Benchmark, facts, write_documents
+from gpt_pretrain.benchmark.document import Benchmark, facts, write_documents
 from gpt_pretrain.benchmark.figures import Row, build_row, compute_figures, with_ratios
 from gpt_pretrain.benchmark.launch import run_task
 from gpt_pretrain.benchmark.results import Forecast, Machine, Measured
@@ -19,13 +19,22 @@ from gpt_pretrain.benchmark.table import (
     table_of_kernels,
     table_of_rows,
 )
-from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
-from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.benchmark.variants import (
+    Variant,
+    own_key_problems,
+    read_variants,
+    run_overrides,
+    variant_problems,
+)
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.load import config_to_yaml, load_config
 from gpt_pretrain.config.run_dir import make_run_dir
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.plan.hardware import GPUS
+
+# The first folder that a benchmark makes.
+_MACHINE = "machine"
 
 
 class Comparison:
@@ -36,6 +45,9 @@ class Comparison:
         overrides: The command line's.
         source: Which YAML it is composed from.
         console: Where to print.
+
+    Raises:
+        ConfigError: Unknown keys or wrong values in what a variant adds, or keys that the benchmark sets itself.
     """
 
     def __init__(self, config: Config, overrides: Sequence[str], source: Source, console: Console) -> None:
@@ -43,9 +55,8 @@ class Comparison:
         self._overrides = tuple(overrides)
         self._source = source
         self._console = console
-        self._num_processes = config.trainer.devices or 1
         self._variants = read_variants(config.benchmark)
-        self._models = {variant: self._load(variant).model for variant in self._variants}
+        self._configs = self._load_configs()
         self._measured: dict[Variant, list[tuple[Measured, ...]]] = {variant: [] for variant in self._variants}
         self._problems: dict[Variant, str] = {}
 
@@ -57,11 +68,11 @@ class Comparison:
             RunError: The machine's own products could not be measured.
         """
         run_dir = make_run_dir(self._config)
-        if (run_dir / FILE_NAME).exists() or (run_dir / "machine").exists():
+        if (run_dir / _MACHINE).exists():
             raise UserError(f"run_dir={run_dir} holds a benchmark already; give another one, or leave it out")
         (run_dir / "config.yaml").write_text(config_to_yaml(self._config), encoding="utf-8")
         self._note("measuring the machine's matrix products")
-        machine = run_task("gemm", Machine, run_dir / "machine", source=self._source, overrides=self._overrides)
+        machine = run_task("gemm", Machine, run_dir / _MACHINE, source=self._source, overrides=self._overrides)
         if machine.problem is not None:
             raise RunError(f"the machine's matrix products could not be measured: {machine.problem}")
         for number in range(self._config.benchmark.rounds):
@@ -74,7 +85,6 @@ class Comparison:
             config=self._config,
             arguments=self._overrides,
             date=date.today().isoformat(),
-            num_gpus=self._num_processes,
             machine=machine.results[0],
             rows=tuple(self._rows(machine.results[0], forecasts)),
         )
@@ -83,13 +93,28 @@ class Comparison:
             self._note(f"written: {path}")
         return not self._problems
 
-    def _load(self, variant: Variant) -> Config:
-        return load_config(
-            [*self._overrides, *variant.overrides],
-            config_name=self._source.config_name,
-            config_path=self._source.config_path,
-            config_dir=self._source.config_dir,
-        )
+    def _load_configs(self) -> dict[Variant, Config]:
+        problems = own_key_problems(self._overrides)
+        configs = {}
+        for variant in self._variants:
+            try:
+                config = load_config(
+                    [*self._overrides, *variant.overrides],
+                    config_name=self._source.config_name,
+                    config_path=self._source.config_path,
+                    config_dir=self._source.config_dir,
+                )
+            except ConfigError as error:
+                problems += [f"{problem} [{variant.name}]" for problem in error.problems]
+                continue
+            problems += [f"{problem} [{variant.name}]" for problem in variant_problems(variant, config)]
+            configs[variant] = config
+        if problems:
+            raise ConfigError(problems)
+        return configs
+
+    def _num_processes(self, variant: Variant) -> int:
+        return self._configs[variant].trainer.devices or 1
 
     def _measure(self, variant: Variant, number: int, run_dir: Path) -> None:
         benchmark = self._config.benchmark
@@ -105,7 +130,7 @@ class Comparison:
                 *variant.overrides,
                 *run_overrides(benchmark, folder / "run", profiled=profiled),
             ],
-            num_processes=self._num_processes,
+            num_processes=self._num_processes(variant),
             profiled=profiled,
         )
         if outcome.problem is not None:
@@ -122,8 +147,8 @@ class Comparison:
             problem = self._problems.get(variant)
             figures = None
             if problem is None:
-                figures = compute_figures(self._measured[variant], self._models[variant], machine.gemms)
-            rows.append(build_row(variant, figures, problem, forecasts.get(variant)))
+                figures = compute_figures(self._measured[variant], self._configs[variant].model, machine.gemms)
+            rows.append(build_row(variant, self._num_processes(variant), figures, problem, forecasts.get(variant)))
         return with_ratios(rows)
 
     def _forecasts(self, machine: Machine, run_dir: Path) -> dict[Variant, Forecast]:
@@ -141,7 +166,7 @@ class Comparison:
                 Forecast,
                 self._folder(variant, run_dir) / "forecast",
                 source=self._source,
-                overrides=[*self._overrides, *variant.overrides, f"plan.num_gpus={self._num_processes}"],
+                overrides=[*self._overrides, *variant.overrides, f"plan.num_gpus={self._num_processes(variant)}"],
             )
             if outcome.problem is None:
                 (forecasts[variant],) = outcome.results

@@ -36,10 +36,13 @@ class Benchmark:
     """The command line itself."""
     date: str
     """YYYY-MM-DD."""
-    num_gpus: int
-    """Processes of each run."""
     machine: Machine
     rows: tuple[Row, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        """Of the variant with most."""
+        return max(row.num_gpus for row in self.rows)
 
     @property
     def command(self) -> str:
@@ -53,7 +56,6 @@ def benchmark_document(benchmark: Benchmark) -> dict[str, object]:
         "version": VERSION,
         "command": benchmark.command,
         "date": benchmark.date,
-        "num_gpus": benchmark.num_gpus,
         "machine": benchmark.machine.to_json(),
         "flops_formula": FLOPS_FORMULA,
         "mfu_formula": MFU_FORMULA,

@@ -51,11 +51,13 @@ class Row(JsonObject):
     name: str
     loop: str
     overrides: tuple[str, ...]
+    num_gpus: int
+    """Processes, each with a GPU where there are any."""
     problem: str | None
     """Why there are no figures."""
     figures: Figures | None
     speed_ratio: float | None
-    """Tokens per second over those of the first variant."""
+    """Tokens per second and GPU over those of the first variant."""
     memory_ratio: float | None
     forecast: Forecast | None
     """Where it was asked for and could be made."""
@@ -105,12 +107,15 @@ def compute_figures(
     )
 
 
-def build_row(variant: Variant, figures: Figures | None, problem: str | None, forecast: Forecast | None) -> Row:
+def build_row(
+    variant: Variant, num_gpus: int, figures: Figures | None, problem: str | None, forecast: Forecast | None
+) -> Row:
     """A variant's row, without ratios yet."""
     return Row(
         name=variant.name,
         loop=variant.loop.name,
         overrides=variant.overrides,
+        num_gpus=num_gpus,
         problem=problem,
         figures=figures,
         speed_ratio=None,

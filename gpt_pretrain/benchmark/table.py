@@ -56,8 +56,8 @@ def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
         cells = ["failed", *[UNKNOWN] * (len(_COLUMNS) - 1)]
         if figures is not None:
             cells = [cell(row, figures) for cell in _COLUMNS.values()]
-        lines.append([row.name, *cells])
-    return ["variant", *_COLUMNS], lines
+        lines.append([row.name, str(row.num_gpus), *cells])
+    return ["variant", "GPUs", *_COLUMNS], lines
 
 
 def problem_lines(rows: Sequence[Row]) -> list[str]:

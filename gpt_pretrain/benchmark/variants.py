@@ -13,8 +13,10 @@ from enum import Enum
 from pathlib import Path
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.keys import did_you_mean, nearest_name
+from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
+from gpt_pretrain.config.overrides import single_value
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
+from gpt_pretrain.config.source import parse_override
 
 PROFILED_STEPS = 3
 _BARE = "bare"
@@ -93,7 +95,7 @@ def benchmark_problems(config: Config) -> list[str]:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    benchmark, trainer = config.benchmark, config.trainer
+    benchmark = config.benchmark
     for name in ("warmup_steps", "steps", "interval", "rounds"):
         if getattr(benchmark, name) < 1:
             yield f"benchmark.{name}={getattr(benchmark, name)} is too small; use 1 or more"
@@ -107,25 +109,49 @@ def _problems(config: Config) -> Iterator[str]:
     for entry in dict.fromkeys(benchmark.variants):
         if benchmark.variants.count(entry) > 1:
             yield f"benchmark.variants has {entry!r} twice; benchmark.rounds runs all of them several times"
-    if trainer.num_nodes not in (None, 1):
-        yield f"trainer.num_nodes={trainer.num_nodes}: a benchmark runs on one node; use 1 or null"
-    if trainer.devices is not None and trainer.devices < 1:
-        yield f"trainer.devices={trainer.devices} is too small; use 1 or more, or null for one process"
+    yield from _process_problems(config)
     try:
         read_variants(benchmark)
     except ConfigError as error:
         yield from error.problems
 
 
+def _process_problems(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.num_nodes not in (None, 1):
+        yield f"trainer.num_nodes={trainer.num_nodes}: a benchmark runs on one node; use 1 or null"
+    if trainer.devices is not None and trainer.devices < 1:
+        yield f"trainer.devices={trainer.devices} is too small; use 1 or more, or null for one process"
+
+
 def own_key_problems(overrides: Sequence[str]) -> list[str]:
     """Overrides of keys that the benchmark sets itself: they would have no effect."""
-    given = [override.lstrip("+").partition("=")[0] for override in overrides]
     return [
         f"{key} is set by the benchmark itself, which only trains, for benchmark.warmup_steps and benchmark.steps; "
         "leave it out"
-        for key in given
+        for key in _keys(overrides)
         if key in _OWN_KEYS
     ]
+
+
+def variant_problems(variant: Variant, config: Config) -> list[str]:
+    """What a variant may not add.
+
+    Args:
+        variant: The variant.
+        config: What it makes of the command line.
+    """
+    common = [
+        f"{key} is one for all variants; give it beside benchmark.variants"
+        for key in _keys(variant.overrides)
+        if key == "run_dir" or key.startswith("benchmark.")
+    ]
+    return [*own_key_problems(variant.overrides), *common, *_process_problems(config)]
+
+
+def _keys(overrides: Sequence[str]) -> list[str]:
+    parsed = [parse_override(override) for override in overrides]
+    return [path for override in parsed for path, _ in flatten(single_value(override), override.key_or_group)]
 
 
 def run_overrides(benchmark: BenchmarkConfig, run_dir: Path, *, profiled: bool) -> list[str]:
