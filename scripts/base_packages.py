@@ -81,14 +81,17 @@ def check(folder: Path) -> int:
     """Compares with what was frozen; returns the exit code."""
     packages = installed()
     before = json.loads((folder / "base.json").read_text())
-    changed = 0
+    changed = False
     for name, was in before.items():
         now = fingerprint(packages[name]) if name in packages else None
         if now != was:
-            changed += 1
-            what = "is gone" if now is None else f"is now {now['version']} in {now['folder']}"
+            changed = True
+            what = "is gone"
+            if now is not None:
+                build = "another build of " if now["version"] == was["version"] else ""
+                what = f"is now {build}{now['version']} in {now['folder']}"
             sys.stderr.write(f"error: {name} {was['version']} of the base in {was['folder']} {what}\n")
-    return 1 if changed else 0
+    return int(changed)
 
 
 if __name__ == "__main__":
