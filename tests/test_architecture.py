@@ -17,6 +17,8 @@ KNOWS = {
     "report": {"config"},
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
     "plan": {"config", "megatron", "fp8"},
+    # Checks a run as it is planned, and does what it would do to its data.
+    "prepare_data": {"config", "data", "plan"},
     "training": {"config", "megatron", "fp8", "data", "checkpoint", "report"},
     # Another library's names for what a checkpoint holds; between the two stand these commands.
     "huggingface": {"config", "checkpoint"},

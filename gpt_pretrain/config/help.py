@@ -77,6 +77,20 @@ python -m gpt_pretrain.benchmark \\
     'benchmark.variants=[app,"model.micro_batch_size=4"]'""",
 )
 
+PREPARE_DATA = Program(
+    about="""\
+gpt_pretrain.prepare_data: prepare the data of a training command, without a GPU.
+
+It takes every argument of python -m gpt_pretrain and trains nothing: it
+tokenises, checks the tokens and fixes the order of the samples in
+model.data.cache_dir, where the run then finds them.
+
+Exit codes: 0 prepared; 2 refused, with what to mend; 1 a crash; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.prepare_data data=text 'model.data.text_files=["corpus/*.jsonl"]'
+python -m gpt_pretrain.prepare_data model=llama3_8b data=mmap model.data.data_prefix=[tokens]""",
+)
+
 OPTIONS = """\
 --help, -h               this text, with the values the other arguments give
 --cfg, -c job|hydra|all  show the configuration instead of running it;

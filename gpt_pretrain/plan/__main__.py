@@ -22,15 +22,8 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.gate import Job
 from gpt_pretrain.config.help import PLAN
 from gpt_pretrain.config.messages import exit_code, print_job
-from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.run_dir import check_run_dir, make_run_dir
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch, planned_world_problems
-
-
-def rules(config: Config) -> list[str]:
-    """Everything that training would refuse before it looks at the machine."""
-    return list(planned_world_problems(config)) or config_problems(config, planned_launch(config))
+from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch, planned_problems
 
 
 def plan_jobs(jobs: Sequence[Job]) -> None:
@@ -74,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def read_and_plan() -> None:
         request: Request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-        jobs = check_request(request, NO_LAUNCHER, rules)
+        jobs = check_request(request, NO_LAUNCHER, planned_problems)
         if request.runs:
             plan_jobs(jobs)
         else:

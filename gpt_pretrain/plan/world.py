@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.plan.hardware import GPUS_PER_NODE
 
@@ -52,6 +53,11 @@ def planned_world_problems(config: Config) -> Iterator[str]:
                 f"plan.num_gpus={num_gpus} does not make trainer.num_nodes={trainer.num_nodes} nodes of "
                 f"trainer.devices={devices} GPUs; use another number, or trainer.num_nodes=null"
             )
+
+
+def planned_problems(config: Config) -> list[str]:
+    """Everything that training on the planned ranks would be refused for before it looks at the machine."""
+    return list(planned_world_problems(config)) or config_problems(config, planned_launch(config))
 
 
 def planned_launch(config: Config) -> Launch:

@@ -23,7 +23,7 @@ fail() {
 }
 
 # Whether the node takes jobs. A controller that is not there makes sinfo retry for minutes.
-is_up() { [[ -f $SLURM_CONF && $(timeout 5 sinfo --noheader --format=%t 2>/dev/null) =~ ^(idle|mix|alloc)$ ]]; }
+is_up() { [[ -f $SLURM_CONF && $(timeout 5 sinfo --noheader --format=%t 2>/dev/null) =~ ^(idle|mix|alloc|comp)$ ]]; }
 
 stop() {
     local daemon pid
