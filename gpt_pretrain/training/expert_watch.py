@@ -50,6 +50,17 @@ class ExpertWatch:
                 assert isinstance(router, TopKRouter)
                 router.register_forward_hook(partial(self._count, layer.layer_number - 1))
 
+    def restart(self, step: int) -> None:
+        """Forgets what it has seen since the last record.
+
+        Args:
+            step: Steps done.
+        """
+        self._step = step
+        if self._num_experts is not None:
+            get_moe_metrics_tracker().clear()
+            self._tokens.zero_()
+
     def _count(self, layer: int, router: TopKRouter, arguments: Any, result: tuple[torch.Tensor, torch.Tensor]) -> None:
         if router.training:
             self._tokens[layer] += result[1].sum(dim=0)
@@ -77,9 +88,7 @@ class ExpertWatch:
         balance, z_loss = total[: losses.numel()].view_as(losses).sum(dim=1).tolist()
         tokens = total[losses.numel() :].view_as(self._tokens)
         load = tokens / tokens.mean(dim=1, keepdim=True)
-        get_moe_metrics_tracker().clear()
-        self._tokens.zero_()
-        self._step = step
+        self.restart(step)
         yield ExpertsRecord(
             step=step,
             load_balancing_loss=balance / times if tracked.keys() & set(_BALANCE) else None,

@@ -11,9 +11,8 @@ from typing import Any
 
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
+from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress, Trainable
-from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.launch import Launch
@@ -26,7 +25,6 @@ from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.report.records import (
-    CheckpointRecord,
     EndReason,
     Fp8CoverageRecord,
     LossSpikeRecord,
@@ -41,6 +39,7 @@ from gpt_pretrain.training.fp8_watch import Fp8Watch
 from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.rewind import GoBack, Rewinds
+from gpt_pretrain.training.saves import Saves
 from gpt_pretrain.training.step import data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
@@ -90,12 +89,12 @@ class Trainer:
         self._saver = saver
         self._rewinds = rewinds
         self._dumps = dumps
-        self._save_problem: str | None = None
         self._saved_step: int | None = None
         self._log = log
         self._watchdog = watchdog
         self._after_step = after_step
         self._meter = Meter(config, launch, platform)
+        self._saves = Saves(saver, trainable.model, config.checkpoint, log=log, watchdog=watchdog, meter=self._meter)
         self._fp8_watch = Fp8Watch(config, trainable.model, platform.device)
         self._guard = self._new_guard()
         self.problem: str | None = None
@@ -133,7 +132,7 @@ class Trainer:
             Why it ended, the same on all ranks.
         """
         with self._saver, self._scheduled_garbage_collection():
-            self._reserve_for_saves()
+            self._saves.reserve()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             try:
@@ -175,7 +174,7 @@ class Trainer:
             self._meter.add(result)
             first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
             self._log_guarded(self._guard.add(self.progress.step, first_sample, result))
-            self._settle(self._saver.poll())
+            self._saves.poll(self.progress.step)
             if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
@@ -254,48 +253,15 @@ class Trainer:
                 BadStep(step=self.progress.step, first_sample=first_sample),
                 f"the weights are not finite any more after step {self.progress.step}",
             )
-        with (
-            self._watchdog.busy("saving a checkpoint"),
-            self._meter.paused(),
-            self.trainable.model.gathered_parameters(),
-        ):
-            # An earlier save that has failed ends the run before the next one begins.
-            self._settle(self._saver.wait())
-            outcomes = self._saver.save(replace(self.progress, losses=self._guard.losses, spikes=self._guard.spikes))
         self._saved_step = self.progress.step
-        self._settle(outcomes)
-
-    def _reserve_for_saves(self) -> None:
-        """Takes host memory before the first step rather than at the first save, which would wait for it."""
-        if self.config.checkpoint.async_save and self.config.checkpoint.save_interval is not None:
-            with self._watchdog.busy("reserving host memory"), self.trainable.model.gathered_parameters():
-                self._saver.reserve()
-
-    def _settle(self, outcomes: Sequence[SaveOutcome]) -> None:
-        """Logs what came of saves, and ends the run if one has failed and the configuration does not go on."""
-        for outcome in outcomes:
-            self._save_problem = outcome.problem
-            self._log(
-                CheckpointRecord(
-                    step=self.progress.step,
-                    saved_step=outcome.step,
-                    num_bytes=outcome.num_bytes,
-                    stall_s=outcome.stall_s,
-                    time_s=outcome.time_s,
-                    problem=outcome.problem,
-                )
-            )
-            if outcome.problem is not None and self.config.checkpoint.on_save_error is OnSaveError.stop:
-                raise RunError(outcome.problem)
+        self._saves.begin(replace(self.progress, losses=self._guard.losses, spikes=self._guard.spikes))
 
     def _await_last_save(self) -> None:
         """A run that ends has no next interval to try again at: its last save is complete, or the run has failed."""
-        with self._watchdog.busy("waiting for the last checkpoint"):
-            outcomes = self._saver.wait()
-        self._settle(outcomes)
+        self._saves.wait(self.progress.step)
         # A run that gives up has more to say, and ends with the same code.
-        if self._save_problem is not None and self.problem is None:
-            raise RunError(self._save_problem)
+        if self._saves.problem is not None and self.problem is None:
+            raise RunError(self._saves.problem)
 
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics are read, which waits, and logged after them: a log's steps only rise.
@@ -325,10 +291,8 @@ class Trainer:
 
     def _answer(self, spike: LossSpikeRecord, rewinds: Rewinds) -> None:
         """Leaves the loop to go back behind a spike, or says why it goes on."""
-        with self._watchdog.busy("waiting for a checkpoint"):
-            # It may be the one to go back to, and must not become the newest one after that.
-            outcomes = self._saver.wait()
-        self._settle(outcomes)
+        # A save that is being written may be the one to go back to, and must not become the newest one after that.
+        self._saves.wait(self.progress.step)
         self._log(rewinds.check(spike, self.progress, self._guard.spikes))
 
     def _go_back(self, request: GoBack) -> None:
@@ -345,6 +309,7 @@ class Trainer:
                 iterator.close()
         self._train_batches = self._batches_from(self.progress.consumed_samples)
         self._meter.restart()
+        self._expert_watch.restart(self.progress.step)
         self._log(rewound.record)
 
     def _new_guard(self) -> StepGuard:
