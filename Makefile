@@ -22,10 +22,11 @@ train: $(INSTALLED) ## train; without ARGS a small GPT on Python's own sources, 
 test: $(INSTALLED) ## all tests that need no GPU and are not marked slow
 	@$(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(ARGS)
 
-lint: $(INSTALLED) ## ruff (rules and format) and mypy (strict)
+lint: $(INSTALLED) ## ruff (rules and format), mypy (strict) and shellcheck
 	$(PYTHON_IN_VENV) -m ruff check .
 	$(PYTHON_IN_VENV) -m ruff format --check .
 	$(PYTHON_IN_VENV) -m mypy
+	$(VENV)/bin/shellcheck --external-sources .ci/run scripts/install.sh scripts/slurm/* tests/slurm/start.sh
 
 clean: ## remove .venv, caches and builds; outputs/ stays
 	rm -rf "$(VENV)" .mypy_cache .pytest_cache .ruff_cache build dist

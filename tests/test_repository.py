@@ -127,7 +127,7 @@ def test_the_wheel_carries_every_configuration_file(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 
-@pytest.mark.parametrize("script", [".ci/run", "scripts/install.sh"])
+@pytest.mark.parametrize("script", [".ci/run", "scripts/install.sh", "tests/slurm/start.sh"])
 def test_scripts_are_executable_and_parse(script):
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True)

@@ -1,0 +1,174 @@
+"""What the batch scripts make of a job, without a Slurm: programs that write down how they were called stand for it.
+
+On a real Slurm test_slurm.py runs them; more nodes than one, containers and every end of a run are tried here.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.launching import REPOSITORY, clean_environment
+
+# Writes its arguments and its environment down, does what a run would have done, and ends as one.
+SRUN = """#!/bin/bash
+printf '%s\\n' "$@" >"$RECORD/srun"
+env >"$RECORD/environment"
+mkdir -p "$RECORD/run/checkpoints"
+[[ -z ${CHECKPOINT:-} ]] || echo "$CHECKPOINT" >"$RECORD/run/checkpoints/latest"
+[[ -z ${SRUN_SAYS:-} ]] || echo "$SRUN_SAYS" >&2
+exit ${SRUN_CODE:-0}
+"""
+# Slurm would end the script here; that it cannot be requeued lets the script go on.
+SCONTROL = """#!/bin/bash
+echo "$@" >"$RECORD/scontrol"
+exit 1
+"""
+TWO_NODES = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "gpu[01-02]",
+    "SLURM_GPUS_ON_NODE": "8",
+    "SLURM_CPUS_ON_NODE": "96",
+}
+
+
+class Script:
+    def __init__(self, folder):
+        self.folder = folder
+        self.run_dir = folder / "run"
+        (folder / "bin").mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+
+    def run(self, *overrides, script="fp8_gpt.sbatch", **env):
+        base = clean_environment(None)
+        base |= TWO_NODES | {"VENV": sys.prefix, "RECORD": str(self.folder)}
+        base["PATH"] = f"{self.folder / 'bin'}:{base['PATH']}"
+        command = ["bash", f"scripts/slurm/{script}", *overrides, f"run_dir={self.run_dir}"]
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=base | env, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    @property
+    def srun(self):
+        return (self.folder / "srun").read_text().splitlines()
+
+    @property
+    def environment(self):
+        lines = (self.folder / "environment").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    @property
+    def was_requeued(self):
+        return (self.folder / "scontrol").exists() and (self.folder / "scontrol").read_text() == "requeue 77\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    return Script(tmp_path)
+
+
+def test_every_gpu_of_every_node_gets_a_task_and_its_share_of_the_processors(script):
+    done = script.run(
+        "model=llama3_8b", "sample.prompt='two  words'", SLURM_RESTART_COUNT="3", SLURM_NTASKS_PER_GPU="1"
+    )
+    assert done.returncode == 0, done.stderr
+    options = [line for line in script.srun if line.startswith("--")]
+    assert options[:4] == ["--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=12"]
+    assert f"--output={script.run_dir}/logs/77_3/rank_%t.log" in options
+    command = script.srun[len(options) :]
+    assert command[:3] == [f"{sys.prefix}/bin/python", "-m", "gpt_pretrain"]
+    assert command[3:6] == ["fp8=delayed", "model=llama3_8b", "sample.prompt='two  words'"]
+    assert script.environment["OMP_NUM_THREADS"] == "1", "what the user has set stands"
+    assert "SLURM_NTASKS_PER_GPU" not in script.environment
+
+
+@pytest.mark.parametrize(
+    ("overrides", "by_default"),
+    [
+        ([], True),
+        (["model.fp8_emulate=true"], True),
+        (["logging.fp8_statistics_interval=10"], True),
+        (["fp8=none"], False),
+        (["fp8=tensorwise"], False),
+        (["experiment=gpt3_1_3b_1gpu"], False),
+        (["++model.fp8=True", "++model.fp8_margin=0"], False),
+        (["model.fp8_recipe=tensorwise"], False),
+    ],
+)
+def test_a_run_is_in_fp8_unless_something_is_said_of_it(overrides, by_default, script):
+    assert script.run(*overrides).returncode == 0
+    assert ("fp8=delayed" in script.srun) is by_default
+    assert set(overrides) <= set(script.srun)
+
+
+@pytest.mark.parametrize("name", ["fp8_gpt.sbatch", "prepare_data.sbatch"])
+def test_a_container_sees_the_checkout_and_what_the_user_mounts(name, script):
+    env = {"CONTAINER_IMAGE": "/images/gpt.sqsh", "CONTAINER_MOUNTS": "/data:/data,/runs:/runs", "VENV": "/nowhere"}
+    assert script.run("data=mock", script=name, **env).returncode == 0
+    place = [line for line in script.srun if line.startswith("--container")]
+    assert place == [
+        "--container-image=/images/gpt.sqsh",
+        f"--container-workdir={REPOSITORY}",
+        f"--container-mounts={REPOSITORY}:{REPOSITORY},/data:/data,/runs:/runs",
+    ]
+    assert "python" in script.srun
+
+
+def test_another_launchers_variables_do_not_reach_the_ranks(script):
+    stale = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "login1", "MASTER_PORT": "1"}
+    assert script.run(**stale).returncode == 0
+    assert not set(stale) & set(script.environment)
+
+
+# What the run ends with, whether it has left a new checkpoint, and whether the job is started again: by default, and
+# where two failures in a row are allowed for.
+ENDS = {
+    "done": (0, True, False, False),
+    "stopped, saved": (75, True, True, True),
+    "stopped before Python heard signals": (138, True, True, True),
+    "stopped, nothing saved": (75, False, False, True),
+    "a mistake": (2, False, False, False),
+    "a crash of all ranks": (1, True, False, False),
+    "Ctrl-C": (130, True, False, False),
+    "a rank died or hung": (71, False, False, True),
+    "a rank died or hung after a checkpoint": (71, True, False, True),
+    "a rank was killed": (137, False, False, True),
+}
+
+
+@pytest.mark.parametrize(("code", "saved", "again", "again_if_allowed"), ENDS.values(), ids=ENDS.keys())
+def test_how_a_run_ended_decides_whether_its_job_starts_again(code, saved, again, again_if_allowed, script):
+    env = {"SRUN_CODE": str(code), "CHECKPOINT": "step_00000010" if saved else ""}
+    done = script.run(**env)
+    assert (done.returncode, script.was_requeued) == (code, again), done.stdout + done.stderr
+    (script.folder / "scontrol").unlink(missing_ok=True)
+    env["CHECKPOINT"] = "step_00000020" if saved else ""
+    done = script.run(RESTARTS_AFTER_FAILURE="2", **env)
+    assert (done.returncode, script.was_requeued) == (code, again_if_allowed), done.stdout + done.stderr
+
+
+def test_failures_are_counted_in_a_row_and_a_new_checkpoint_forgives_them(script):
+    requeued = []
+    for checkpoint in ("", "", "step_00000010", "", ""):
+        (script.folder / "scontrol").unlink(missing_ok=True)
+        script.run(RESTARTS_AFTER_FAILURE="2", SRUN_CODE="71", CHECKPOINT=checkpoint)
+        requeued.append(script.was_requeued)
+    assert requeued == [True, True, True, True, False]
+
+
+def test_the_log_of_a_failed_job_ends_with_what_the_rank_that_failed_first_said(script):
+    logs = script.run_dir / "logs" / "77_0"
+    logs.mkdir(parents=True)
+    for rank in (0, 5):
+        (logs / f"rank_{rank}.log").write_text(f"trace of rank {rank}\n")
+    said = (
+        "srun: error: gpu01: task 5: Exited with exit code 1\nsrun: error: gpu01: tasks 0-4: Exited with exit code 71"
+    )
+    done = script.run(SRUN_CODE="71", SRUN_SAYS=said)
+    assert done.stdout.endswith("rank_5.log:\ntrace of rank 5\n")
+    assert re.search(r"rank_0\.log:\ntrace of rank 0\n--- ", done.stdout)
+    assert "rank 5 first" in (script.run_dir / "logs" / "77.failures").read_text()
