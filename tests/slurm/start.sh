@@ -25,15 +25,19 @@ fail() {
 # Whether the node takes jobs. A controller that is not there makes sinfo retry for minutes.
 is_up() { [[ -f $SLURM_CONF && $(timeout 5 sinfo --noheader --format=%t 2>/dev/null) =~ ^(idle|mix|alloc|comp)$ ]]; }
 
+# A process's number may be another's by now; and the dead of a container may stay for want of somebody who buries them.
+is_alive() {
+    [[ $(cat "/proc/$2/comm" 2>/dev/null) == "$1" ]] && ! grep -q '^State:.*Z' "/proc/$2/status" 2>/dev/null
+}
+
 stop() {
     local daemon pid
     for daemon in slurmd slurmctld munged; do
         pid=$(cat "$dir/$daemon.pid" 2>/dev/null) || continue
-        # The number may be another process's by now.
-        [[ $(ps -o comm= -p "$pid") == "$daemon" ]] || continue
+        is_alive "$daemon" "$pid" || continue
         kill "$pid"
         for _ in {1..50}; do
-            kill -0 "$pid" 2>/dev/null || break
+            is_alive "$daemon" "$pid" || continue 2
             sleep 0.1
         done
         kill -KILL "$pid" 2>/dev/null || true
@@ -53,17 +57,20 @@ install() {
     fi
 }
 
-two_free_ports() {
-    python3 -c '
-import socket
-with socket.socket() as one, socket.socket() as other:
-    one.bind(("", 0)), other.bind(("", 0))
-    print(one.getsockname()[1], other.getsockname()[1])'
+# A port on which nobody listens, other than $1.
+free_port() {
+    local port
+    while
+        port=$((RANDOM % 2700 + 30000))
+        [[ $port == "${1:-}" ]] || (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null
+    do :; done
+    echo "$port"
 }
 
 configure() {
     local ctld_port slurmd_port
-    read -r ctld_port slurmd_port < <(two_free_ports)
+    ctld_port=$(free_port)
+    slurmd_port=$(free_port "$ctld_port")
     mkdir -p "$dir/state" "$dir/spool"
     # munged refuses a folder that others may write to, and jobs must reach its socket.
     chmod 755 "$dir"
@@ -112,10 +119,10 @@ CONF
 
 start() {
     # Daemons keep neither the caller's pipe nor its terminal.
-    munged --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/munged.pid" \
+    timeout 30 munged --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/munged.pid" \
         --log-file="$dir/munged.log" --seed-file="$dir/munged.seed" >>"$dir/start.log" 2>&1 || fail "munged did not start"
-    slurmctld -c >>"$dir/start.log" 2>&1 || fail "slurmctld did not start"
-    slurmd >>"$dir/start.log" 2>&1 || fail "slurmd did not start"
+    timeout 30 slurmctld -c >>"$dir/start.log" 2>&1 || fail "slurmctld did not start"
+    timeout 30 slurmd >>"$dir/start.log" 2>&1 || fail "slurmd did not start"
     for _ in {1..60}; do
         if is_up; then
             return
