@@ -18,6 +18,7 @@ EXPERIMENTS = {
     "llama3_8b_4gpu": (4, True),
     "llama3_8b_8gpu": (8, True),
     "llama3_8b_8layers_1gpu": (1, True),
+    "mixtral_8x7b_8gpu": (8, True),
 }
 CLUSTER = ("llama3_8b_8gpu", "llama3_70b_64gpu", "gpt3_175b_512gpu")
 GPUS_OF_A_NODE = 8
@@ -57,6 +58,23 @@ def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8
     assert [product.shape_problem for product in planned.products if product.shape_problem] == []
     in_fp8 = {product.module for product in planned.products if product.precision.startswith("FP8")}
     assert len(in_fp8) == (0 if fp8 == "none" else 4), "the linear layers of attention and MLP"
+
+
+@pytest.mark.parametrize("fp8", ["none", "tensorwise"])
+def test_mixtral_fits_on_eight_h200_as_its_comment_says(fp8, broken_rules):
+    overrides = ["experiment=mixtral_8x7b_8gpu", f"fp8={fp8}", "plan.gpu=h200"]
+    assert broken_rules(*overrides, world_size=8, local_world_size=8) == []
+    config = load_config(overrides)
+    planned = build_plan(config, planned_launch(config))
+    assert planned.num_parameters == 46_702_792_704
+    assert planned.memory.fits
+    assert [product.shape_problem for product in planned.products if product.shape_problem] == []
+    # One expert and an eighth of what is replicated: two norms, router and attention of each layer, two tables, a norm.
+    expert = 32 * 3 * 4096 * 14336
+    rest = 46_702_792_704 - 8 * expert
+    assert planned.stages[0].num_parameters == expert + rest
+    items = planned.memory.worst.items
+    assert items["moments"] == 8 * (expert + rest / 8)
 
 
 @pytest.mark.parametrize(

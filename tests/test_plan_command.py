@@ -50,6 +50,7 @@ SCHEMA = {
             "apply_rope_fusion",
             "gradient_accumulation_fusion",
             "cross_entropy_loss_fusion",
+            "moe_grouped_gemm",
         ),
         bool,
     ),

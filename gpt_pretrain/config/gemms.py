@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
+    ffn_hidden_size,
+    kv_channels,
+    moe_ffn_hidden_size,
+    num_query_groups,
+    padded_vocab_size,
+)
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import ModelConfig
 
@@ -19,6 +26,8 @@ QKV, PROJ, FC1, FC2 = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
+# With a mixture of experts, in place of the last two.
+ROUTER, EXPERT_FC1, EXPERT_FC2 = "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +44,11 @@ class Linear:
     """Rows of the rank's weight."""
     in_features: int
     """Columns of the rank's weight."""
+    count: int
+    """Weights of this shape that the rank has, each with rows of its own: its experts, of which all are one module."""
     tokens: int
-    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where split along it."""
+    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where split along it; of an
+    expert the mean, as if the router spread tokens evenly."""
     local_tokens: int
     """Rows of x that the rank holds and casts: tokens / TP where the input is split along the sequence."""
     precision: str
@@ -45,6 +57,11 @@ class Linear:
     """Of the weight gradient's product."""
     reason: str
     """Why it is not in FP8; empty where it is."""
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the rank's weights."""
+        return self.count * self.out_features * self.in_features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +78,48 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.m * self.n * self.k
+        """Multiplications and additions, for all weights of the layer."""
+        return 2 * self.m * self.n * self.k * self.linear.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    """What is the same in all layers."""
+
+    out_features: int
+    in_features: int
+    count: int
+    tokens: int
+    local_tokens: int
+
+
+def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape]:
+    """The MLP, or the router and the experts of one rank."""
+    tp, hidden, gated = model.tensor_model_parallel_size, model.hidden_size, model.activation is Activation.swiglu
+    if model.num_moe_experts is None:
+        inner = ffn_hidden_size(model) // tp
+        return {
+            FC1: _Shape(
+                out_features=(1 + gated) * inner, in_features=hidden, count=1, tokens=tokens, local_tokens=split
+            ),
+            FC2: _Shape(out_features=hidden, in_features=inner, count=1, tokens=tokens, local_tokens=tokens),
+        }
+    experts, etp = model.num_moe_experts, expert_tensor_parallel_size(model)
+    ep = model.expert_model_parallel_size
+    inner = moe_ffn_hidden_size(model) // etp
+    # Each rank routes its own part of the sequence; the ranks of an expert's matrices compute all that come to it.
+    rows = max(1, tokens // tp * etp * ep * model.moe_router_topk // experts)
+    return {
+        ROUTER: _Shape(out_features=experts, in_features=hidden, count=1, tokens=split, local_tokens=split),
+        EXPERT_FC1: _Shape(
+            out_features=(1 + gated) * inner,
+            in_features=hidden,
+            count=experts // ep,
+            tokens=rows,
+            local_tokens=rows,
+        ),
+        EXPERT_FC2: _Shape(out_features=hidden, in_features=inner, count=experts // ep, tokens=rows, local_tokens=rows),
+    }
 
 
 def linears(model: ModelConfig) -> Iterator[Linear]:
@@ -71,20 +128,16 @@ def linears(model: ModelConfig) -> Iterator[Linear]:
     tp = model.tensor_model_parallel_size
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     split = tokens // tp if model.sequence_parallel else tokens
-    heads, width = model.num_attention_heads, kv_channels(model)
-    attention = heads * width
-    projected = attention + 2 * num_query_groups(model) * width
-    ffn = ffn_hidden_size(model)
-    gated = 2 if model.activation is Activation.swiglu else 1
+    attention = model.num_attention_heads * kv_channels(model)
+    projected = attention + 2 * num_query_groups(model) * kv_channels(model)
     hidden = model.hidden_size
     shapes = {
-        QKV: (projected // tp, hidden, split),
-        PROJ: (hidden, attention // tp, tokens),
-        FC1: (gated * ffn // tp, hidden, split),
-        FC2: (hidden, ffn // tp, tokens),
+        QKV: _Shape(out_features=projected // tp, in_features=hidden, count=1, tokens=tokens, local_tokens=split),
+        PROJ: _Shape(out_features=hidden, in_features=attention // tp, count=1, tokens=tokens, local_tokens=tokens),
+        **_mlp_shapes(model, tokens, split),
     }
     for layer in range(model.num_layers):
-        for kind, (out_features, in_features, local_tokens) in shapes.items():
+        for kind, shape in shapes.items():
             module = f"decoder.layers.{layer}.{kind}"
             reason = _why_not_fp8(model, settings, layer, module)
             fp8 = not reason
@@ -92,10 +145,11 @@ def linears(model: ModelConfig) -> Iterator[Linear]:
                 module=module,
                 layer=layer,
                 kind=kind,
-                out_features=out_features,
-                in_features=in_features,
-                tokens=tokens,
-                local_tokens=local_tokens,
+                out_features=shape.out_features,
+                in_features=shape.in_features,
+                count=shape.count,
+                tokens=shape.tokens,
+                local_tokens=shape.local_tokens,
                 precision="fp8" if fp8 else "high",
                 wgrad_precision="fp8" if fp8 and settings is not None and settings.wgrad else "high",
                 reason=reason,
@@ -106,6 +160,7 @@ def linears(model: ModelConfig) -> Iterator[Linear]:
         kind="output_layer",
         out_features=padded_vocab_size(model) // tp,
         in_features=hidden,
+        count=1,
         tokens=tokens,
         local_tokens=split,
         precision="high",
@@ -117,6 +172,8 @@ def linears(model: ModelConfig) -> Iterator[Linear]:
 def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, module: str) -> str:
     if settings is None:
         return "model.fp8=false"
+    if module.endswith(ROUTER):
+        return "routers stay out of FP8"
     if layer < settings.num_layers_at_start_in_bf16:
         return f"first {settings.num_layers_at_start_in_bf16} layer(s) (model.num_layers_at_start_in_bf16)"
     if layer >= model.num_layers - settings.num_layers_at_end_in_bf16:

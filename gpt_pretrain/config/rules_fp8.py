@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, Precision, RecomputeGranularity
 from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, emulation, fp8_settings
-from gpt_pretrain.config.gemms import linears
+from gpt_pretrain.config.gemms import ROUTER, linears
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import show
@@ -249,7 +249,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 def exclusions(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     """Patterns that keep nothing out of FP8."""
-    names = [linear.module for linear in linears(model) if linear.layer >= 0]
+    names = [linear.module for linear in linears(model) if linear.layer >= 0 and linear.kind != ROUTER]
     for pattern in settings.exclude:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             yield (

@@ -12,14 +12,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation, Fp8RecipeName
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
+    ffn_hidden_size,
+    kv_channels,
+    num_query_groups,
+)
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear, linears
+from gpt_pretrain.config.gemms import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
 from gpt_pretrain.config.numbers import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 
 # Layers whose input each rank casts before it is gathered along the sequence.
 _COLUMN_PARALLEL = (QKV, FC1)
+_OF_EXPERTS = (EXPERT_FC1, EXPERT_FC2)
 # Values along a side of a block (Float8BlockQuantizer.block_len).
 _BLOCK = 128
 
@@ -82,10 +88,14 @@ def _widths(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
                 yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why, instead=instead)
             else:
                 yield _Need(key="kv_channels", value=model.kv_channels, step=step, why=why)
-    for kind, count in ((FC1, 2 if model.activation is Activation.swiglu else 1), (FC2, 1)):
+    gated = 2 if model.activation is Activation.swiglu else 1
+    etp = expert_tensor_parallel_size(model)
+    for kind, count, ranks in ((FC1, gated, tp), (FC2, 1, tp), (EXPERT_FC1, gated, etp), (EXPERT_FC2, 1, etp)):
         if kind in fp8:
-            step, why = _step(count, tp * unit), _weight(fp8[kind], model, unit)
-            if model.ffn_hidden_size is None:
+            step, why = _step(count, ranks * unit), _weight(fp8[kind], model, unit)
+            if kind in _OF_EXPERTS and model.moe_ffn_hidden_size is not None:
+                yield _Need(key="moe_ffn_hidden_size", value=model.moe_ffn_hidden_size, step=step, why=why)
+            elif model.ffn_hidden_size is None:
                 near = multiples_near(ffn_hidden_size(model), step)[-1]
                 instead = f"model.ffn_hidden_size={near}"
                 yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why, instead=instead)
@@ -99,7 +109,11 @@ def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
     micro, length = model.micro_batch_size, model.encoder_seq_length
     # The sequence has to be divisible by these anyway (rules_model.sequence): what is offered is legal.
     divisible = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
-    needs = [(next(iter(fp8.values())).tokens, cp, unit, f"FP8 products take multiples of {unit}")]
+    # What comes to an expert is padded, whatever it is.
+    of_sequences = [linear for kind, linear in fp8.items() if kind not in _OF_EXPERTS]
+    if not of_sequences:
+        return
+    needs = [(of_sequences[0].tokens, cp, unit, f"FP8 products take multiples of {unit}")]
     columns = [linear for kind, linear in fp8.items() if kind in _COLUMN_PARALLEL]
     if model.sequence_parallel and columns:
         # TE asserts the 8; together with TP it makes the 16 of the whole.

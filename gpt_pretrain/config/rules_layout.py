@@ -150,7 +150,10 @@ def rotated_pairs(model: ModelConfig) -> Iterator[str]:
 def widths_over_tensor_ranks(model: ModelConfig) -> Iterator[str]:
     """Matrices and embedding rows that tensor-parallel ranks share."""
     tp = model.tensor_model_parallel_size
-    for name, value in (("hidden_size", model.hidden_size), ("ffn_hidden_size", ffn_hidden_size(model))):
+    widths = [("hidden_size", model.hidden_size)]
+    # Experts have ranks of their own (`rules_moe`).
+    widths += [("ffn_hidden_size", ffn_hidden_size(model))] if model.num_moe_experts is None else []
+    for name, value in widths:
         if value % tp:
             yield (
                 f"model.{name}={value} is not divisible by model.tensor_model_parallel_size={tp}; "

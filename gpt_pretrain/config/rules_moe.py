@@ -6,7 +6,7 @@ Transformer Engine 2.12; what is refused as unproven is what this project does n
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import MoeLoadBalancing, MoeTokenDispatcher
+from gpt_pretrain.config.choices import Fp8RecipeName, MoeLoadBalancing, MoeTokenDispatcher
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
@@ -114,6 +114,11 @@ def fp8_experts(model: ModelConfig) -> Iterator[str]:
         yield (
             "model.fp8_emulate=true does not reach the products of experts (model.num_moe_experts); "
             "use fp8=none, or a GPU with FP8"
+        )
+    if model.fp8_recipe in (None, Fp8RecipeName.delayed):
+        yield (
+            f"model.fp8_recipe={show(model.fp8_recipe)} with experts (model.num_moe_experts): the history of an expert "
+            "that gets few tokens goes stale, and delayed scales are not proven; use fp8=tensorwise, blockwise or mxfp8"
         )
     if model.fp8_params:
         yield "model.fp8_params=true is not proven with experts (model.num_moe_experts); use false"

@@ -1,8 +1,8 @@
 """Watches the matrix products of live linear layers, for the proof and for the statistics.
 
 Emulated layers report their products themselves. Transformer Engine's are watched where they are computed: its linear
-modules call `general_gemm` three times, and what it is handed is what runs, whatever was configured. While nobody
-watches, nothing is changed.
+modules call `general_gemm` three times, those of experts `general_grouped_gemm` with one product for each expert, and
+what these are handed is what runs, whatever was configured. While nobody watches, nothing is changed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,7 +76,7 @@ def is_te_linear(module: torch.nn.Module) -> bool:
     """Whether a module is one of Transformer Engine's linear layers, without importing it where it is not loaded."""
     return any(
         cls.__module__.startswith("transformer_engine.pytorch.module.")
-        and cls.__name__ in ("Linear", "LayerNormLinear")
+        and cls.__name__ in ("Linear", "LayerNormLinear", "GroupedLinear")
         for cls in type(module).__mro__
     )
 
@@ -85,7 +85,7 @@ def is_te_linear(module: torch.nn.Module) -> bool:
 def _watch_transformer_engine(
     modules: dict[str, torch.nn.Module], listener: Listener, *, measure_amax: bool
 ) -> Iterator[None]:
-    from transformer_engine.pytorch.module import layernorm_linear, linear
+    from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, linear
 
     # The module whose product comes next: set when its forward pass begins, and when its backward pass does.
     current: list[str] = [""]
@@ -97,6 +97,17 @@ def _watch_transformer_engine(
         def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
             phase = _PHASES[kwargs.get("layout", "TN")]
             listener(current[0], _product(phase, a, b, measure_amax=measure_amax))
+            return gemm(a, b, *args, **kwargs)
+
+        return run
+
+    def watched_grouped_gemm(gemm: Callable[..., Any]) -> Callable[..., Any]:
+        def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+            phase = _PHASES[kwargs.get("layout", "TN")]
+            for rows, of_weights, of_rows in zip(kwargs["m_splits"], a, b, strict=True):
+                # An expert that no token came to computes nothing.
+                if rows:
+                    listener(current[0], _product(phase, of_weights, of_rows, measure_amax=measure_amax))
             return gemm(a, b, *args, **kwargs)
 
         return run
@@ -120,8 +131,12 @@ def _watch_transformer_engine(
     with ExitStack() as stack:
         for name, module in modules.items():
             stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
-        for place, function in ((linear, linear._Linear), (layernorm_linear, layernorm_linear._LayerNormLinear)):
-            stack.enter_context(_replaced(place, "general_gemm", watched_gemm(place.general_gemm)))
+        for place, function, name, watched in (
+            (linear, linear._Linear, "general_gemm", watched_gemm),
+            (layernorm_linear, layernorm_linear._LayerNormLinear, "general_gemm", watched_gemm),
+            (grouped_linear, grouped_linear._GroupedLinear, "general_grouped_gemm", watched_grouped_gemm),
+        ):
+            stack.enter_context(_replaced(place, name, watched(getattr(place, name))))
             stack.enter_context(_replaced(function, "forward", staticmethod(watched_forward(function.forward))))
             stack.enter_context(_replaced(function, "backward", staticmethod(watched_backward(function.backward))))
         yield

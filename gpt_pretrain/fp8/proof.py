@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -25,7 +24,7 @@ from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import observe_attention, observe_products
 from gpt_pretrain.fp8.readback import NOT_IN_FP8, live_recipe, parameter_bytes, planned_recipe, weight_storage
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.model import Model, parameters_by_group
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
@@ -183,12 +182,12 @@ class Proof:
                 )
 
     def _parameter_bytes(self) -> tuple[int, int]:
-        sums = torch.tensor(
-            [parameter_bytes(chunk) for chunk in self._chunks], dtype=torch.float64, device=torch.cuda.current_device()
-        ).sum(0)
-        torch.distributed.all_reduce(sums, group=parallel_state.get_model_parallel_group())
-        total, in_fp8 = sums.tolist()
-        return int(total), int(in_fp8)
+        total = in_fp8 = 0
+        for group, parameters in parameters_by_group(self._chunks):
+            sums = torch.tensor(parameter_bytes(parameters), dtype=torch.float64, device=torch.cuda.current_device())
+            torch.distributed.all_reduce(sums, group=group)
+            total, in_fp8 = total + int(sums[0].item()), in_fp8 + int(sums[1].item())
+        return total, in_fp8
 
 
 def _linears_of(config: Config, chunks: list[GPTModel]) -> Iterator[Linear]:

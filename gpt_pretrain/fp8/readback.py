@@ -1,6 +1,6 @@
 """What a live linear layer says of itself: the recipe object that it used last, and how its weight is stored."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,16 +63,19 @@ def live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
 
 
 def weight_storage(module: torch.nn.Module) -> str:
-    """How the weight of a linear layer is stored: "fp8", or its type."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return "fp8" if is_float8tensor(weight) else str(weight.dtype).removeprefix("torch.")
+    """How a linear layer stores its weights: "fp8", or their type. One of experts has several: weight0, weight1, …."""
+    stored = {
+        "fp8" if is_float8tensor(parameter) else str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.startswith("weight")
+    }
+    return " and ".join(sorted(stored))
 
 
-def parameter_bytes(module: torch.nn.Module) -> tuple[int, int]:
-    """Bytes of all parameters of a module, and of those stored in FP8; scales are left out."""
+def parameter_bytes(parameters: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
+    """Bytes of all these parameters, and of those stored in FP8; scales are left out."""
     total = in_fp8 = 0
-    for parameter in module.parameters():
+    for parameter in parameters:
         if is_float8tensor(parameter):
             total += parameter.numel()
             in_fp8 += parameter.numel()

@@ -1,6 +1,6 @@
 """The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -143,34 +143,35 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
     )
 
 
-def _count_parameters(chunks: list[GPTModel]) -> int:
-    """Parameters of the whole model: each shard counts, replicas and shared embeddings do not.
+def parameters_by_group(
+    chunks: Sequence[GPTModel],
+) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
+    """This rank's parameters with the ranks that the model is shared out over: of experts others than of the rest."""
+    named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+    for of_experts, group in (
+        (False, parallel_state.get_model_parallel_group()),
+        (True, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
+    ):
+        yield group, [parameter for name, parameter in named if (".experts." in name) is of_experts]
 
-    Experts and the rest are shared out over different ranks.
-    """
-    counts = [0, 0]
+
+def _count_parameters(chunks: Sequence[GPTModel]) -> int:
+    """Parameters of the whole model: each shard counts, replicas and shared embeddings do not."""
+    copies = {
+        id(parameter)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if getattr(parameter, "shared", False) and not chunk.pre_process
+    }
     ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if getattr(parameter, "shared", False) and not chunk.pre_process:
-                continue
-            kind = int(".experts." in name)
-            if ranks[kind] == 0 or getattr(parameter, "tensor_model_parallel", False):
-                counts[kind] += parameter.numel()
-    return sum(
-        _sum_over(group, count)
-        for group, count in zip(
-            (
-                parallel_state.get_model_parallel_group(),
-                parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
-            ),
-            counts,
-            strict=True,
+    count = 0
+    for rank, (group, parameters) in zip(ranks, parameters_by_group(chunks), strict=True):
+        own = sum(
+            parameter.numel()
+            for parameter in parameters
+            if id(parameter) not in copies and (rank == 0 or getattr(parameter, "tensor_model_parallel", False))
         )
-    )
-
-
-def _sum_over(group: torch.distributed.ProcessGroup, count: int) -> int:
-    total = torch.tensor(count, dtype=torch.int64, device=torch.cuda.current_device())
-    torch.distributed.all_reduce(total, group=group)
-    return int(total.item())
+        total = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(total, group=group)
+        count += int(total.item())
+    return count

@@ -88,7 +88,7 @@ def _high_precision_modules(patterns: Sequence[str]) -> RecipeConfig | None:
     return RecipeConfig([GlobMatcher(pattern, "high_precision") for pattern in patterns], {"high_precision": override})
 
 
-def _expert_fields(model: ModelConfig, kernels: Kernels) -> dict[str, Any]:
+def expert_fields(model: ModelConfig, kernels: Kernels) -> dict[str, Any]:
     """Every field of TransformerConfig that says something of a mixture of experts; none of them without one."""
     if model.num_moe_experts is None:
         return {"num_moe_experts": None}
@@ -137,7 +137,7 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         attention_dropout=model.attention_dropout,
         attention_softmax_in_fp32=True,
         apply_query_key_layer_scaling=False,
-        **_expert_fields(model, kernels),
+        **expert_fields(model, kernels),
         # Parallel layout.
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,

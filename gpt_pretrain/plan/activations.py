@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation, Fp8RecipeName, Normalization
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.config.gemms import Linear
 from gpt_pretrain.config.schema import ModelConfig
 
 # Bytes of scales per value of a tensor: fp32 per 128, one byte per 32; one for a whole tensor otherwise.
@@ -74,10 +74,11 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
 
     Args:
         model: The checked configuration.
-        layer: Its four linear layers in forward order.
+        layer: Its linear layers in forward order. What experts keep is counted for the mean number of tokens: more
+            where the router sends them more.
         storage: How activations are stored.
     """
-    qkv, proj, fc1, fc2 = (next(linear for linear in layer if linear.kind == kind) for kind in (QKV, PROJ, FC1, FC2))
+    qkv, proj, *router, fc1, fc2 = layer
     tp, element = model.tensor_model_parallel_size, storage.element
     tokens, local = qkv.tokens, qkv.local_tokens
     heads, width = model.num_attention_heads // tp, kv_channels(model)
@@ -102,8 +103,13 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
         softmax = heads * tokens * model.encoder_seq_length * per_score
     core = softmax + (0 if shares_output else attended * (1 if fp8_attention else element))
 
-    inner = tokens * ffn_hidden_size(model) // tp
-    fc1_output = tokens * fc1.out_features * element
+    # Of experts: a row for each token and each of its experts.
+    rows = fc1.tokens * fc1.count
+    inner = rows * fc2.in_features
+    fc1_output = rows * fc1.out_features * element
+    fc1_input = (rows if router else local) * model.hidden_size * storage.input_bytes(fc1)
+    # The router's input, which the experts' rows are copies of, and its scores and weights in fp32.
+    routed = local * (model.hidden_size * element + 4 * 4 * router[0].out_features) if router else 0
     # The unfused gate keeps silu(x) beside x and its factor.
     gate = inner * element if model.activation is Activation.swiglu and not storage.fused_activation else 0
     return LayerActivations(
@@ -115,7 +121,8 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
         + dropout_mask,
         attention_core=core,
         mlp=residual
-        + local * model.hidden_size * storage.input_bytes(fc1)
+        + fc1_input
+        + routed
         + norm_statistics
         + fc1_output
         + gate

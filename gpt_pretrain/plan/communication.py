@@ -35,11 +35,25 @@ def tensor_parallel_s(
     if not model.sequence_parallel:
         return 4 * 2 * share * values * 2 / rate + 4 * machine.efficiency.kernel_s
     moved = 0.0
-    for linear in layer:
+    for linear in layer[:2] if model.num_moe_experts is not None else layer:
         gathered = 1 if settings is not None and linear.precision == "fp8" else 2
         # Column-parallel: gather x, scatter dx, gather x again for dw. Row-parallel: scatter y, gather dy.
         moved += values * share * (2 * gathered + 2 if linear.kind in (QKV, FC1) else 2 + gathered)
     return moved / rate + 10 * machine.efficiency.kernel_s
+
+
+def expert_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, layer: list[Linear]) -> float:
+    """Seconds of one layer's exchanges of tokens between ranks that share experts out, for one microbatch.
+
+    The rows that a rank's experts compute come from all of these ranks alike, go back, and their gradients do the same.
+    What leaves and reaches a rank is taken to be even; none is hidden behind a product.
+    """
+    ranks = layout.ep * layout.etp
+    if model.num_moe_experts is None or ranks == 1:
+        return 0.0
+    experts = layer[-2]
+    moved = 4 * experts.tokens * experts.count * model.hidden_size * 2 * (ranks - 1) / ranks
+    return moved / link_bytes_per_s(machine, layout, ranks) + 4 * machine.efficiency.kernel_s
 
 
 def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, *, backward_s: float) -> float:
@@ -52,18 +66,19 @@ def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage:
         stage: The pipeline stage.
         backward_s: The backward pass of the last microbatch, which overlapped reduction hides behind.
     """
-    if layout.shards == 1:
-        return 0.0
     settings = fp8_settings(model)
-    share = (layout.shards - 1) / layout.shards
     rate = link_bytes_per_s(machine, layout, layout.tp * layout.shards)
+    # Of what a rank sends, as all but its own part of what is shared out.
+    others = stage.num_parameters - stage.expert_weights
+    moved = others * (1 - 1 / layout.shards) + stage.expert_weights * (1 - 1 / layout.expert_shards)
     gradient = 4 if model.grad_reduce_in_fp32 else 2
     if not uses_distributed_optimizer(model):
-        reduce_s, gather_s = 2 * share * stage.num_parameters * gradient / rate, 0.0
+        reduce_s, gather_s = 2 * moved * gradient / rate, 0.0
     else:
-        reduce_s = share * stage.num_parameters * gradient / rate
+        reduce_s = moved * gradient / rate
+        # Weights of experts are not stored in FP8 (`config.rules_moe`).
         in_fp8 = stage.fp8_weights if settings is not None and settings.params else 0
-        gather_s = share * (2 * stage.num_parameters - in_fp8) / rate
+        gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0

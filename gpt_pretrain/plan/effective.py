@@ -18,7 +18,7 @@ from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import show
 from gpt_pretrain.megatron.platform import Kernels, Platform
-from gpt_pretrain.megatron.translate import translate_ddp, translate_optimizer, translate_transformer
+from gpt_pretrain.megatron.translate import expert_fields, translate_ddp, translate_optimizer, translate_transformer
 
 # megatron-core's config classes: how the table calls them, in the order of `Translation`.
 TRANSFORMER, DDP, OPTIMIZER = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
@@ -111,8 +111,13 @@ def translated_fields(config: Config, platform: Platform, kernels: Kernels) -> d
     """Every field of megatron-core's three configs under "Class.field", as training would set it."""
     # megatron-core refuses this one fusion where Transformer Engine does not import, and no key of the table sets it.
     importable = replace(kernels, apply_rope_fusion=False)
+    # Nor does it let experts and FP8 come together there: the fields of experts are what the translation makes them.
+    without_experts = replace(config, model=replace(config.model, num_moe_experts=None))
+    transformer = translate_transformer(without_experts, platform, importable)
+    for name, value in expert_fields(config.model, kernels).items():
+        setattr(transformer, name, value)
     configs = (
-        translate_transformer(config, platform, importable),
+        transformer,
         translate_ddp(config),
         translate_optimizer(config, platform),
     )

@@ -70,8 +70,12 @@ def _num_parameters(config: Config) -> int:
         virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1,
         sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
     )
-    (stage,) = plan_stages(whole, Layout(tp=1, pp=1, vp=1, cp=1, dp=1, num_microbatches=1, gpus_per_node=1))
+    (stage,) = plan_stages(
+        whole, Layout(tp=1, pp=1, vp=1, cp=1, dp=1, ep=1, etp=1, num_microbatches=1, gpus_per_node=1)
+    )
     return stage.num_parameters
 
 

@@ -9,10 +9,10 @@ passes are counted from the sources of megatron-core 0.19 and Transformer Engine
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Activation, Fp8RecipeName
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
 from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.gemms import Gemm, Linear, gemms
+from gpt_pretrain.config.gemms import EXPERT_FC1, Gemm, Linear, gemms
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
 
@@ -46,7 +46,7 @@ class Machine:
             size, rate = 2, self.gpu.bf16_tflops * 1e12 * own.bf16
         arithmetic = gemm.flops / rate * (1 + own.depth / gemm.k)
         read = size * (gemm.m * gemm.k + gemm.k * gemm.n)
-        memory = (read + 2 * gemm.m * gemm.n) / (self.gpu.bandwidth_tb_s * 1e12 * own.bandwidth)
+        memory = gemm.linear.count * (read + 2 * gemm.m * gemm.n) / (self.gpu.bandwidth_tb_s * 1e12 * own.bandwidth)
         return max(arithmetic, memory) + own.kernel_s
 
 
@@ -57,13 +57,13 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
     more pass to find it.
     """
     passes = 5 + (2 if recipe is Fp8RecipeName.tensorwise else 0)
-    values = linear.local_tokens * linear.in_features + linear.tokens * linear.out_features
+    values = linear.count * (linear.local_tokens * linear.in_features + linear.tokens * linear.out_features)
     return machine.memory_s(values * passes, kernels=2)
 
 
 def _weight_cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
     passes = 4 + (2 if recipe is Fp8RecipeName.tensorwise else 0)
-    return machine.memory_s(linear.out_features * linear.in_features * passes)
+    return machine.memory_s(linear.num_weights * passes)
 
 
 def _attention_s(machine: Machine, model: ModelConfig, tokens: int, *, fp8: bool) -> float:
@@ -74,18 +74,21 @@ def _attention_s(machine: Machine, model: ModelConfig, tokens: int, *, fp8: bool
     return flops / rate / (machine.efficiency.fp8_attention if fp8 else 1.0) + 3 * machine.efficiency.kernel_s
 
 
-def _elementwise_bytes(model: ModelConfig, tokens: int, local: int) -> float:
-    """Bytes that norms, residuals, rotary embeddings and the activation read and write, forward and backward."""
-    tp = model.tensor_model_parallel_size
-    projected = (model.num_attention_heads + 2 * num_query_groups(model)) * kv_channels(model) // tp
-    inner = ffn_hidden_size(model) // tp
-    fc1 = inner * (2 if model.activation is Activation.swiglu else 1)
+def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
+    """Bytes that norms, residuals, rotary embeddings and the activation read and write, forward and backward.
+
+    Where there are experts, their rows are gathered out of the residual stream and added up into it, too.
+    """
+    qkv, *_, fc1_layer, fc2_layer = layer
+    tokens, local, rows = qkv.tokens, qkv.local_tokens, fc1_layer.tokens * fc1_layer.count
+    projected, inner, fc1 = qkv.out_features, fc2_layer.in_features, fc1_layer.out_features
     # Two norms and two residual additions: 4 passes forward, 7 backward each way; the residual stream is read twice.
     stream = 22 * local * model.hidden_size
     activation = (fc1 + inner) + (2 * fc1 + inner)
     rotary_or_copy = 4 * projected
     bias = (projected if model.bias or model.qkv_bias else 0) + (fc1 + 2 * model.hidden_size if model.bias else 0)
-    return 2.0 * (stream + tokens * (activation + rotary_or_copy / 2 + bias))
+    moved = 8 * model.hidden_size if fc1_layer.kind == EXPERT_FC1 else 0
+    return 2.0 * (stream + rows * (activation + moved) + tokens * (rotary_or_copy / 2 + bias))
 
 
 def layer_s(
@@ -100,12 +103,12 @@ def layer_s(
             seconds["FP8 casts"] += _cast_s(machine, linear, recipe)
         if not fused_wgrad:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
-            seconds["gradient accumulation"] += machine.memory_s(linear.out_features * linear.in_features * 10)
+            seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
     qkv = layer[0]
     seconds["attention"] = _attention_s(
         machine, model, qkv.tokens, fp8=settings is not None and settings.dot_product_attention
     )
-    elementwise = _elementwise_bytes(model, qkv.tokens, qkv.local_tokens)
+    elementwise = _elementwise_bytes(model, layer)
     seconds["norms, activation, residuals"] = machine.memory_s(elementwise, ELEMENTWISE_KERNELS)
     return seconds
 
@@ -121,7 +124,7 @@ def recompute_s(
     forward = attention * 2 / ATTENTION_PRODUCTS
     if whole:
         forward += sum(machine.gemm_s(gemms(linear)[0], recipe) for linear in layer)
-        forward += machine.memory_s(_elementwise_bytes(model, layer[0].tokens, layer[0].local_tokens) / 3)
+        forward += machine.memory_s(_elementwise_bytes(model, layer) / 3)
         if recipe is not None:
             forward += sum(_cast_s(machine, linear, recipe) / 2 for linear in layer if linear.precision == "fp8")
     return forward

@@ -97,15 +97,15 @@ def _parameter_items(config: Config, layout: Layout, stage: Stage, storage: Stor
     model, fp8, element = config.model, storage.fp8, storage.element
     stored = 0 if fp8 is None else stage.fp8_weights
     in_fp8 = fp8 is not None and fp8.params
-    sharded = layout.shards if uses_distributed_optimizer(model) else 1
+    updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
     adam = model.optim.name is OptimizerName.adam
     moments = 8 if adam else 4 * (model.optim.momentum > 0)
     return {
         "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
         "FP8 weights" if in_fp8 else "FP8 copies of weights": 0.0 if fp8 is None else stored * weight_copies(fp8, gpu),
         "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
-        "masters": stage.num_parameters * 4 / sharded if element == 2 else 0.0,
-        "moments": stage.num_parameters * moments / sharded,
+        "masters": updated * 4 if element == 2 else 0.0,
+        "moments": updated * moments,
     }
 
 
@@ -159,7 +159,7 @@ def _stage_memory(
     copies = 0.0
     if storage.element == 2 and not model.grad_reduce_in_fp32:
         # The optimizer reads gradients in fp32.
-        copies = stage.num_parameters * 4 / (layout.shards if uses_distributed_optimizer(model) else 1)
+        copies = 4 * stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
     if copies > kept + max(logits, backward):
         items["gradients in fp32"] = copies
     else:

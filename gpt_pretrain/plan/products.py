@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.gemms import Linear, gemms, linears
+from gpt_pretrain.config.gemms import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms, linears
 from gpt_pretrain.config.numbers import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 
@@ -26,7 +26,7 @@ class Product:
     n: int
     k: int
     count: int
-    """How often it is computed in a layer: batch · heads for attention's."""
+    """How often it is computed in a layer: batch · heads for attention's, once for each of the GPU's experts."""
     precision: str
     """"FP8" with its formats, "BF16" or "FP32"."""
     reason: str
@@ -57,6 +57,17 @@ def shape_problem(m: int, n: int, k: int, alignment: int) -> str:
     return "; ".join(wrong)
 
 
+def _shape_problem(gemm: Gemm, alignment: int) -> str:
+    """Of a product that may run in FP8: the LM head and routers never do, and the rows of experts are padded."""
+    kind = gemm.linear.kind
+    if gemm.linear.layer < 0 or kind == ROUTER:
+        return ""
+    m, n, k = gemm.m, gemm.n, gemm.k
+    if kind in (EXPERT_FC1, EXPERT_FC2):
+        m, k = (m, alignment) if gemm.phase == "wgrad" else (alignment, k)
+    return shape_problem(m, n, k, alignment)
+
+
 def _formats(settings: Fp8Settings, phase: str) -> str:
     forward, gradient = settings.forward_format.upper(), settings.gradient_format.upper()
     return f"FP8 {forward}·{forward}" if phase == "forward" else f"FP8 {gradient}·{forward}"
@@ -79,11 +90,10 @@ def _linear_products(
             m=gemm.m,
             n=gemm.n,
             k=gemm.k,
-            count=1,
+            count=first.count,
             precision=_formats(settings, gemm.phase) if gemm.fp8 and settings is not None else high,
             reason=why,
-            # The LM head never runs in FP8.
-            shape_problem=shape_problem(gemm.m, gemm.n, gemm.k, alignment) if in_layers else "",
+            shape_problem=_shape_problem(gemm, alignment),
             flops=gemm.flops * len(same),
         )
 

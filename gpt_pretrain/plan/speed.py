@@ -11,6 +11,7 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.communication import (
     context_parallel_s,
     data_parallel_s,
+    expert_parallel_s,
     pipeline_send_s,
     tensor_parallel_s,
 )
@@ -50,6 +51,7 @@ def _microbatch_s(
                 whole = granularity is RecomputeGranularity.full
                 seconds["recomputation"] = recompute_s(machine, model, own, settings, whole=whole)
             seconds["tensor parallel"] = tensor_parallel_s(machine, model, layout, own, settings)
+            seconds["expert parallel"] = expert_parallel_s(machine, model, layout, own)
             seconds["context parallel"] = context_parallel_s(machine, model, layout, own, seconds["attention"])
             cache[key] = seconds
         add(total, cache[key])
@@ -79,7 +81,8 @@ def _optimizer_s(machine: Machine, model: ModelConfig, layout: Layout, stage: St
     settings = fp8_settings(model)
     shards = layout.shards if uses_distributed_optimizer(model) else 1
     per_parameter = 34 if model.optim.name is OptimizerName.adam else 26
-    moved = stage.num_parameters * (4 + per_parameter / shards)
+    updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
+    moved = stage.num_parameters * 4 + per_parameter * updated
     seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
     if settings is not None and settings.params:
         per_weight = machine.efficiency.fp8_params_s_per_parameter

@@ -4,8 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Normalization, PositionEmbedding
-from gpt_pretrain.config.derived import data_parallel_size, num_microbatches, padded_vocab_size
-from gpt_pretrain.config.gemms import FC1, FC2, PROJ, QKV, Linear, linears
+from gpt_pretrain.config.derived import (
+    data_parallel_size,
+    expert_tensor_parallel_size,
+    num_microbatches,
+    padded_vocab_size,
+)
+from gpt_pretrain.config.gemms import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import ModelConfig
 
@@ -19,6 +24,9 @@ class Layout:
     vp: int
     cp: int
     dp: int
+    ep: int
+    etp: int
+    """Ranks that share each expert's matrices."""
     num_microbatches: int
     """Per optimizer step and data-parallel rank."""
     gpus_per_node: int
@@ -27,6 +35,11 @@ class Layout:
     def shards(self) -> int:
         """Ranks that share optimizer states where they are sharded: DP · CP."""
         return self.dp * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """The same for the parameters of experts: what EP and their own tensor parallelism leave of a stage's ranks."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
     def world_size(self) -> int:
@@ -43,6 +56,8 @@ def plan_layout(model: ModelConfig, launch: Launch) -> Layout:
         vp=model.virtual_pipeline_model_parallel_size or 1,
         cp=model.context_parallel_size,
         dp=data_parallel_size(model, world_size),
+        ep=model.expert_model_parallel_size,
+        etp=expert_tensor_parallel_size(model),
         num_microbatches=num_microbatches(model, world_size),
         gpus_per_node=launch.local_world_size,
     )
@@ -66,11 +81,20 @@ class Stage:
     """Elements of weights that FP8 products read."""
     other_parameters: int
     """All other parameters: weights kept out of FP8, embeddings, LM head, biases, norms."""
+    expert_weights: int
+    """Of both, those of experts."""
 
     @property
     def num_parameters(self) -> int:
         """Parameters of one GPU."""
         return self.fp8_weights + self.other_parameters
+
+    def optimizer_parameters(self, layout: Layout, *, sharded: bool) -> float:
+        """Parameters whose optimizer states one GPU has, all of its own or a share of them."""
+        if not sharded:
+            return self.num_parameters
+        others = self.num_parameters - self.expert_weights
+        return others / layout.shards + self.expert_weights / layout.expert_shards
 
     @property
     def layers_in_flight(self) -> int:
@@ -94,7 +118,8 @@ def _layer_vectors(model: ModelConfig, layer: Sequence[Linear]) -> int:
     """Biases and norm weights of one layer. Biases of row-parallel layers are whole on every TP rank."""
     norms = 2 * _norm_parameters(model)
     biased = {QKV: model.bias or model.qkv_bias, PROJ: model.bias, FC1: model.bias, FC2: model.bias}
-    return norms + sum(linear.out_features for linear in layer if biased[linear.kind])
+    # Routers and experts have none.
+    return norms + sum(linear.out_features for linear in layer if biased.get(linear.kind))
 
 
 def _norm_parameters(model: ModelConfig) -> int:
@@ -120,8 +145,8 @@ def plan_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
         )
         first, last = index == 0, index == layout.pp - 1
         own = [linear for layer in layers for linear in by_layer[layer]]
-        fp8 = sum(linear.out_features * linear.in_features for linear in own if linear.precision == "fp8")
-        other = sum(linear.out_features * linear.in_features for linear in own) - fp8
+        fp8 = sum(linear.num_weights for linear in own if linear.precision == "fp8")
+        other = sum(linear.num_weights for linear in own) - fp8
         other += sum(_layer_vectors(model, by_layer[layer]) for layer in layers)
         if first:
             other += table
@@ -141,6 +166,7 @@ def plan_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
                 layers_per_chunk=layers_per_chunk,
                 fp8_weights=fp8,
                 other_parameters=other,
+                expert_weights=sum(linear.num_weights for linear in own if linear.kind in (EXPERT_FC1, EXPERT_FC2)),
             )
         )
     return stages

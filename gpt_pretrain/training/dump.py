@@ -145,7 +145,7 @@ def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
 
 
 def _gradient(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """What an optimizer updates a weight by, None if it has not got it; of a distributed one a shard of the gradient."""
+    """What an optimizer updates a weight by, None if it has not got it; of a distributed one its shard."""
     gradient: torch.Tensor | None
     if not isinstance(part, DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)

@@ -15,7 +15,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.gemms import fp8_flops_share, linears
+from gpt_pretrain.config.gemms import ROUTER, fp8_flops_share, linears
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
@@ -93,7 +93,7 @@ def describe_fp8(model: ModelConfig) -> str:
     parts += ["weights stored and gathered in FP8"] if settings.params else []
     parts += ["FP8 attention"] if settings.dot_product_attention else []
     parts += [] if settings.wgrad else ["weight gradients not in FP8"]
-    kept = sum(linear.layer >= 0 and linear.precision != "fp8" for linear in linears(model))
+    kept = sum(linear.kind not in ("output_layer", ROUTER) and linear.precision != "fp8" for linear in linears(model))
     parts += [f"{kept} linear layers kept out"] if kept else []
     parts.append(f"{fp8_flops_share(model):.1%} of the FLOPs of matrix products")
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)
