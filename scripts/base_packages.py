@@ -41,6 +41,9 @@ def installed() -> dict[str, Distribution]:
     """Canonical name → package; of two on Python's path the first, which is the one that is imported."""
     found: dict[str, Distribution] = {}
     for package in distributions():
+        # Of a package that was removed by half, metadata without a name may be left.
+        if not package.metadata["Name"]:
+            continue
         found.setdefault(canonical(package.metadata["Name"]), package)
     return found
 

@@ -143,6 +143,20 @@ def test_a_laptop_trains_small_models_without_fp8():
             f"{PIP} --force-reinstall 'torch==2.11.0'",
         ),
         (
+            replace(HEALTHY, torch=replace(MISSING, version="2.11.0")),
+            1,
+            "PyTorch does not load: ModuleNotFoundError",
+            f"{PIP} --force-reinstall 'torch==2.11.0'",
+        ),
+        (
+            replace(
+                HEALTHY, torch=MISSING, requirements=(Requirement(needed="torch>=2.11", installed=None),), packages={}
+            ),
+            1,
+            "gpt_pretrain needs torch>=2.11, which is not installed",
+            f"{PIP} 'torch>=2.11'",
+        ),
+        (
             hidden(version="2.11.0+cpu", cuda=None),
             1,
             "is built without CUDA, although there is NVIDIA H200 (8 in all): runs would train on the CPU",
@@ -213,6 +227,12 @@ def test_a_laptop_trains_small_models_without_fp8():
             3,
             "Its packages do not fit each other: transformer-engine 2.12.0",
             INSTALL,
+        ),
+        (
+            with_torch(replace(broken_te("RuntimeError: cudnn shared object not found."), packages={}), cuda="12.8"),
+            3,
+            "not where it is looked for",
+            "/site/nvidia/nccl/lib:/site/nvidia/cublas/lib:/site/nvidia/cuda_runtime/lib:/site/nvidia/cuda_nvrtc/lib:",
         ),
         (broken_te("RuntimeError: cudnn shared object not found."), 3, "not where it is looked for", OUR_LIBRARIES),
         (

@@ -49,9 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print the facts and the verdict as a JSON object")
     parser.add_argument(
         "--assume-gpu",
-        type=PlanGpu,
-        choices=list(PlanGpu),
-        metavar="|".join(gpu.name for gpu in PlanGpu),
+        choices=[gpu.name for gpu in PlanGpu],
         help="judge the libraries as if this GPU were there: on a login node, or while an image is built",
     )
     return parser
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     chosen = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
-        facts = examine(None if chosen.assume_gpu is None else GPUS[chosen.assume_gpu])
+        facts = examine(None if chosen.assume_gpu is None else GPUS[PlanGpu[chosen.assume_gpu]])
     except KeyboardInterrupt:
         return INTERRUPTED
     verdict = give_verdict(facts)

@@ -5,7 +5,7 @@ The messages that are recognised are those of PyTorch 2.11, megatron-core 0.19 a
 
 from collections.abc import Iterator
 
-from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Torch
+from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
 from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.surroundings import surroundings
 from gpt_pretrain.doctor.te_findings import transformer_engine_findings
@@ -48,7 +48,7 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
             blocks=Blocks.nothing,
         )
         return
-    for unmet in facts.requirements:
+    for unmet in _unmet(facts):
         there = "which is not installed" if unmet.installed is None else f"and {unmet.installed} is installed"
         yield Finding(
             about="gpt_pretrain",
@@ -58,10 +58,14 @@ def _requirements(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _unmet(facts: Facts) -> tuple[Requirement, ...]:
+    return facts.requirements if isinstance(facts.requirements, tuple) else ()
+
+
 def _torch(facts: Facts) -> Iterator[Finding]:
     torch, driver = facts.torch, facts.driver
     if isinstance(torch, Failure):
-        if not torch.is_missing or isinstance(facts.requirements, Failure | None):
+        if not any(unmet.needed.startswith("torch") and unmet.installed is None for unmet in _unmet(facts)):
             version = f"=={torch.version}" if torch.version else ""
             yield Finding(
                 about="PyTorch",
@@ -171,7 +175,8 @@ def _application(facts: Facts) -> Iterator[Finding]:
     what = f"does not load: {application.problem}"
     if isinstance(te, Failure) and not te.is_missing:
         what += ". Transformer Engine, which megatron-core loads, does not either: mend it, or train without it"
-        fix = " ".join(["python -m pip uninstall --yes", *facts.packages])
+        names = " ".join(facts.packages)
+        fix = f"python -m pip uninstall --yes {names}" if names else "unset PYTHONPATH"
     elif "'megatron" in application.problem and application.version is not None:
         what += ". megatron-core is installed: another folder named megatron comes first on Python's path"
         fix = 'unset PYTHONPATH; python -c "import megatron; print(megatron.__path__)"'

@@ -99,5 +99,8 @@ def _rebuild(version: str | None) -> str:
 
 def _use_libraries_of(torch: Torch) -> str:
     """Puts the CUDA libraries of PyTorch's own wheels before the system's."""
-    folders = ":".join(f"{torch.site}/nvidia/{name}/lib" for name in ("cudnn", "nccl", "cu13"))
+    major = 13 if torch.cuda is None else leading_version(torch.cuda)[0]
+    # From CUDA 13 on all but cuDNN and NCCL are in one folder.
+    cuda = [f"cu{major}"] if major >= 13 else ["cublas", "cuda_runtime", "cuda_nvrtc"]
+    folders = ":".join(f"{torch.site}/nvidia/{name}/lib" for name in ("cudnn", "nccl", *cuda))
     return f"export CUDNN_HOME={torch.site}/nvidia/cudnn LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
