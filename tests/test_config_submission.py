@@ -1,0 +1,104 @@
+"""A sweep whose runs are jobs of Slurm: what each job is given, and what is refused before Slurm hears of it."""
+
+import pytest
+
+from gpt_pretrain.__main__ import main
+from gpt_pretrain.config.cli import check_request, parse_command_line
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.submission import submit
+from tests.launching import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch, no_launcher):
+    monkeypatch.chdir(REPOSITORY)
+
+
+def jobs(*arguments):
+    request = parse_command_line(["-m", "hydra/launcher=slurm", *arguments])
+    return check_request(request, read_launch())
+
+
+def test_a_job_is_given_what_its_run_was_composed_from(tmp_path):
+    sweep = jobs(
+        "model=gpt2_124m",
+        "model.global_batch_size=512",
+        "model.seed=1,2",
+        "sample.prompt='two words'",
+        f"hydra.sweep.dir={tmp_path}",
+        "hydra.launcher.nodes=2",
+        "hydra.launcher.gpus_per_node=8",
+        'hydra.launcher.sbatch=["--time=600"]',
+    )
+    for number, job in enumerate(sweep):
+        assert job.submission.options == ["--nodes=2", "--gpus-per-node=8", "--time=600"]
+        assert job.submission.launch.world_size == 16
+        assert job.arguments == (
+            "model=gpt2_124m",
+            "model.global_batch_size=512",
+            f"model.seed={number + 1}",
+            "sample.prompt='two words'",
+            # The batch script's default is FP8; what was checked here is not.
+            "fp8=none",
+            f"run_dir={tmp_path}/{number}",
+        )
+
+
+def test_an_experiments_choice_of_fp8_and_a_directory_of_the_users_own_go_along(tmp_path):
+    sweep = jobs("fp8=delayed,tensorwise", "model=gpt2_124m", f"run_dir={tmp_path}/run_${{hydra:job.num}}")
+    assert [job.arguments[-2:] for job in sweep] == [
+        ("fp8=delayed", f"run_dir={tmp_path}/run_0"),
+        ("fp8=tensorwise", f"run_dir={tmp_path}/run_1"),
+    ]
+
+
+def test_the_rules_are_asked_about_the_ranks_that_a_job_will_have():
+    eight = ["parallelism=tp2", "model.global_batch_size=64", "model.seed=1,2", "hydra.launcher.gpus_per_node=8"]
+    assert [job.submission.launch.world_size for job in jobs(*eight)] == [8, 8]
+    with pytest.raises(ConfigError, match=r"give its job 2 tasks: hydra\.launcher\.nodes × hydra\.launcher\.gpus_per"):
+        jobs("parallelism=tp2", "model.seed=1,2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hydra.launcher.nodes=0"], "hydra.launcher.nodes=0 is too small; use 1 or more"),
+        (["hydra.launcher.nodes=many"], "hydra.launcher: Value 'many' of type 'str' could not be converted to Integer"),
+        (["++hydra.launcher.node=2"], "hydra.launcher: Key 'node' not in 'Submission'"),
+        (
+            ["hydra.launcher.script=none.sbatch"],
+            "hydra.launcher.script=none.sbatch is not a file; start in",
+        ),
+        (["name=${hydra:job.num}"], "${hydra:…} is of this sweep, and Slurm's job of one run does not know it"),
+        (["model.hiden_size=64"], "model.hiden_size is not a key; did you mean model.hidden_size?"),
+    ],
+)
+def test_a_wrong_submission_is_refused_before_slurm_is_asked(arguments, message, capsys):
+    assert main(["-m", "hydra/launcher=slurm", "model.seed=1,2", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_launcher_of_hydra_is_refused_with_those_that_there_are(tmp_path, capsys):
+    folder = tmp_path / "hydra" / "launcher"
+    folder.mkdir(parents=True)
+    (folder / "other.yaml").write_text("_target_: somebody.elses.Launcher\n")
+    assert main(["-m", "hydra/launcher=other", "model.seed=1,2", "--config-dir", str(tmp_path)]) == 2
+    assert "hydra/launcher=basic, one after another, or as jobs of Slurm, =slurm" in capsys.readouterr().err
+
+
+def test_without_slurm_the_message_says_what_is_missing(tmp_path, monkeypatch):
+    (job, _) = jobs("model.seed=1,2", f"hydra.sweep.dir={tmp_path}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="needs Slurm's sbatch, which is not on this machine's PATH"):
+        submit(job.submission, tmp_path / "run", job.arguments)
+
+
+def test_what_slurm_refuses_is_told_in_its_words(tmp_path, monkeypatch):
+    (job, _) = jobs("model.seed=1,2", f"hydra.sweep.dir={tmp_path}")
+    refusing = tmp_path / "sbatch"
+    refusing.write_text("#!/bin/bash\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(UserError, match=r"sbatch refuses the run of .*: sbatch: error: invalid partition"):
+        submit(job.submission, tmp_path / "run", job.arguments)

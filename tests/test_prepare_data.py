@@ -1,0 +1,52 @@
+"""`python -m gpt_pretrain.prepare_data`: what it leaves is what the training's own preparation finds."""
+
+import pytest
+
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.prepare_data.__main__ import main
+from tests.runs import small_run_arguments
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    return small_run_arguments(tmp_path / "run", cache, [])[2:]
+
+
+def test_training_finds_what_was_prepared_for_it(arguments, tmp_path, capsys):
+    # Of a layout that this one process could not train in.
+    assert main([*arguments, "parallelism=tp2"]) == 0
+    told = capsys.readouterr().out
+    prepared = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")}
+    assert any(path.suffix == ".npy" for path in prepared)
+    assert not (tmp_path / "run").exists()
+
+    config = load_config(arguments)
+    corpus = prepare_corpus(config, show_progress=False)
+    assert f"prepared: {corpus.train.num_tokens:,} tokens to train on" in told
+    assert f"    {corpus.prefixes[0]}.bin\n" in told
+    build_datasets(config, corpus, num_train_samples=20 * 8, num_valid_samples=2 * 8)
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")}
+    assert {path: after[path] for path in after if path.suffix != ".lock"} == {
+        path: prepared[path] for path in prepared if path.suffix != ".lock"
+    }
+
+
+def test_what_training_would_refuse_is_refused(tmp_path, capsys):
+    assert main(["data=text", f"model.data.text_files=[{tmp_path}/nothing]"]) == 2
+    assert "nothing matches no file" in capsys.readouterr().err
+    assert main(["model.hiden_size=64"]) == 2
+    assert "did you mean model.hidden_size?" in capsys.readouterr().err
+
+
+def test_random_tokens_need_no_preparation(capsys):
+    assert main(["data=mock"]) == 0
+    assert capsys.readouterr().out == "nothing to prepare: data=mock is random tokens\n"
+
+
+def test_its_help_names_its_own_command(capsys):
+    assert main(["--help"]) == 0
+    assert "python -m gpt_pretrain.prepare_data data=text" in capsys.readouterr().out
