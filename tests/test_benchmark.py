@@ -134,6 +134,15 @@ def test_the_benchmark_is_not_started_by_torchrun(monkeypatch, capsys):
     assert "torchrun started this one; start it plainly, with trainer.devices=2" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_launcher")
+def test_the_help_shows_the_keys_with_the_values_of_the_command_line(capsys):
+    assert main(["benchmark.steps=70", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpt_pretrain.benchmark: variants of a run" in shown
+    assert "benchmark.steps = 70" in shown
+    assert "(strings by name)" in shown
+
+
 def test_figures_are_medians_over_intervals_and_rounds(compose_config):
     model = compose_config("model=gpt2_124m", "model.global_batch_size=128").model
     other = replace(MEASURED, step_times_s=(0.3, 0.8), memory_gib=12.0, first_step_s=30.0, loss=9.9)
@@ -186,7 +195,9 @@ def rows_of(compose_config):
         [
             build_row(APP, 1, first, None, planned),
             build_row(bare, 2, second, None, None),
-            build_row(Variant(name="big", loop=Loop.app, overrides=()), 1, None, "out of memory | 80 GiB", None),
+            build_row(
+                Variant(name="big", loop=Loop.app, overrides=()), 1, None, "out of memory | 80 GiB\nused: 79", None
+            ),
         ]
     )
 
@@ -259,6 +270,7 @@ def test_the_markdown_says_all_it_takes_to_measure_again(compose_config):
         "| ceiling | BF16 774, FP8 1414 TFLOP/s (8192³, median) |",
         "    python -m gpt_pretrain.benchmark model=gpt2_124m 'benchmark.variants=[app,bare:lean]'",
         "- big: out of memory | 80 GiB",
+        "  used: 79",
         "- bare:lean: `fp8=delayed 'run_dir='\"'\"'a b'\"'\"''`",
         "| gemm\\|tn | 3 | 1.5 | 75.0% |",
     ):
@@ -277,13 +289,14 @@ def test_the_json_reads_back_as_the_figures(compose_config):
 
 
 def test_kernels_are_those_of_the_device_the_longest_first():
-    def event(name, count, cpu_us, device_us, device_type):
+    def event(name, count, cpu_us, device_us, device_type, *, is_user_annotation=False):
         return SimpleNamespace(
             key=name,
             count=count,
             self_cpu_time_total=cpu_us,
             self_device_time_total=device_us,
             device_type=device_type,
+            is_user_annotation=is_user_annotation,
         )
 
     events = [
@@ -291,6 +304,7 @@ def test_kernels_are_those_of_the_device_the_longest_first():
         event("aten::add", 8, 100.0, 0.0, DeviceType.CPU),
         event("add_kernel", 8, 0.0, 1000.0, DeviceType.CUDA),
         event("gemm_kernel", 4, 0.0, 3000.0, DeviceType.CUDA),
+        event("Optimizer.step", 2, 0.0, 4000.0, DeviceType.CUDA, is_user_annotation=True),
     ]
 
     assert longest_kernels(events, 2, cuda=True) == (

@@ -134,7 +134,7 @@ def test_config_path_replaces_conf(my_conf):
     folder = my_conf(config="name: alone\n")
     found = problems("--config-path", str(folder))
     assert [problem.partition(" ")[0] for problem in found] == [
-        "run_dir", "model", "trainer", "checkpoint", "logging", "sample", "plan"
+        "run_dir", "model", "trainer", "checkpoint", "logging", "sample", "plan", "benchmark"
     ]  # fmt: skip
     assert found[1].startswith("model is not in the configuration")
 

@@ -391,8 +391,19 @@ ELSEWHERE = {
         "model.tokenizer.model",
         "model.tokenizer.vocab_size",
     ),
-    # What it plans for; training reads neither.
+    # What these two plan for and measure; training reads none of it.
     "plan": ("plan.gpu", "plan.num_gpus"),
+    "benchmark": (
+        "benchmark.variants",
+        "benchmark.overrides",
+        "benchmark.warmup_steps",
+        "benchmark.steps",
+        "benchmark.interval",
+        "benchmark.rounds",
+        "benchmark.profile",
+        "benchmark.forecast",
+        "benchmark.markdown",
+    ),
     "training": (
         "model.micro_batch_size",
         "trainer.max_steps",
@@ -444,8 +455,8 @@ def test_key_changes_exactly_its_fields(row: Row) -> None:
     assert {name: value for name, value in after.items() if value != before[name]} == row.expected
 
 
-def test_every_key_of_model_trainer_and_plan_lands_somewhere() -> None:
-    keys = {path for path in schema_keys() if path.startswith(("model.", "trainer.", "plan."))}
+def test_every_key_of_model_trainer_plan_and_benchmark_lands_somewhere() -> None:
+    keys = {path for path in schema_keys() if path.startswith(("model.", "trainer.", "plan.", "benchmark."))}
     in_table = {row.key for row in ROWS}
     elsewhere = [key for place in ELSEWHERE.values() for key in place]
     assert len(set(elsewhere)) == len(elsewhere)

@@ -135,7 +135,7 @@ class Comparison:
         )
         if outcome.problem is not None:
             self._problems[variant] = outcome.problem
-            self._note(f"round {number + 1}, {variant.name}: failed: {outcome.problem}")
+            self._note(f"round {number + 1}, {variant.name}: failed: {outcome.problem.partition('\n')[0]}")
             return
         self._measured[variant].append(outcome.results)
         times = ", ".join(map(format_step_time, outcome.results[0].step_times_s))

@@ -76,7 +76,7 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         f"{settings.steps // settings.interval} intervals of {settings.interval} steps after {settings.warmup_steps}; "
         "spread: fastest and slowest interval; ratios: to the first variant.\n",
         markdown_table(*table_of_rows(rows)),
-        "".join(f"- {line}\n" for line in problem_lines(rows)),
+        "".join("- " + line.replace("\n", "\n  ") + "\n" for line in problem_lines(rows)),
         _added(rows),
     ]
     forecasts = table_of_forecasts(rows)

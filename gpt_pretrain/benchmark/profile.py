@@ -54,7 +54,8 @@ def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tup
     times = [
         (event, event.self_device_time_total if cuda else event.self_cpu_time_total)
         for event in events
-        if event.device_type == device
+        # A GPU's annotations span the kernels within them, which are counted themselves.
+        if event.device_type == device and not (cuda and event.is_user_annotation)
     ]
     total = sum(time for _, time in times)
     longest = sorted(times, key=lambda entry: entry[1], reverse=True)[:_MOST]
