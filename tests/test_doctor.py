@@ -236,6 +236,12 @@ def test_a_laptop_trains_small_models_without_fp8():
         ),
         (broken_te("RuntimeError: cudnn shared object not found."), 3, "not where it is looked for", OUR_LIBRARIES),
         (
+            broken_te("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"),
+            3,
+            "That is the driver's own library",
+            "docker run --gpus all",
+        ),
+        (
             broken_te("ModuleNotFoundError: No module named 'onnxscript'"),
             3,
             "It needs that module",

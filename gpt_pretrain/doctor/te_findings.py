@@ -70,6 +70,11 @@ def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str,
         install_command("te"),
     )
     yield (
+        r"libcuda\.so",
+        "That is the driver's own library: the host has no driver, or the container was started without the GPUs",
+        "docker run --gpus all --ipc=host …",
+    )
+    yield (
         "shared object not found|cannot open shared object file",
         "The library is not where it is looked for",
         _use_libraries_of(torch),
