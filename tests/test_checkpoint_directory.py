@@ -9,7 +9,7 @@ import pytest
 from gpt_pretrain.checkpoint import durable
 from gpt_pretrain.checkpoint.dealing import deal
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint
-from gpt_pretrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST, check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.publishing import Destination, Retention
 from gpt_pretrain.config.errors import UserError
 from tests.checkpoint_files import KEEP_ALL, manifest, publish
@@ -208,3 +208,12 @@ def test_a_manifest_of_another_version_says_which_reads_it(tmp_path, monkeypatch
 def test_a_directory_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"nowhere does not exist; name the directory of a checkpoint"):
         read_manifest(tmp_path / "nowhere")
+
+
+def test_a_manifest_from_before_rewinds_is_read():
+    values = manifest(3).to_json()
+    for name in ("rewinds", "passed_over", "losses", "spikes"):
+        del values[name]
+    assert Manifest.from_json(values) == manifest(3)
+    with pytest.raises(ValueError, match='"losses" is missing or no list'):
+        Manifest.from_json({**values, "losses": 3.0})

@@ -6,9 +6,12 @@ import signal
 import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
-from gpt_pretrain.checkpoint.manifest import read_manifest
+from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
+from gpt_pretrain.checkpoint.rewind import Detour, checkpoints_away_from, take_back
+from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
 from gpt_pretrain.report.metrics_file import load_metrics
-from tests.emulated_training import TINY, emulate
+from tests.checkpoint_files import publish
+from tests.emulated_training import TINY, emulate, emulated_training
 from tests.expert_training import EXPERTS
 from tests.test_faults import curve, weights
 
@@ -75,6 +78,23 @@ def uncut(parent, tmp_path_factory):
     codes, text = runs("uncut", faults={0: [BAD_STEP]})
     assert codes == [0], text
     return runs.folder / "uncut"
+
+
+def test_what_is_given_up_goes_and_nothing_else(tmp_path):
+    """Step 500 is of an attempt that the run was taken back from by hand; it is not this run's to remove."""
+    for step in (10, 20, 30, 500):
+        publish(tmp_path, step)
+    with emulated_training():
+        paths = checkpoints_away_from(tmp_path, [33], before=33, margin=4)
+        assert paths == [tmp_path / "step_00000020", tmp_path / "step_00000010"], "step 30 is too near"
+        assert checkpoints_away_from(tmp_path, [22, 33], before=33, margin=4) == paths[1:]
+        before = VerifiedCheckpoint(path=paths[1], manifest=read_manifest(paths[1]))
+        after = take_back(before, Detour(next_sample=264, rewinds=1, last_step=34))
+    assert latest_checkpoint(tmp_path) == paths[1]
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["latest", "step_00000010", "step_00000500"]
+    assert read_manifest(paths[1]).passed_over == after.manifest.passed_over == [[80, 184]]
+    assert (after.manifest.consumed_samples, after.manifest.rewinds) == (264, 1)
+    assert check_files(paths[1], after.manifest) == []
 
 
 def steps(first, last):

@@ -1,9 +1,9 @@
 """Takes a run back to one of its own checkpoints while it runs, and on from there with other samples.
 
 What the rewind decides is on the disk before anything is loaded, in three steps, each of them whole or not there at
-all: `latest` names the checkpoint, those of later steps go, and its manifest says with which sample training goes on.
-A process that is killed meanwhile finds a checkpoint to resume from: this one, and the same samples again, until the
-last step is done; from then on what the rewind itself would have gone on with.
+all: `latest` names the checkpoint, those of steps that are given up go, and its manifest says with which sample
+training goes on. A process that is killed meanwhile finds a checkpoint to resume from: with the same samples again
+until the last of the three is done, and from then on with those that the rewind itself would have gone on with.
 """
 
 import shutil
@@ -27,6 +27,8 @@ class Detour:
     """The first sample to train on; those from the checkpoint's up to it are passed over."""
     rewinds: int
     """Times that the run went back, this one included."""
+    last_step: int
+    """The last step that is given up; the run has no checkpoint of a later one."""
 
 
 def checkpoints_away_from(directory: Path, steps: Iterable[int], *, before: int, margin: int) -> list[Path]:
@@ -63,7 +65,7 @@ def take_back(checkpoint: VerifiedCheckpoint, detour: Detour) -> VerifiedCheckpo
         UserError: The directory cannot be written.
     """
     path, saved = checkpoint.path, checkpoint.manifest
-    skipped = (saved.consumed_samples, detour.next_sample - saved.consumed_samples)
+    skipped = [saved.consumed_samples, detour.next_sample - saved.consumed_samples]
     manifest = replace(
         saved,
         consumed_samples=detour.next_sample,
@@ -73,8 +75,9 @@ def take_back(checkpoint: VerifiedCheckpoint, detour: Detour) -> VerifiedCheckpo
 
     def write() -> None:
         write_durably(path.parent / POINTER, path.name + "\n")
-        given_up = [other for other in complete_checkpoints(path.parent) if step_of(other) > step_of(path)]
-        for left in [out_of_the_way(other) for other in given_up]:
+        given_up = range(step_of(path) + 1, detour.last_step + 1)
+        others = [other for other in complete_checkpoints(path.parent) if step_of(other) in given_up]
+        for left in [out_of_the_way(other) for other in others]:
             # A file that cannot be removed now is tried again at the next save.
             shutil.rmtree(left, ignore_errors=True)
         write_manifest(path, manifest)

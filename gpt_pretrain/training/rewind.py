@@ -83,7 +83,8 @@ class Rewinds:
             TooManySpikesError: The run has gone back as often as it may.
         """
         trainer = self._config.trainer
-        if progress.rewinds == trainer.max_spike_rewinds:
+        assert trainer.max_spike_rewinds is not None
+        if progress.rewinds >= trainer.max_spike_rewinds:
             raise TooManySpikesError(
                 _bad_step(spike),
                 f"step {spike.step}: loss {spike.loss:.4f} is a spike, above {spike.limit:.4f}, and the run has gone "
@@ -117,7 +118,11 @@ class Rewinds:
         began = time.monotonic()
         config, spike = self._config, request.spike
         checkpoint = resume_from(request.candidates, fall_back=config.checkpoint.fall_back).checkpoint
-        detour = Detour(next_sample=spike.first_sample + spike.num_samples, rewinds=progress.rewinds + 1)
+        detour = Detour(
+            next_sample=spike.first_sample + spike.num_samples,
+            rewinds=progress.rewinds + 1,
+            last_step=progress.step,
+        )
         steps_left = config.trainer.max_steps - checkpoint.manifest.step
         missing = detour.next_sample + steps_left * config.model.global_batch_size - self._num_samples
         if missing > 0:
