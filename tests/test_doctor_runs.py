@@ -14,7 +14,6 @@ import pytest
 from gpt_pretrain.doctor.__main__ import main
 from tests.launching import REPOSITORY, clean_environment, gpu_environment
 
-
 # Without nvidia-smi a machine has no driver, also where these tests hide its GPUs from PyTorch alone.
 NO_DRIVER = {"PATH": ""}
 
