@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from tests.launching import REPOSITORY, clean_environment
@@ -24,17 +25,15 @@ def slurm_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return clean_environment({**ours, **(env or {})})
 
 
+@cache
 def missing_slurm() -> str | None:
     """Why there is no Slurm to test with; None if there is one."""
     try:
         found = ask("sinfo", "--noheader", "--format=%t", timeout_s=20)
     except (FileNotFoundError, subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         return f"there is no Slurm ({error}); start one: {START}"
-    return (
-        f"Slurm's nodes take no jobs ({found}); start one: {START}"
-        if re.search("down|drain|unk|inval", found)
-        else None
-    )
+    takes_jobs = re.search("down|drain|unk|inval", found) is None
+    return None if takes_jobs else f"Slurm's nodes take no jobs ({found}); start one: {START}"
 
 
 def ask(*command: str, timeout_s: float = 60) -> str:
