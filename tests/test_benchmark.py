@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from gpt_pretrain.benchmark.stopwatch import Stopwatch
 from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_rows
 from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
 from gpt_pretrain.config.derived import flops_per_token
+from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.megatron.update import StepResult
@@ -80,12 +82,14 @@ def test_every_named_variant_of_conf_composes(compose_config):
 def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_path):
     run_dir = tmp_path / "it's \\ here"
     benchmark = compose_config("benchmark.warmup_steps=3", "benchmark.steps=20").benchmark
-    config = compose_config("experiment=gpt2_124m_1gpu", *run_overrides(benchmark, run_dir, profiled=False))
+    saving = ("experiment=gpt2_124m_1gpu", "checkpoint.save_interval=5", "trainer.max_spike_rewinds=2")
+    config = compose_config(*saving, *run_overrides(benchmark, run_dir, profiled=False))
 
     assert config.run_dir == str(run_dir)
     assert config.trainer.max_steps == 23
     assert config.trainer.limit_val_batches == config.sample.max_new_tokens == 0
     assert config.checkpoint.save_interval is None
+    assert config_problems(config, None) == []
     assert not config.checkpoint.save_at_end
     assert compose_config(*run_overrides(benchmark, run_dir, profiled=True)).trainer.max_steps == 26
 
@@ -218,7 +222,7 @@ def test_the_table_shows_every_variant_in_its_order(compose_config):
     assert app["tokens/s/GPU"] == f"{8 * 256 / 0.45:,.0f}"
     assert (bare["speed ratio"], bare["memory ratio"], bare["loss"]) == ("2.000", "0.500", "–")
     assert big["step (median)"] == "failed"
-    assert (bare["GPUs"], big["GPUs"]) == ("2", "1")
+    assert (bare["ranks"], big["ranks"]) == ("2", "1")
     assert set(list(big.values())[3:]) == {"–"}
 
 
@@ -370,6 +374,7 @@ def test_variants_and_the_bare_loop_are_measured_end_to_end(tmp_path, capsys):
     assert (run_dir / "1_app" / "round_1" / "trace.json.gz").stat().st_size > 1000
     assert (run_dir / "1_app" / "round_1" / "run" / "config.yaml").exists()
     assert "| app |" in markdown.read_text()
+    assert f"    python -m gpt_pretrain.benchmark {shlex.join(arguments)}\n" in markdown.read_text()
     # The run directory is taken now.
     assert main(arguments) == 2
     assert "holds a benchmark already" in capsys.readouterr().err

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def read_and_compare() -> None:
         nonlocal measured_all
         launch = read_launch()
-        request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        request = parse_command_line(given)
         if launch.world_size > 1:
             problem = f"a benchmark starts its processes itself, and {launch.launcher} started this one"
             raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH)
-        comparison = Comparison(jobs[0].config, request.overrides, request.source, console)
+        comparison = Comparison(jobs[0].config, request, given, console)
         with ended_by_signals():
             measured_all = comparison.run()
 

@@ -26,11 +26,11 @@ from gpt_pretrain.benchmark.variants import (
     run_overrides,
     variant_problems,
 )
+from gpt_pretrain.config.cli import Request
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.load import config_to_yaml, load_config
 from gpt_pretrain.config.run_dir import make_run_dir
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import Source
 from gpt_pretrain.plan.hardware import GPUS
 
 # The first folder that a benchmark makes.
@@ -42,18 +42,19 @@ class Comparison:
 
     Args:
         config: Of the command line.
-        overrides: The command line's.
-        source: Which YAML it is composed from.
+        request: What the command line asks for.
+        arguments: The command line itself, to be told.
         console: Where to print.
 
     Raises:
         ConfigError: Unknown keys or wrong values in what a variant adds, or keys that the benchmark sets itself.
     """
 
-    def __init__(self, config: Config, overrides: Sequence[str], source: Source, console: Console) -> None:
+    def __init__(self, config: Config, request: Request, arguments: Sequence[str], console: Console) -> None:
         self._config = config
-        self._overrides = tuple(overrides)
-        self._source = source
+        self._overrides = request.overrides
+        self._source = request.source
+        self._arguments = tuple(arguments)
         self._console = console
         self._variants = read_variants(config.benchmark)
         self._configs = self._load_configs()
@@ -83,7 +84,7 @@ class Comparison:
         forecasts = self._forecasts(machine.results[0], run_dir)
         benchmark = Benchmark(
             config=self._config,
-            arguments=self._overrides,
+            arguments=self._arguments,
             date=date.today().isoformat(),
             machine=machine.results[0],
             rows=tuple(self._rows(machine.results[0], forecasts)),

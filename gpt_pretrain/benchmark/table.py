@@ -57,7 +57,7 @@ def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
         if figures is not None:
             cells = [cell(row, figures) for cell in _COLUMNS.values()]
         lines.append([row.name, str(row.num_gpus), *cells])
-    return ["variant", "GPUs", *_COLUMNS], lines
+    return ["variant", "ranks", *_COLUMNS], lines
 
 
 def problem_lines(rows: Sequence[Row]) -> list[str]:

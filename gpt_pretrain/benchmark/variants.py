@@ -24,6 +24,7 @@ _BARE = "bare"
 _OWN_VALUES = {
     "trainer.limit_val_batches": "0",
     "trainer.max_time": "null",
+    "trainer.max_spike_rewinds": "null",
     "checkpoint.save_interval": "null",
     "checkpoint.save_at_end": "false",
     "checkpoint.resume": "never",
