@@ -71,9 +71,7 @@ def train(config: Config, dumps: Path) -> dict[str, Any]:
     """Takes `STEPS` steps, and one that is looked into; process groups are open."""
     training = build_training_of(config)
     num_microbatches = (
-        config.model.global_batch_size
-        // config.model.micro_batch_size
-        // parallel_state.get_data_parallel_world_size()
+        config.model.global_batch_size // config.model.micro_batch_size // parallel_state.get_data_parallel_world_size()
     )
     watch = ExpertWatch(config.model, training.trainable.model, num_microbatches, step=0)
     seen: dict[str, Any] = {"losses": [], "grad_norms": []}

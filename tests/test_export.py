@@ -207,6 +207,11 @@ def test_what_was_left_of_a_killed_export_is_replaced(llama, tmp_path):
             "model.activation=gelu cannot be said by LlamaForCausalLM, which has swiglu",
         ),
         (
+            ["model=mixtral_8x7b", "model.num_query_groups=2"],
+            None,
+            "model.num_moe_experts=8 cannot be said by LlamaForCausalLM, which has null",
+        ),
+        (
             ["model=qwen2_5_7b", "model.num_query_groups=2"],
             Architecture.mistral,
             "model.qkv_bias=true cannot be said by MistralForCausalLM, which has false",

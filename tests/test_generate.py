@@ -14,7 +14,7 @@ from gpt_pretrain.generate.arguments import GenerateArguments
 from gpt_pretrain.generate.text import continuations
 from tests.emulated_training import emulate
 from tests.launching import REPOSITORY, run_ranks
-from tests.saved_models import FAMILIES, saved_model, small_tokenizer
+from tests.saved_models import FAMILIES, save_model, saved_model, small_tokenizer
 
 PROMPT = "def function("
 
@@ -63,6 +63,21 @@ def test_layout_of_the_run_does_not_matter(tmp_path):
     assert export_main([f"checkpoint={path}", f"out={tmp_path / 'hf'}"]) == 0
     (text,) = texts(path, temperature=0.0, max_new_tokens=12)
     assert text == greedy_by_transformers(tmp_path / "hf", 12)
+
+
+def test_experts_write_what_two_ranks_shared_out(tmp_path):
+    """Saved by ranks with two experts each, read by one process that has all four."""
+    experts = [*FAMILIES["llama"], "model.num_moe_experts=4", "model.init_method_std=0.2"]
+    # The seed's weights do not depend on the layout.
+    (tmp_path / "one").mkdir()
+    save_model(tmp_path / "one", *experts, tokenizer=small_tokenizer())
+    shared = [*experts, "parallelism=ep2", "model.global_batch_size=2"]
+    done = run_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "tokenizer", *shared], timeout_s=60)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (text,) = texts(tmp_path / "checkpoints" / "step_00000001", temperature=0.0, max_new_tokens=12)
+    assert texts(tmp_path / "one" / "checkpoints" / "step_00000001", temperature=0.0, max_new_tokens=12) == [text]
+    assert len(text) > 4
+    assert export_main([f"checkpoint={tmp_path / 'checkpoints' / 'step_00000001'}", f"out={tmp_path / 'hf'}"]) == 2
 
 
 def test_fp8_run_writes_in_bf16(tmp_path):

@@ -14,6 +14,7 @@ from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.numbers import format_count, format_duration, format_percent, format_rate, format_share
 from gpt_pretrain.report.records import (
     CheckpointRecord,
+    ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
     Fp8Tensor,
@@ -68,6 +69,8 @@ FP8_TENSORS = tuple(
 FP8 = Fp8Record(step=100, tensors=FP8_TENSORS, warnings=("layer 117 saturates; raise model.fp8_margin",))
 COVERAGE = Fp8CoverageRecord(step=1, gemm_flops_share=0.875, parameter_bytes_share=0.0, time_s=0.25)
 
+EXPERTS = ExpertsRecord(step=100, load_balancing_loss=1.0625, z_loss=None, busiest_expert=1.5, idlest_expert=0.25)
+
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
 
@@ -87,6 +90,19 @@ def lines_of(output):
     """What a terminal console has written, without colours; a redraw starts new lines, as its cursor moves do."""
     written = re.sub(r"\r|\x1b\[\d*[AK]", "\n", output.file.getvalue())
     return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", written).splitlines()
+
+
+def test_experts_are_a_line_without_a_terminal_and_a_column_on_one():
+    assert plain_output(lambda console: console.show(EXPERTS)) == (
+        "experts step 100/300 load_balancing_loss 1.0625 busiest_expert 1.50 idlest_expert 0.25\n"
+    )
+    output = terminal_console(width=120)
+    with RunConsole(max_steps=300, output=output) as console:
+        console.show(replace(RECORD, step=100))
+        console.show(EXPERTS)
+    lines = lines_of(output)
+    *_, header = [number for number, line in enumerate(lines) if line.rstrip().endswith("busiest expert")]
+    assert lines[header + 1].rstrip().endswith("1.50×")
 
 
 def history(num_records=30):

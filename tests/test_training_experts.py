@@ -4,12 +4,12 @@ Routing is a choice, so that nothing may differ by more than rounding: a token t
 """
 
 import json
-from math import log, sqrt
 
 import pytest
 
-from tests.expert_training import EXPERTS, LAYOUTS, MODELS, STEPS, run_cases
+from tests.expert_training import LAYOUTS, MODELS, run_cases
 from tests.launching import run_ranks
+from tests.runs import run_small
 
 CASES = [f"plain.{layout}" for layout in LAYOUTS] + [
     "seq.tp2_sp",
@@ -72,3 +72,24 @@ def test_parameters_are_counted_by_hand(one_process):
     attention = 64 * 64 + (64 + 2 * 32) * 64
     layer = attention + 2 * 64 + 4 * 64 + 4 * 3 * 64 * 96
     assert one_process["plain"]["num_parameters"] == 2 * layer + 64 + 2 * 128 * 64
+
+
+def test_run_logs_its_experts_and_writes_a_sample(tmp_path, cache_dir):
+    overrides = [
+        "model.num_moe_experts=4",
+        "model.moe_z_loss_coeff=1e-3",
+        "parallelism=ep2",
+        "trainer.max_steps=4",
+        "trainer.log_every_n_steps=2",
+        "trainer.limit_val_batches=0",
+        "sample.max_new_tokens=4",
+    ]
+    metrics = run_small(2, tmp_path / "run", cache_dir, overrides)
+    assert [record.step for record in metrics.experts] == [record.step for record in metrics.train] == [2, 4]
+    for record in metrics.experts:
+        # By its definition it cannot be far below 1, nor above the number of experts.
+        assert 0.9 < record.load_balancing_loss < 4
+        # Of four scores near zero the logsumexp is near log 4, and its square is the loss.
+        assert 1 < record.z_loss < 4
+        assert record.idlest_expert < 1 < record.busiest_expert < 4 / 2 + 1e-9
+    assert metrics.summary.sample_text

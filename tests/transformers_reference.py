@@ -164,6 +164,11 @@ def te_names(weights: Weights) -> Weights:
     return _renamed(weights, {local: fused for fused, local in _NORMS.items()})
 
 
+def local_names(weights: Weights) -> Weights:
+    """The same weights by the names of local layers."""
+    return _renamed(weights, _NORMS)
+
+
 def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
     """Weights of the `transformers` model as local layers have them; rows that pad the vocabulary are zero."""
     source = {name: parameter.detach() for name, parameter in reference.named_parameters()}
@@ -175,7 +180,7 @@ def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
         if rule.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
             weight[case.vocab_size :] = 0.0
         ours[whole_model_name(rule)] = weight
-    return _renamed(ours, _NORMS)
+    return local_names(ours)
 
 
 def make_tokens(case: Case) -> torch.Tensor:

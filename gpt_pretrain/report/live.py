@@ -93,7 +93,7 @@ class LiveStatus:
         cells = [_Cell("step", f"{self.step}/{self.max_steps}", -1, "")]
         cells += [_Cell(column.header, column.show(record), column.priority, column.style) for column in _COLUMNS]
         if self.experts is not None:
-            cells.append(_Cell("busiest expert", f"{self.experts.busiest_expert:.2f}×", 8, ""))
+            cells.append(_Cell("busiest expert", f"{self.experts.busiest_expert:.2f}×", 4, ""))
         while len(cells) > 1 and sum(cell.width for cell in cells) + 2 * (len(cells) - 1) > width:
             cells.remove(max(cells, key=lambda cell: cell.priority))
         return cells

@@ -1,0 +1,78 @@
+"""A mixture of experts on Transformer Engine's grouped products: as local layers do, proven in FP8, over two GPUs."""
+
+import pytest
+import torch
+
+from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
+
+EXPERTS = (
+    "model.num_moe_experts=4",
+    "model.moe_ffn_hidden_size=256",
+    # Tokens near the border of two experts fall to either side; small scores would be all border.
+    "model.init_method_std=0.05",
+)
+SHORT = (*SMALL_GPU_RUN, *EXPERTS)
+PADDED = "model.moe_router_padding_for_quantization=true"
+
+
+def losses(metrics):
+    return [record.loss for record in metrics.train]
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory, cache_dir):
+    return run_small(1, tmp_path_factory.mktemp("one") / "run", cache_dir, SHORT, on_gpus=True)
+
+
+@pytest.mark.gpu
+def test_grouped_products_train_as_single_ones_of_local_layers(tmp_path, cache_dir, one_gpu):
+    local = [*SHORT, "model.transformer_engine=false"]
+    metrics = run_small(1, tmp_path / "run", cache_dir, local, on_gpus=True)
+    assert losses(one_gpu)[-1] < losses(one_gpu)[0] - 0.5
+    assert means_of_ten(losses(metrics)) == pytest.approx(means_of_ten(losses(one_gpu)), rel=1e-2)
+    assert [record.busiest_expert for record in metrics.experts[:5]] == pytest.approx(
+        [record.busiest_expert for record in one_gpu.experts[:5]], rel=0.1
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", [[], [PADDED]], ids=["padded inputs", "padded routes"])
+def test_fp8_reaches_the_experts_and_is_proven(padding, tmp_path, cache_dir, one_gpu):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    metrics = run_small(1, tmp_path / "run", cache_dir, [*SHORT, "fp8=tensorwise", *padding], on_gpus=True)
+    # Without the experts' products it would be below a third.
+    assert metrics.fp8_coverage.gemm_flops_share > 0.6
+    assert means_of_ten(losses(metrics)) == pytest.approx(means_of_ten(losses(one_gpu)), rel=3e-2)
+
+
+@pytest.mark.gpu
+def test_experts_resume_and_are_the_same_run(tmp_path, cache_dir, one_gpu):
+    run_dir = tmp_path / "run"
+    half = [*SHORT, "checkpoint.save_at_end=true", "trainer.max_steps=10", "model.optim.sched.decay_steps=20"]
+    whole = [*half, "model.optim.sched.warmup_steps=2"]
+    run_small(1, run_dir, cache_dir, whole, on_gpus=True)
+    resumed = run_small(1, run_dir, cache_dir, [*whole, "trainer.max_steps=20"], on_gpus=True)
+    uncut = run_small(1, tmp_path / "uncut", cache_dir, [*whole, "trainer.max_steps=20"], on_gpus=True)
+    assert losses(resumed) == pytest.approx(losses(uncut), rel=5e-3)
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("fp8", ["none", "tensorwise"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(["parallelism=ep2"], id="EP2"),
+        pytest.param(["parallelism=ep2", "model.moe_token_dispatcher_type=allgather"], id="EP2 all-gather"),
+        pytest.param(
+            ["parallelism=tp2_sp", "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"],
+            id="TP2+SP EP2",
+        ),
+    ],
+)
+def test_layout_trains_as_one_gpu(layout, fp8, tmp_path, cache_dir, one_gpu):
+    if fp8 != "none" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("these GPUs have no FP8")
+    metrics = run_small(2, tmp_path / "run", cache_dir, [*SHORT, f"fp8={fp8}", *layout], on_gpus=True)
+    near = 1e-2 if fp8 == "none" else 3e-2
+    assert means_of_ten(losses(metrics)) == pytest.approx(means_of_ten(losses(one_gpu)), rel=near)
