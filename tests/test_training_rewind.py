@@ -9,6 +9,7 @@ from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.checkpoint.rewind import Detour, checkpoints_away_from, take_back
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
+from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.checkpoint_files import publish
 from tests.emulated_training import TINY, emulate, emulated_training
@@ -95,6 +96,15 @@ def test_what_is_given_up_goes_and_nothing_else(tmp_path):
     assert read_manifest(paths[1]).passed_over == after.manifest.passed_over == [[80, 184]]
     assert (after.manifest.consumed_samples, after.manifest.rewinds) == (264, 1)
     assert check_files(paths[1], after.manifest) == []
+
+
+def test_a_run_needs_the_same_number_of_samples_at_every_start(compose_config):
+    """The order of data that are read more than once depends on it."""
+    config = compose_config(*RUN)
+    # Twice the 4 steps of an interval and the 3 of the margin beside the 30 of the run.
+    assert num_train_samples(config) == (30 + 2 * 7) * 4
+    assert num_train_samples(config, step=16, consumed_samples=84, passed_over=20) == (30 + 2 * 7) * 4
+    assert num_train_samples(compose_config(*RUN, NO_REWINDS), step=10, consumed_samples=40) == 30 * 4
 
 
 def steps(first, last):
@@ -223,7 +233,7 @@ def test_a_checkpoint_that_is_being_written_can_be_the_one_to_go_back_to(run):
 
 
 def test_a_spike_in_the_step_that_a_save_is_due_after_is_not_saved(run):
-    codes, text = run("run", "trainer.log_every_n_steps=10", faults={0: [bad_samples(76, 4)]})
+    codes, text = run("run", "trainer.log_every_n_steps=7", faults={0: [bad_samples(76, 4)]})
     assert codes == [0], text
     (rewind,) = load_metrics(run.folder / "run").rewinds
     assert (rewind.step, rewind.spike_step) == (16, 20)

@@ -115,15 +115,24 @@ def min_lr(optim: OptimConfig) -> float:
     return optim.lr / 10 if optim.sched.min_lr is None else optim.sched.min_lr
 
 
-def spare_samples(config: Config) -> int:
-    """Samples that a run may pass over in rewinds, beside those that its steps need.
+def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
+    """Training samples of the whole run, the same at each of its starts: data of several epochs depend on the number.
 
-    A spike lies less than an interval and the margin behind the newest checkpoint to go back to.
+    A rewind has those of an interval and the margin to pass over: the newest checkpoint to go back to is no older.
+
+    Args:
+        config: The run; a resumed one may go on with another batch size.
+        step: Steps done.
+        consumed_samples: Samples behind the run, those that it passed over included.
+        passed_over: Samples that it passed over.
     """
-    if config.trainer.max_spike_rewinds is None or config.checkpoint.save_interval is None:
-        return 0
-    steps = config.checkpoint.save_interval + config.trainer.spike_margin
-    return config.trainer.max_spike_rewinds * steps * config.model.global_batch_size
+    steps_left = max(1, config.trainer.max_steps - step)
+    spare_steps = 0
+    if config.trainer.max_spike_rewinds is not None and config.checkpoint.save_interval is not None:
+        interval = config.checkpoint.save_interval + config.trainer.spike_margin
+        spare_steps = config.trainer.max_spike_rewinds * interval
+    spare = max(0, spare_steps * config.model.global_batch_size - passed_over)
+    return consumed_samples + steps_left * config.model.global_batch_size + spare
 
 
 def max_time_s(trainer: TrainerConfig) -> float | None:

@@ -14,7 +14,7 @@ from gpt_pretrain.checkpoint.load import Restored, load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.start import Start, choose_start
 from gpt_pretrain.checkpoint.state import Progress, Trainable
-from gpt_pretrain.config.derived import max_time_s, spare_samples
+from gpt_pretrain.config.derived import max_time_s, num_train_samples
 from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.keys import flatten
@@ -149,15 +149,15 @@ class _Run:
         self._trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
         self._restored = self._restore()
         self._start = self._restored.progress
-        steps_left = max(0, config.trainer.max_steps - self._start.step)
-        passed_over = sum(num_samples for _, num_samples in self._start.passed_over)
         self._train_data, self._valid_data = build_datasets(
             config,
             corpus,
-            # A resumed run may go on with another global batch size.
-            num_train_samples=self._start.consumed_samples
-            + max(1, steps_left) * config.model.global_batch_size
-            + max(0, spare_samples(config) - passed_over),
+            num_train_samples=num_train_samples(
+                config,
+                step=self._start.step,
+                consumed_samples=self._start.consumed_samples,
+                passed_over=sum(num_samples for _, num_samples in self._start.passed_over),
+            ),
             num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
         )
 
