@@ -138,7 +138,7 @@ def build_datasets(
     Args:
         config: The run.
         corpus: What `prepare_corpus` answered.
-        num_train_samples: Samples of the whole run: max_steps × global_batch_size.
+        num_train_samples: Samples of the whole run (`config.derived.num_train_samples`).
         num_valid_samples: Samples of one validation: limit_val_batches × global_batch_size; 0 for none.
 
     Returns:

@@ -17,6 +17,7 @@ if __name__ == "__main__" and Path(sys.path[0] or os.curdir).resolve() == Path(_
     sys.exit(2)
 
 from gpt_pretrain.config.cli import check_request, parse_command_line, run_hydra, show_help
+from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.environment import quiet_libraries
 from gpt_pretrain.config.help import PREPARE_DATA
 from gpt_pretrain.config.messages import exit_code, print_job
@@ -38,11 +39,10 @@ def prepare(config: Config) -> None:
     if corpus.is_mock:
         sys.stdout.write("nothing to prepare: data=mock is random tokens\n")
         return
-    num_train_samples = config.trainer.max_steps * config.model.global_batch_size
     train, _ = build_datasets(
         config,
         corpus,
-        num_train_samples=num_train_samples,
+        num_train_samples=num_train_samples(config),
         num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
     )
     sys.stdout.write(
