@@ -49,6 +49,7 @@ class Job:
     """What Slurm's job is given."""
 
 
+# The rules that a run breaks which is handed to Slurm, or runs here.
 Rules = Callable[[Config, Submission | None], list[str]]
 
 
@@ -185,6 +186,8 @@ class _Gate:
         problems += [problem for problem in wrong if problem not in named]
         if config is not None and not problems and self.rules is not None:
             problems = self.rules(config, self.submission)
+        if config is None:
+            return None, problems
         arguments = () if self.submission is None else _alone(composed, config)
         problems += [
             f"{argument}: ${{hydra:…}} is of this sweep, and Slurm's job of one run does not know it; write the value"
@@ -192,16 +195,15 @@ class _Gate:
             # As it was typed, or as Hydra's sweeper quotes it.
             if re.search(r"\$\\?\{hydra\b", argument)
         ]
-        if config is None or problems:
+        if problems:
             return None, problems
         return Job(overrides=overrides, config=config, submission=self.submission, arguments=arguments), problems
 
 
-def _alone(composed: DictConfig, config: Config | None) -> tuple[str, ...]:
+def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
     """The arguments of a run that leaves its sweep, its directory and its choice of FP8 spelt out."""
     task = [str(line) for line in composed.hydra.overrides.task if str(line).lstrip("+").partition("=")[0] != "run_dir"]
-    run_dir = "" if config is None else config.run_dir
-    return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={run_dir}")
+    return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}")
 
 
 def check_command(
