@@ -94,7 +94,7 @@ def test_every_gpu_of_every_node_gets_a_task_and_its_share_of_the_processors(scr
         (["logging.fp8_statistics_interval=10"], True),
         (["fp8=none"], False),
         (["fp8=tensorwise"], False),
-        (["experiment=gpt3_1_3b_1gpu"], False),
+        (["experiment=gpt3_1_3b_1gpu"], True),
         (["++model.fp8=True", "++model.fp8_margin=0"], False),
         (["model.fp8_recipe=tensorwise"], False),
     ],
