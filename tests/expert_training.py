@@ -18,10 +18,11 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
 from gpt_pretrain.megatron.platform import detect_platform
-from gpt_pretrain.training.dump import write_dump
+from gpt_pretrain.training.dump import Dump, write_dump
 from gpt_pretrain.training.expert_watch import ExpertWatch
+from gpt_pretrain.training.first_bad import named_weights
 from gpt_pretrain.training.guards import BadStep
-from tests.emulated_training import TINY, build_training_of
+from tests.emulated_training import TINY, Training, build_training_of
 
 STEPS = 3
 # Four experts in each of two layers, of which a token meets two; scores large enough to differ.
@@ -38,6 +39,9 @@ _FULL_RECOMPUTATION = (
     "model.activations_checkpoint_num_layers=1",
 )
 
+# The weight that is made NaN at the end: of the last expert, which with EP the last rank has.
+SPOILT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
+
 # What is trained, by the name in front of the dot.
 MODELS: dict[str, Sequence[str]] = {
     "plain": (),
@@ -49,7 +53,6 @@ MODELS: dict[str, Sequence[str]] = {
 }
 # How, on two ranks, by the name behind it.
 LAYOUTS: dict[str, Sequence[str]] = {
-    "dp2": ("parallelism=dp",),
     "ep2": ("parallelism=ep2",),
     # Norms of experts and of the rest are added up over other ranks.
     "ep2_plain": ("parallelism=single", "model.expert_model_parallel_size=2"),
@@ -83,17 +86,32 @@ def train(config: Config, dumps: Path) -> dict[str, Any]:
     seen["validation"] = training.validate()
     (record,) = watch.records(STEPS)
     seen["experts"] = asdict(record)
-    dump = write_dump(
-        dumps,
-        BadStep(step=STEPS, first_sample=0),
-        trainable=training.trainable,
-        config=config,
-        iterators=training.iterators(first_sample=0),
-        num_microbatches=num_microbatches,
-    )
-    seen["gradient_norms"] = json.loads(dump.path.read_text())["gradient_norms"]
+
+    def dump(step: int) -> Dump:
+        return write_dump(
+            dumps,
+            BadStep(step=step, first_sample=0),
+            trainable=training.trainable,
+            config=config,
+            iterators=training.iterators(first_sample=0),
+            num_microbatches=num_microbatches,
+        )
+
+    seen["gradient_norms"] = json.loads(dump(STEPS).path.read_text())["gradient_norms"]
     seen["num_parameters"] = training.trainable.model.num_parameters
+    seen["own_parameters"] = sum(parameter.numel() for chunk in training.chunks for parameter in chunk.parameters())
+    _spoil_an_expert(training)
+    seen["finding"] = dump(STEPS + 1).finding
+    seen["skipped"] = bool(training.result().skipped)
     return seen
+
+
+def _spoil_an_expert(training: Training) -> None:
+    """Makes one weight NaN on the ranks that have it."""
+    for chunk in training.chunks:
+        for name, parameter in named_weights(chunk):
+            if name == SPOILT:
+                parameter.data.view(-1)[0] = torch.nan
 
 
 def run_cases(folder: Path, cases: Iterable[str]) -> None:

@@ -4,10 +4,13 @@ Routing is a choice, so that nothing may differ by more than rounding: a token t
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tests.expert_training import LAYOUTS, MODELS, run_cases
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.plan.stages import plan_layout, plan_stages
+from tests.expert_training import LAYOUTS, MODELS, SPOILT, config_of, run_cases
 from tests.launching import run_ranks
 from tests.runs import run_small
 
@@ -15,7 +18,6 @@ CASES = [f"plain.{layout}" for layout in LAYOUTS] + [
     "seq.tp2_sp",
     "masked.ep2",
     "bf16.ep2",
-    "allgather.ep2",
     "allgather.tp2_sp_ep2",
     "recomputed.ep2",
 ]
@@ -54,6 +56,22 @@ def test_layout_trains_as_one_process(case, one_process, two_ranks):
             assert seen[name] == pytest.approx(expected[name], **near), name
         assert seen["experts"] == pytest.approx(expected["experts"], **near)
         assert seen["gradient_norms"] == pytest.approx(expected["gradient_norms"], **near)
+
+
+@pytest.mark.parametrize("case", ["plain", *CASES])
+def test_bad_weight_of_one_expert_stops_all_ranks_and_is_named(case, one_process, two_ranks):
+    for seen in two_ranks.get(case) or [one_process[case]]:
+        assert seen["skipped"]
+        assert f"the first bad tensor is the weight {SPOILT} (1 NaN, 0 infinite)" in seen["finding"]
+
+
+@pytest.mark.parametrize("case", [f"plain.{layout}" for layout in LAYOUTS])
+def test_plan_knows_what_each_rank_has(case, two_ranks):
+    config = config_of(case)
+    launch = replace(read_launch({}), world_size=2, local_world_size=2)
+    stages = plan_stages(config.model, plan_layout(config.model, launch))
+    for rank, seen in enumerate(two_ranks[case]):
+        assert seen["own_parameters"] == stages[rank if len(stages) > 1 else 0].num_parameters
 
 
 @pytest.mark.parametrize("model", SAME_AS_PLAIN)

@@ -105,13 +105,23 @@ def _layer_name(layer: int) -> str:
 
 
 def whole_model_modules(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of a model chunk by their names in the whole model: layers counted over all pipeline stages."""
+    """The modules of a model chunk by their names in the whole model.
+
+    Layers are counted over all pipeline stages, experts over all ranks that share them out.
+    """
     decoder: Any = chunk.decoder
     layers = list(decoder.layers)
     first = layers[0].layer_number - 1 if layers else 0
-    for name, module in chunk.named_modules():
+    experts = (chunk.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+
+    def in_whole_model(name: str) -> str:
         match = re.match(r"decoder\.layers\.(\d+)", name)
-        yield (_layer_name(int(match[1]) + first) + name[match.end() :] if match else name), module
+        whole = _layer_name(int(match[1]) + first) + name[match.end() :] if match else name
+        return re.sub(r"(?<=\.local_experts\.)\d+", lambda expert: str(int(expert[0]) + first_expert), whole)
+
+    for name, module in chunk.named_modules():
+        yield in_whole_model(name), module
 
 
 def apply_quantization_overrides(chunk: GPTModel) -> None:

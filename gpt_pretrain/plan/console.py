@@ -56,7 +56,8 @@ def _header(plan: Plan) -> RenderableType:
         f"{layout.world_size} × {plan.gpu.name}: {plan.gpu.memory_gib:.0f} GiB, {plan.gpu.bandwidth_tb_s:g} TB/s, "
         f"BF16 {plan.gpu.bf16_tflops:,.0f} and FP8 {plan.gpu.fp8_tflops:,.0f} TFLOP/s dense",
     )
-    grid.add_row("layout", f"{parts}{' + SP' if model.sequence_parallel else ''}")
+    experts = f", experts over EP {layout.ep}" if layout.ep > 1 else ""
+    grid.add_row("layout", f"{parts}{' + SP' if model.sequence_parallel else ''}{experts}")
     grid.add_row(
         "batch",
         f"{model.global_batch_size} samples ({_count(tokens)} tokens) a step: {layout.num_microbatches} microbatch(es) "

@@ -8,6 +8,7 @@ from gpt_pretrain.config.derived import (
     data_parallel_size,
     ffn_hidden_size,
     flops_per_token,
+    moe_ffn_hidden_size,
     num_microbatches,
     num_query_groups,
     padded_vocab_size,
@@ -81,6 +82,12 @@ def describe_data(config: Config, corpus: Corpus, train_data: SampleDataset) -> 
     return described
 
 
+def _describe_mlp(model: ModelConfig) -> str:
+    if model.num_moe_experts is None:
+        return f"MLP {ffn_hidden_size(model)}"
+    return f"{model.num_moe_experts} experts {moe_ffn_hidden_size(model)}, {model.moe_router_topk} a token,"
+
+
 def describe_fp8(model: ModelConfig) -> str:
     """The FP8 of a run in a line: recipe, formats, what it covers."""
     settings = fp8_settings(model)
@@ -117,13 +124,14 @@ def describe_run(
         "TP": str(model.tensor_model_parallel_size) + (" + sequence parallel" if model.sequence_parallel else ""),
         "PP": str(model.pipeline_model_parallel_size) + (f", interleaved × {vp}" if vp else ""),
         "CP": str(model.context_parallel_size),
+        "EP": str(model.expert_model_parallel_size),
         "DP": str(dp) + (", distributed optimizer" if uses_distributed_optimizer(model) else ""),
     }
     tokens_per_step = model.global_batch_size * model.encoder_seq_length
     return {
         "model": {
             "layers": f"{model.num_layers} of width {model.hidden_size}, {model.normalization.name}, "
-            f"MLP {ffn_hidden_size(model)} {model.activation.name}",
+            f"{_describe_mlp(model)} {model.activation.name}",
             "attention": f"{model.num_attention_heads} heads, {num_query_groups(model)} key/value groups, "
             f"{model.position_embedding_type.name}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
