@@ -131,3 +131,48 @@ def test_operations_add_up_to_the_formulas_flops():
     # Five products backward: flash attention computes the scores again, which the formula does not count.
     again = sum(p.flops for p in plan.products if "again" in p.module) / 2
     assert (sum(p.flops for p in plan.products) - again) / 8192 == pytest.approx(plan.flops_per_token)
+
+
+def test_shapes_of_mixtrals_experts():
+    """Eight experts of 14,336, two for each of 4,096 tokens: 1,024 rows an expert on one GPU."""
+    mixtral = ("model=mixtral_8x7b", "fp8=tensorwise")
+    of_experts = {key[1:]: shape for key, shape in shapes(*mixtral).items() if key[1].startswith("mlp.")}
+    assert of_experts == {
+        ("mlp.router", "forward"): (4096, 8, 4096, 1),
+        ("mlp.router", "dgrad"): (4096, 4096, 8, 1),
+        ("mlp.router", "wgrad"): (8, 4096, 4096, 1),
+        ("mlp.experts.linear_fc1", "forward"): (1024, 28672, 4096, 8),
+        ("mlp.experts.linear_fc1", "dgrad"): (1024, 4096, 28672, 8),
+        ("mlp.experts.linear_fc1", "wgrad"): (28672, 4096, 1024, 8),
+        ("mlp.experts.linear_fc2", "forward"): (1024, 4096, 14336, 8),
+        ("mlp.experts.linear_fc2", "dgrad"): (1024, 14336, 4096, 8),
+        ("mlp.experts.linear_fc2", "wgrad"): (4096, 14336, 1024, 8),
+    }
+    precisions = {product.module: product.precision for product in products(*mixtral)}
+    assert precisions["mlp.router"] == "BF16"
+    assert precisions["mlp.experts.linear_fc2"].startswith("FP8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # Four ranks bring their tokens to two experts each.
+        (["parallelism=dp", "model.expert_model_parallel_size=4"], (4096, 28672, 4096, 2)),
+        # Of one sequence: two halves come together, and each rank has half of each expert's rows.
+        (["parallelism=tp2_sp"], (1024, 14336, 4096, 8)),
+        (
+            ["parallelism=tp2_sp", "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"],
+            (1024, 28672, 4096, 4),
+        ),
+    ],
+)
+def test_experts_over_ranks(overrides, expected):
+    found = shapes("model=mixtral_8x7b", "plan.num_gpus=4", *overrides)
+    assert found["0–31", "mlp.experts.linear_fc1", "forward"] == expected
+
+
+def test_a_token_is_computed_by_two_experts_of_eight():
+    attention, expert = 4096 * (2 * 4096 + 2 * 1024), 3 * 4096 * 14336
+    weights = 32 * (attention + 8 * 4096 + 2 * expert) + 4096 * 32000
+    scores = 32 * 2 * 4096 * 4096
+    assert plan_of("model=mixtral_8x7b").flops_per_token == 3 * (2 * weights + scores)
