@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from gpt_pretrain.checkpoint.fp8_state import take_extra_states
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.manifest import read_manifest
 from gpt_pretrain.checkpoint.save import save_checkpoint
@@ -385,3 +386,9 @@ def test_weights_of_another_model_or_tokenizer_are_refused(kept):
         load_weights(checkpoint, training.trainable, training.config, DATA)
     with emulated_training() as training, pytest.raises(UserError, match="other data: tokenizer changed"):
         load_weights(checkpoint, training.trainable, training.config, {**DATA, "tokenizer": "another"})
+
+
+def test_fp8_states_of_all_experts_of_a_module_are_taken_out():
+    state = {"linear_fc1.weight0": 0, "linear_fc1._extra_state": 1, "linear_fc1._extra_state1": 2, "norm.weight": 3}
+    assert take_extra_states(state) == ["linear_fc1._extra_state", "linear_fc1._extra_state1"]
+    assert state == {"linear_fc1.weight0": 0, "norm.weight": 3}

@@ -5,6 +5,7 @@ nothing to restore. Transformer Engine would take another recipe's state, or dro
 """
 
 import importlib.metadata
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,11 @@ def keeps_fp8_state(path: Path, current: Mapping[str, str], saved: Mapping[str, 
 
 
 def take_extra_states(state: dict[str, Any]) -> list[str]:
-    """Takes the entries of FP8 scales and histories out of a model's state, and names them."""
-    keys = [key for key in state if key.endswith(EXTRA_STATE)]
+    """Takes the entries of FP8 scales and histories out of a model's state, and names them.
+
+    Experts that are one module have an entry each: `…_extra_state`, `…_extra_state1`, `…_extra_state2`.
+    """
+    keys = [key for key in state if re.search(rf"{EXTRA_STATE}\d*$", key)]
     for key in keys:
         del state[key]
     return keys
