@@ -47,7 +47,7 @@ def test_fp8_reaches_the_experts_and_is_proven(padding, tmp_path, cache_dir, one
 
 
 @pytest.mark.gpu
-def test_experts_resume_and_are_the_same_run(tmp_path, cache_dir, one_gpu):
+def test_experts_resume_and_are_the_same_run(tmp_path, cache_dir):
     run_dir = tmp_path / "run"
     half = [*SHORT, "checkpoint.save_at_end=true", "trainer.max_steps=10", "model.optim.sched.decay_steps=20"]
     whole = [*half, "model.optim.sched.warmup_steps=2"]
