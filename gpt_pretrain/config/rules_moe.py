@@ -4,7 +4,8 @@ Each rule yields one message. The sources are megatron-core 0.19.2 (transformer/
 Transformer Engine 2.12; what is refused as unproven is what this project does not carry through to its end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from gpt_pretrain.config.choices import Fp8RecipeName, MoeLoadBalancing, MoeTokenDispatcher
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
@@ -13,24 +14,24 @@ from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import show
 
-# Keys that say nothing without experts, with the values that do not try to.
-_OF_EXPERTS = {
-    "moe_ffn_hidden_size": None,
-    "moe_z_loss_coeff": None,
-    "moe_grouped_gemm": None,
-    "moe_router_padding_for_quantization": False,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
+# Keys that say nothing without experts, with the values that do not try to, the usual one first.
+_OF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
+    "moe_ffn_hidden_size": (None,),
+    "moe_z_loss_coeff": (None,),
+    "moe_grouped_gemm": (None, False),
+    "moe_router_padding_for_quantization": (False,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None,),
 }
 
 
 def _without_experts(model: ModelConfig) -> Iterator[str]:
-    for name, nothing in _OF_EXPERTS.items():
+    for name, silent in _OF_EXPERTS.items():
         value = getattr(model, name)
-        if value not in (nothing, False):
+        if value not in silent:
             yield (
                 f"model.{name}={show(value)} has no effect without experts (model.num_moe_experts=null); "
-                f"use {show(nothing)}, or a number of experts"
+                f"use {show(silent[0])}, or a number of experts"
             )
 
 
