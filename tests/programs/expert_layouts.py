@@ -1,4 +1,4 @@
-"""Two ranks train tiny mixtures of experts in several layouts, one after the other: FOLDER CASE…, as `run_cases` says."""
+"""Ranks train tiny mixtures of experts in several layouts, one after the other: FOLDER CASE…, as `run_cases` says."""
 
 import sys
 from pathlib import Path
