@@ -10,8 +10,8 @@ from gpt_pretrain.__main__ import main
 from tests.launching import REPOSITORY, run_ranks
 
 MODELS = (
-    "base, gpt2_124m, gpt2_1_5b, gpt2_355m, gpt3_175b, gpt3_1_3b, gpt3_6_7b, llama2_7b, llama3_70b, llama3_8b, mistral_7b, "
-    "qwen2_5_7b, tiny"
+    "base, gpt2_124m, gpt2_1_5b, gpt2_355m, gpt3_175b, gpt3_1_3b, gpt3_6_7b, llama2_7b, llama3_70b, llama3_8b, "
+    "mistral_7b, mixtral_8x7b, moe_small, qwen2_5_7b, tiny"
 )
 LAYOUT = "model.tensor_model_parallel_size=2 × model.pipeline_model_parallel_size=1 × model.context_parallel_size=1"
 
