@@ -24,6 +24,34 @@ RULES = {
         "number of experts",
         [MOE, "model.moe_ffn_hidden_size=64"],
     ),
+    "choice without experts": (
+        ["model.moe_router_topk=4"],
+        1,
+        "model.moe_router_topk=4 has no effect without experts (model.num_moe_experts=null); use 2, or a number of "
+        "experts",
+        [MOE, "model.moe_router_topk=4"],
+    ),
+    "dispatcher without experts": (
+        ["model.moe_token_dispatcher_type=allgather"],
+        1,
+        "model.moe_token_dispatcher_type=allgather has no effect without experts (model.num_moe_experts=null); use "
+        "alltoall, or a number of experts",
+        [MOE, "model.moe_token_dispatcher_type=allgather"],
+    ),
+    "balance without experts": (
+        ["model.moe_router_load_balancing_type=none"],
+        1,
+        "model.moe_router_load_balancing_type=none has no effect without experts (model.num_moe_experts=null); use "
+        "aux_loss, or a number of experts",
+        [MOE, "model.moe_router_load_balancing_type=none"],
+    ),
+    "coefficient without a loss": (
+        [MOE, "model.moe_aux_loss_coeff=3", "model.moe_router_load_balancing_type=none"],
+        1,
+        "model.moe_aux_loss_coeff=3.0 has no effect with model.moe_router_load_balancing_type=none; leave it out, or "
+        "choose a load-balancing loss",
+        [MOE, "model.moe_aux_loss_coeff=3"],
+    ),
     "one expert": (
         [MOE, "model.num_moe_experts=1"],
         1,

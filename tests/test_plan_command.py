@@ -216,6 +216,7 @@ def test_the_way_out_of_a_plan_is_another_plan(capsys, arguments, end):
         (("parallelism=tp2_sp_pp2",), 4, 4),
         (("model=llama3_70b", "parallelism=tp8_sp", "model.pipeline_model_parallel_size=2"), 16, 8),
         (("experiment=llama3_8b_4gpu",), 4, 4),
+        (("model=moe_small", "parallelism=ep2"), 2, 2),
         (("experiment=llama3_8b_4gpu", "plan.num_gpus=8"), 8, 4),
         (("parallelism=tp2", "trainer.devices=2", "trainer.num_nodes=3"), 6, 2),
         (("plan.num_gpus=12", "model.global_batch_size=96"), 12, 6),

@@ -14,9 +14,13 @@ from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import show
 
-# Keys that say nothing without experts, with the values that do not try to, the usual one first.
+# Keys that say nothing without experts, with the values that do not try to, that of conf/model/base.yaml first.
 _OF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "moe_ffn_hidden_size": (None,),
+    "moe_router_topk": (2,),
+    "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
+    "moe_aux_loss_coeff": (0.01, 0.0),
+    "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
     "moe_z_loss_coeff": (None,),
     "moe_grouped_gemm": (None, False),
     "moe_router_padding_for_quantization": (False,),
@@ -53,6 +57,14 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
             "model.moe_aux_loss_coeff=0 leaves nothing of model.moe_router_load_balancing_type="
             f"{model.moe_router_load_balancing_type.name}; use a coefficient, or "
             "model.moe_router_load_balancing_type=none"
+        )
+    elif (
+        model.moe_router_load_balancing_type is MoeLoadBalancing.none
+        and model.moe_aux_loss_coeff not in _OF_EXPERTS["moe_aux_loss_coeff"]
+    ):
+        yield (
+            f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} has no effect with "
+            "model.moe_router_load_balancing_type=none; leave it out, or choose a load-balancing loss"
         )
     if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
         yield f"model.moe_z_loss_coeff={model.moe_z_loss_coeff} is not positive; use null for none"

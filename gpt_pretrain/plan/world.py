@@ -6,6 +6,7 @@ Needs no torch, so that a command line that breaks a rule is refused at once.
 import math
 from collections.abc import Iterator
 
+from gpt_pretrain.config.derived import expert_tensor_parallel_size
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
@@ -21,10 +22,13 @@ def planned_world_size(config: Config) -> int:
     """Processes of the planned run, one per GPU.
 
     `plan.num_gpus`, else `trainer.devices` × `trainer.num_nodes` where either is given, else the fewest that the layout
-    can do with: one data-parallel rank.
+    can do with: one data-parallel rank, or as many as experts are shared out over.
     """
     model, trainer = config.model, config.trainer
-    layout = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    stage = model.tensor_model_parallel_size * model.context_parallel_size
+    if model.num_moe_experts is not None:
+        stage = math.lcm(stage, model.expert_model_parallel_size * expert_tensor_parallel_size(model))
+    layout = model.pipeline_model_parallel_size * stage
     if config.plan.num_gpus is not None:
         return max(1, config.plan.num_gpus)
     if trainer.devices is not None:
