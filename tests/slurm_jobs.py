@@ -22,13 +22,18 @@ def slurm_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     ours = {"VENV": sys.prefix}
     if "SLURM_CONF" in os.environ:
         ours["SLURM_CONF"] = os.environ["SLURM_CONF"]
-    return clean_environment({**ours, **(env or {})})
+    # A cluster's partition and account are none of the tests' own.
+    kept = {name: value for name, value in clean_environment(ours).items() if not name.startswith("SBATCH_")}
+    return {**kept, **(env or {})}
 
 
 @cache
 def missing_slurm() -> str | None:
     """Why there is no Slurm to test with; None if there is one."""
     try:
+        # Jobs of tests are not for a cluster on whose login node somebody tries them.
+        if "ClusterName=tests" not in Path(os.environ.get("SLURM_CONF", os.devnull)).read_text():
+            return f"SLURM_CONF names no Slurm of the tests' own; start one: {START}"
         found = ask("sinfo", "--noheader", "--format=%t", timeout_s=20)
     except (FileNotFoundError, subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         return f"there is no Slurm ({error}); start one: {START}"

@@ -104,7 +104,7 @@ def test_a_signal_sent_by_hand_saves_and_puts_the_job_into_the_queue_again(train
     assert (summary.end_reason, summary.exit_code) == ("warned", 75)
     assert newest_checkpoint(job.run_dir).step == summary.step < 100
     assert "stopped with steps left and a new checkpoint; the job goes into the queue again" in job.text
-    assert job.state == "PENDING"
+    assert job.state in ("PENDING", "RUNNING")
 
 
 def test_a_killed_rank_ends_the_job_after_as_many_new_starts_as_are_allowed(train):

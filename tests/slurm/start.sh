@@ -32,6 +32,13 @@ is_alive() {
 
 stop() {
     local daemon pid
+    # Jobs outlive slurmd, and nobody would end them then.
+    if [[ -f $SLURM_CONF ]] && timeout 10 scancel --user="$user" 2>/dev/null; then
+        for _ in {1..30}; do
+            [[ $(timeout 5 squeue --noheader 2>/dev/null) ]] || break
+            sleep 0.5
+        done
+    fi
     for daemon in slurmd slurmctld munged; do
         pid=$(cat "$dir/$daemon.pid" 2>/dev/null) || continue
         is_alive "$daemon" "$pid" || continue
