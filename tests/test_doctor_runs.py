@@ -64,7 +64,7 @@ def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
     assert "no training: training does not load: loading it ended Python with signal SIGABRT" in said
     assert "python -m pip uninstall --yes transformer-engine" in said
     assert "no FP8: Transformer Engine does not load: loading it ended Python with signal SIGABRT" in said
-    assert "2.11" in said, "PyTorch beside it is found all the same"
+    assert importlib.metadata.version("torch").split("+")[0] in said, "PyTorch beside it is found all the same"
 
 
 @pytest.fixture

@@ -73,7 +73,8 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         markdown_table(["", ""], [[name, text] for name, text in facts(benchmark).items()]),
         f"    {benchmark.command}\n",
         f"Each variant in {settings.rounds} process(es) of its own; of each the median of "
-        f"{settings.steps // settings.interval} intervals of {settings.interval} steps after {settings.warmup_steps}; "
+        f"{settings.rounds * settings.steps // settings.interval} intervals of {settings.interval} steps after "
+        f"{settings.warmup_steps}; "
         "spread: fastest and slowest interval; ratios: to the first variant.\n",
         markdown_table(*table_of_rows(rows)),
         "".join("- " + line.replace("\n", "\n  ") + "\n" for line in problem_lines(rows)),

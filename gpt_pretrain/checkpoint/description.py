@@ -60,16 +60,20 @@ def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> d
     if model.num_moe_experts is not None:
         keys += _EXPERT_ARCHITECTURE_KEYS
         experts["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
-    return _described(model, keys) | experts | {
-        "model.ffn_hidden_size": str(ffn_hidden_size(model)),
-        "model.num_query_groups": str(num_query_groups(model)),
-        "model.kv_channels": str(kv_channels(model)),
-        "padded vocabulary": str(padded_vocab_size(model)),
-        "model.optim.name": model.optim.name.name,
-        # Layers of the other kind have other tensors beside their weights, and masters exist in BF16 only.
-        "layers": transformer_config.transformer_impl,
-        "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
-    }
+    return (
+        _described(model, keys)
+        | experts
+        | {
+            "model.ffn_hidden_size": str(ffn_hidden_size(model)),
+            "model.num_query_groups": str(num_query_groups(model)),
+            "model.kv_channels": str(kv_channels(model)),
+            "padded vocabulary": str(padded_vocab_size(model)),
+            "model.optim.name": model.optim.name.name,
+            # Layers of the other kind have other tensors beside their weights, and masters exist in BF16 only.
+            "layers": transformer_config.transformer_impl,
+            "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
+        }
+    )
 
 
 def layout(model: ModelConfig) -> dict[str, str]:
@@ -78,10 +82,14 @@ def layout(model: ModelConfig) -> dict[str, str]:
     if model.num_moe_experts is not None:
         keys += _EXPERT_LAYOUT_KEYS
         experts["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
-    return _described(model, keys) | experts | {
-        _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
-        "processes": str(torch.distributed.get_world_size()),
-    }
+    return (
+        _described(model, keys)
+        | experts
+        | {
+            _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
+            "processes": str(torch.distributed.get_world_size()),
+        }
+    )
 
 
 def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:

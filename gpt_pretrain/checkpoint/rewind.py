@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, find_checkpoints, step_of
-from gpt_pretrain.checkpoint.durable import write_durably
+from gpt_pretrain.checkpoint.durable import fsync, write_durably
 from gpt_pretrain.checkpoint.manifest import write_manifest
 from gpt_pretrain.checkpoint.publishing import out_of_the_way
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
@@ -77,7 +77,9 @@ def take_back(checkpoint: VerifiedCheckpoint, detour: Detour) -> VerifiedCheckpo
         write_durably(path.parent / POINTER, path.name + "\n")
         given_up = range(step_of(path) + 1, detour.last_step + 1)
         others = [other for other in complete_checkpoints(path.parent) if step_of(other) in given_up]
-        for left in [out_of_the_way(other) for other in others]:
+        renamed = [out_of_the_way(other) for other in others]
+        fsync(path.parent)
+        for left in renamed:
             # A file that cannot be removed now is tried again at the next save.
             shutil.rmtree(left, ignore_errors=True)
         write_manifest(path, manifest)

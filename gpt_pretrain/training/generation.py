@@ -128,7 +128,7 @@ def generate_tokens(
             else:
                 choice.copy_(_draw(logits, temperature, top_k, generator))
         torch.distributed.broadcast(choice, src=last_stage, group=pipeline_group)
-        if config.expert_model_parallel_size > 1:
+        if config.num_moe_experts is not None:
             # Replicas meet at their experts: one that rounds otherwise and ends earlier would leave the others waiting.
             torch.distributed.broadcast(choice, src=0)
         token = int(choice.item())
