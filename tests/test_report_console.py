@@ -142,13 +142,21 @@ def test_steps_that_went_wrong_are_warned_of_with_their_samples():
 
 def test_a_rewind_is_told_with_what_it_passes_over_or_why_there_is_none():
     rewind = RewindRecord(
-        step=300, spike_step=413, first_sample=2400, num_samples=904, rewinds=2, time_s=12.345, problem=None
+        step=300,
+        spike_step=413,
+        first_sample=2400,
+        num_samples=904,
+        rewinds=2,
+        time_s=12.345,
+        problem=None,
+        warnings=("step_00000400 is passed over: damaged",),
     )
     assert plain_output(lambda console: console.show(rewind)) == (
+        "warning: step_00000400 is passed over: damaged\n"
         "warning: back to step 300, behind the spike of step 413, in 12.3 s; samples 2400 to 3303 are passed over; "
         "rewinds so far: 2\n"
     )
-    none = replace(rewind, num_samples=0, problem="there is no checkpoint")
+    none = replace(rewind, num_samples=0, problem="there is no checkpoint", warnings=())
     assert plain_output(lambda console: console.show(none)) == (
         "warning: step 413 is trained on: there is no checkpoint\n"
     )

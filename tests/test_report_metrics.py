@@ -165,7 +165,9 @@ def test_the_document_describes_no_kind_that_does_not_exist():
 
 SKIPPED = SkippedStepRecord(step=12, loss=math.inf, grad_norm=1.0, in_a_row=2, first_sample=96, num_samples=8)
 SPIKE = LossSpikeRecord(step=13, loss=9.0, median=3.0, limit=4.0, first_sample=104, num_samples=8)
-REWIND = RewindRecord(step=20, spike_step=31, first_sample=320, num_samples=176, rewinds=1, time_s=0.5, problem=None)
+REWIND = RewindRecord(
+    step=20, spike_step=31, first_sample=320, num_samples=176, rewinds=1, time_s=0.5, problem=None, warnings=()
+)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path):
 
 
 def test_tensorboard_shows_a_run_that_went_back_as_one_curve(tmp_path):
-    went = {"spike_step": 21, "first_sample": 10, "num_samples": 11, "rewinds": 1, "time_s": 0.1}
+    went = {"spike_step": 21, "first_sample": 10, "num_samples": 11, "rewinds": 1, "time_s": 0.1, "warnings": ()}
     with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
         for step, loss in ((10, 4.0), (15, 3.5), (20, 3.0)):
             sinks.write(train(step, loss))

@@ -223,6 +223,19 @@ def test_a_spike_with_no_checkpoint_before_it_is_trained_on_and_what_lies_near_i
     assert run.newest("run").spikes == [21, 25]
 
 
+def test_a_damaged_checkpoint_is_passed_over_if_it_may_be_and_named(run):
+    damaged = run.folder / "run" / "checkpoints" / "step_00000016"
+    faults = {0: [["damage_at_step", 20, str(damaged)], BAD_STEP]}
+    codes, text = run("run", "checkpoint.fall_back=true", "checkpoint.async_save=false", faults=faults)
+    assert codes == [0], text
+    (rewind,) = load_metrics(run.folder / "run").rewinds
+    assert (rewind.step, rewind.spike_step) == (12, 21)
+    (warning,) = rewind.warnings
+    assert warning.startswith(f"{damaged} is passed over: {damaged}/")
+    assert "has changed: its SHA-256 is" in warning
+    assert f"warning: {warning}\n" in text
+
+
 def test_a_checkpoint_that_is_being_written_can_be_the_one_to_go_back_to(run):
     codes, text = run("run", "checkpoint.save_interval=16", faults={0: [bad_samples(72, 4), ["hold_saves"]]})
     assert codes == [0], text

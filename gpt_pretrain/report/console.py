@@ -163,7 +163,8 @@ class RunConsole:
     def rewind(self, record: RewindRecord) -> None:
         """Prints where the run went back to, or why it did not."""
         self._step = record.step
-        self.warning(_rewind_sentence(record))
+        for text in (*record.warnings, _rewind_sentence(record)):
+            self.warning(text)
         self._refresh()
 
     def validation(self, record: ValidationRecord) -> None:

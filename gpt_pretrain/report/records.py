@@ -156,6 +156,8 @@ class RewindRecord(Record):
     """Seconds that it took to restore the checkpoint."""
     problem: str | None
     """Why the run did not go back, and trained on; null if it did."""
+    warnings: tuple[str, ...]
+    """Later checkpoints that did not verify, and in whose place this one was taken (`checkpoint.fall_back`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -102,6 +102,7 @@ class Rewinds:
             rewinds=progress.rewinds,
             time_s=0.0,
             problem=f"there is no checkpoint {margin} steps away from every spike (trainer.spike_margin={margin})",
+            warnings=(),
         )
 
     def go_back(self, request: GoBack, progress: Progress) -> Rewound:
@@ -117,7 +118,8 @@ class Rewinds:
         """
         began = time.monotonic()
         config, spike = self._config, request.spike
-        checkpoint = resume_from(request.candidates, fall_back=config.checkpoint.fall_back).checkpoint
+        start = resume_from(request.candidates, fall_back=config.checkpoint.fall_back)
+        checkpoint = start.checkpoint
         detour = Detour(
             next_sample=spike.first_sample + spike.num_samples,
             rewinds=progress.rewinds + 1,
@@ -143,6 +145,7 @@ class Rewinds:
             rewinds=progress.rewinds,
             time_s=time.monotonic() - began,
             problem=None,
+            warnings=tuple(start.warnings),
         )
         return Rewound(progress=progress, record=record)
 

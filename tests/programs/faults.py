@@ -84,6 +84,18 @@ def hold_interpreter_at_step(number):
     _at_step(number, hang_in_c)
 
 
+def damage_at_step(number, checkpoint):
+    """Another bit in the middle of its largest file."""
+
+    def flip():
+        path = max(pathlib.Path(checkpoint).glob("*.distcp"), key=lambda each: each.stat().st_size)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    _at_step(number, flip)
+
+
 def die_in_save(number):
     """Killed before the given operation on a checkpoint's files or directories, counted over all saves of the run."""
     operations = []
