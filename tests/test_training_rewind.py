@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_is_passed_over_if_it_may_be_and_named(run):
     (warning,) = rewind.warnings
     assert warning.startswith(f"{damaged} is passed over: {damaged}/")
     assert "has changed: its SHA-256 is" in warning
-    assert f"warning: {warning}\n" in text
+    assert f"warning: {warning}\n" in (run.folder / "run.0").read_text()
 
 
 def test_a_checkpoint_that_is_being_written_can_be_the_one_to_go_back_to(run):
