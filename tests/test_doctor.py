@@ -190,6 +190,23 @@ def test_a_laptop_trains_small_models_without_fp8():
             "does not compute on NVIDIA H200 (compute capability 9.0): AcceleratorError",
             f"{PIP} --upgrade torch",
         ),
+        (
+            with_torch(product_problem="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB"),
+            1,
+            "does not compute on NVIDIA H200 (compute capability 9.0): OutOfMemoryError",
+            "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv",
+        ),
+        (
+            replace(
+                HEALTHY,
+                transformer_engine=replace(
+                    TE, product_problem="AcceleratorError: CUDA-capable device(s) is/are busy or unavailable"
+                ),
+            ),
+            3,
+            "Transformer Engine 2.12.0 loads, and a small FP8 layer fails: AcceleratorError",
+            "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv",
+        ),
         (with_gpu("Tesla V100", (7, 0)), 3, "Tesla V100 has no BF16 units", "trainer.precision=fp32"),
         (
             replace(with_gpu("NVIDIA H200", (9, 0)), environment={"CUDA_VISIBLE_DEVICES": "3"}),

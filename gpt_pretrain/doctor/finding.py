@@ -23,3 +23,12 @@ class Finding:
     fix: str | None
     """A command for a shell; None where a shell cannot mend it, and `what` says who can."""
     blocks: Blocks
+
+
+WHO_HAS_IT = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
+"""Names the processes that hold a GPU."""
+
+
+def is_taken(problem: str) -> bool:
+    """Whether a GPU fails for what other processes do with it, and no library is to blame."""
+    return "out of memory" in problem or "busy or unavailable" in problem

@@ -6,7 +6,7 @@ The messages that are recognised are those of PyTorch 2.11, megatron-core 0.19 a
 from collections.abc import Iterator
 
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
-from gpt_pretrain.doctor.finding import Blocks, Finding
+from gpt_pretrain.doctor.finding import WHO_HAS_IT, Blocks, Finding, is_taken
 from gpt_pretrain.doctor.surroundings import surroundings
 from gpt_pretrain.doctor.te_findings import transformer_engine_findings
 from gpt_pretrain.megatron.platform_fp8 import leading_version
@@ -88,7 +88,7 @@ def _torch(facts: Facts) -> Iterator[Finding]:
             about=f"PyTorch {torch.version}",
             what=f"does not compute on {gpu.name} (compute capability "
             f"{'.'.join(map(str, gpu.compute_capability))}): {torch.product_problem}",
-            fix=f"{_INSTALL} --upgrade torch",
+            fix=WHO_HAS_IT if is_taken(torch.product_problem) else f"{_INSTALL} --upgrade torch",
             blocks=Blocks.training,
         )
     if gpu.compute_capability < _BF16_CAPABILITY:

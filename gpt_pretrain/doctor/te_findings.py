@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from gpt_pretrain.config.install import install_command
 from gpt_pretrain.doctor.facts import Facts, Failure, Torch
-from gpt_pretrain.doctor.finding import Blocks, Finding
+from gpt_pretrain.doctor.finding import WHO_HAS_IT, Blocks, Finding, is_taken
 from gpt_pretrain.megatron.platform_fp8 import leading_version
 
 _ABOUT = "Transformer Engine"
@@ -36,7 +36,7 @@ def transformer_engine_findings(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             about=f"{_ABOUT} {te.version}",
             what=f"loads, and a small FP8 layer fails: {te.product_problem}",
-            fix=_rebuild(te.version),
+            fix=WHO_HAS_IT if is_taken(te.product_problem) else _rebuild(te.version),
             blocks=Blocks.fp8,
         )
 
