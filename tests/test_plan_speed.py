@@ -191,3 +191,10 @@ def test_a_run_in_bf16_is_compared_with_itself_in_fp8_and_back():
     bf16, fp8 = plan_of(*EIGHT_BILLION).speed, plan_of(*EIGHT_BILLION, "fp8=delayed").speed
     assert bf16.run == bf16.bf16 == fp8.bf16
     assert fp8.run == fp8.fp8 == bf16.fp8
+
+
+@pytest.mark.parametrize(("experiment", "recipe"), [("gpt3_1_3b_1gpu", "delayed"), ("mixtral_8x7b_8gpu", "tensorwise")])
+def test_a_run_in_bf16_is_compared_with_a_recipe_that_it_may_take(experiment, recipe):
+    speed = plan_of(f"experiment={experiment}").speed
+    assert speed.fp8_recipe == recipe
+    assert speed.ratio > 1.0

@@ -16,7 +16,7 @@ from gpt_pretrain.plan.kernels import Machine
 from gpt_pretrain.plan.machine import planned_platform
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory, plan_storage
 from gpt_pretrain.plan.products import Product, plan_products
-from gpt_pretrain.plan.speed import Speed, variant_speed, with_delayed_fp8, without_fp8
+from gpt_pretrain.plan.speed import Speed, variant_speed, with_usual_fp8, without_fp8
 from gpt_pretrain.plan.stages import Layout, Stage, plan_layout, plan_stages
 from gpt_pretrain.plan.verdict import emulation_verdict, fp8_verdict, memory_verdict, unknown_speed
 
@@ -30,7 +30,7 @@ class SpeedForecast:
     fp8: Speed | None
     """None where FP8 could not run: see `Plan.sentences`."""
     fp8_recipe: str
-    """Of `fp8`: the run's own, or delayed where the run is in BF16."""
+    """Of `fp8`: the run's own, or the usual one where the run is in BF16 (`with_usual_fp8`)."""
 
     @property
     def ratio(self) -> float | None:
@@ -93,10 +93,11 @@ def _forecast_speed(config: Config, launch: Launch, machine: Machine, kernels: K
         assert settings is not None
         run = speed_of(config)
         return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=settings.recipe.name), ""
-    varied = replace(config, model=with_delayed_fp8(model))
+    varied = replace(config, model=with_usual_fp8(model))
+    assert varied.model.fp8_recipe is not None
     problems = config_problems(varied, launch)
     fp8 = None if problems else speed_of(varied)
-    return SpeedForecast(run=bf16, bf16=bf16, fp8=fp8, fp8_recipe="delayed"), "".join(problems[:1])
+    return SpeedForecast(run=bf16, bf16=bf16, fp8=fp8, fp8_recipe=varied.model.fp8_recipe.name), "".join(problems[:1])
 
 
 def forecast_run_memory(config: Config, launch: Launch, platform: Platform, gpu: Gpu) -> MemoryForecast:
