@@ -71,7 +71,9 @@ def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(r
     assert "in hang_in_python" in stacks(tmp_path, rank)
     assert "in hang_in_python" not in stacks(tmp_path, 1 - rank)
     for each in (0, 1):
-        assert f"has made no progress for 2 s in step {LEARNT} (trainer.hang_timeout=1800)" in stacks(tmp_path, each)
+        # Two seconds, or ten times the longest step where that is more.
+        told = rf"has made no progress for \d+ s in step {LEARNT} \(trainer\.hang_timeout=1800\)"
+        assert re.search(told, stacks(tmp_path, each))
         assert "gpt_pretrain/training/trainer.py" in stacks(tmp_path, each)
         assert f"rank_{each}.txt" not in run.text(), "the terminal names the folder, not each file"
     assert run.text().count("in hang_in_python") == 1
