@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.launch import rank_zero_of
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
@@ -69,13 +69,9 @@ def broken_rules() -> Callable[..., list[str]]:
     """The cross-field rules that overrides break, in a run of `world_size` processes."""
 
     def problems(*overrides: str, world_size: int = 1, local_world_size: int | None = None) -> list[str]:
-        launch = Launch(
-            rank=0,
-            world_size=world_size,
-            local_rank=0,
+        launch = rank_zero_of(
+            world_size,
             local_world_size=local_world_size or world_size,
-            master_addr="127.0.0.1",
-            master_port=0,
             launcher="none" if world_size == 1 else "torchrun",
         )
         return config_problems(load_config(overrides), launch)

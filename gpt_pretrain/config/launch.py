@@ -49,6 +49,25 @@ class Launch:
         return f"start it with torchrun --nproc-per-node {num_processes} -m gpt_pretrain …"
 
 
+def rank_zero_of(world_size: int, *, local_world_size: int, launcher: str) -> Launch:
+    """Rank 0 of a run that nobody has started, for the rules about the world size.
+
+    Args:
+        world_size: Processes of the run.
+        local_world_size: Processes of a node.
+        launcher: See `Launch.launcher`.
+    """
+    return Launch(
+        rank=0,
+        world_size=world_size,
+        local_rank=0,
+        local_world_size=local_world_size,
+        master_addr="127.0.0.1",
+        master_port=0,
+        launcher=launcher,
+    )
+
+
 def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:
     value = env.get(key) or None
     if value is None and default is not None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError, UserError
-from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.launch import Launch, rank_zero_of
 
 _LAUNCHER = "hydra.launcher"
 # A busy controller takes its time; sbatch itself gives up after a while.
@@ -38,15 +38,7 @@ class Submission:
     def launch(self) -> Launch:
         """Rank 0 of such a job, for the rules about the world size."""
         local_world_size = self.gpus_per_node or self.tasks_per_node
-        return Launch(
-            rank=0,
-            world_size=self.nodes * local_world_size,
-            local_rank=0,
-            local_world_size=local_world_size,
-            master_addr="127.0.0.1",
-            master_port=0,
-            launcher="sbatch",
-        )
+        return rank_zero_of(self.nodes * local_world_size, local_world_size=local_world_size, launcher="sbatch")
 
     @property
     def options(self) -> list[str]:

@@ -7,15 +7,13 @@ import math
 from collections.abc import Iterator
 
 from gpt_pretrain.config.derived import expert_tensor_parallel_size
-from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.launch import Launch, rank_zero_of
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.plan.hardware import GPUS_PER_NODE
 
 # The plan itself is one process, whatever started the shell that it is typed in.
-NO_LAUNCHER = Launch(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=0, launcher="none"
-)
+NO_LAUNCHER = rank_zero_of(1, local_world_size=1, launcher="none")
 
 
 def planned_world_size(config: Config) -> int:
@@ -73,12 +71,4 @@ def planned_launch(config: Config) -> Launch:
         local = max(1, world_size // trainer.num_nodes)
     else:
         local = max(size for size in range(1, GPUS_PER_NODE + 1) if world_size % size == 0)
-    return Launch(
-        rank=0,
-        world_size=world_size,
-        local_rank=0,
-        local_world_size=local,
-        master_addr="127.0.0.1",
-        master_port=0,
-        launcher="plan",
-    )
+    return rank_zero_of(world_size, local_world_size=local, launcher="plan")
