@@ -46,9 +46,10 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_forecast_and_the_keys(tmp_p
 
 @pytest.mark.gpu
 def test_a_gpu_that_has_no_more_memory_ends_the_run_likewise(tmp_path):
-    # 8.6 GB for each tensor of [s, b, h].
-    wide = ["model.hidden_size=4096", "model.ffn_hidden_size=16384", "model.num_attention_heads=32"]
-    huge = [*wide, "model.micro_batch_size=8192", "model.global_batch_size=8192"]
+    # 1 GB for each tensor of [s, b, h], a dozen of them in each layer; no tensor has 2^31 elements, which kernels may
+    # not count.
+    wide = ["model.hidden_size=2048", "model.ffn_hidden_size=4096", "model.num_attention_heads=32"]
+    huge = [*wide, "model.num_layers=16", "model.micro_batch_size=2048", "model.global_batch_size=2048"]
     arguments = small_run_arguments(tmp_path / "run", tmp_path, [*SMALL_GPU_RUN, *huge])
     done = run_ranks(1, arguments, env=gpu_environment(1))
 
