@@ -49,13 +49,12 @@ def cache_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def parent():
-    """The process that the runs of a test file are forked from."""
-    from tests.forked_runs import run_parent
+    """The process that runs are forked from."""
+    from tests.forked_runs import shared_parent
 
-    with run_parent() as opened:
-        yield opened
+    return shared_parent()
 
 
 @pytest.fixture

@@ -1,5 +1,9 @@
-"""Runs that cost a second each, for tests that start, kill and resume many: forks of one process."""
+"""Programs and runs that cost a second each, as tests start many: forks of one process that has imported everything.
 
+What only a new interpreter shows, and torchrun itself, is for `tests.launching`.
+"""
+
+import atexit
 import json
 import os
 import signal
@@ -10,12 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.distributed import TCPStore
 
-from tests.launching import REPOSITORY, clean_environment
+from tests.launching import REPOSITORY, SHUTDOWN_S, clean_environment
 
 Fault = Sequence[Any]
 
@@ -53,6 +59,24 @@ class Run:
             if rank not in self.codes:
                 # A child that has ended waits for its parent to ask for its exit code: the number is its own.
                 os.killpg(self.pids[rank], signal.SIGKILL)
+
+    def wait_as_torchrun(self, timeout_s: float) -> int:
+        """Exit code of a launcher that ends all ranks when one has failed.
+
+        Raises:
+            subprocess.TimeoutExpired: They did not end in time.
+        """
+        deadline, ending = time.monotonic() + timeout_s, False
+        while not self.poll():
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("", timeout_s, self.text())
+            if not ending and any(self.codes.values()):
+                ending, deadline = True, time.monotonic() + SHUTDOWN_S
+                for rank in set(range(len(self.pids))) - self.codes.keys():
+                    os.kill(self.pids[rank], signal.SIGTERM)
+            time.sleep(0.05)
+        codes = set(self.codes.values())
+        return max(codes) if len(self.pids) == 1 else int(codes != {0})
 
     def text(self) -> str:
         return "".join(path.read_text(errors="replace")[-4000:] for path in self.outputs if path.exists())
@@ -100,24 +124,51 @@ class RunParent:
             num_ranks: Processes.
             faults: Of each rank: names and arguments of functions in `tests.programs.faults`.
         """
+        outputs = [(path, path) for path in (output.with_suffix(f".{rank}") for rank in range(num_ranks))]
+        return self._start(["-m", "gpt_pretrain", *overrides], outputs, faults or {}, {})
+
+    def _start(
+        self,
+        arguments: Sequence[str],
+        outputs: Sequence[tuple[Path, Path]],
+        faults: Mapping[int, Sequence[Fault]],
+        env: Mapping[str, str],
+    ) -> Run:
+        """Starts a rank for each pair of files, of what it prints and of its errors."""
+        num_ranks = len(outputs)
         # The ranks meet at a store of this process, whose port the system picks.
         store = (
             None
             if num_ranks == 1
             else TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
         )
-        outputs = [output.with_suffix(f".{rank}") for rank in range(num_ranks)]
         pids = []
-        for rank in range(num_ranks):
-            environment = {} if store is None else _rank_environment(rank, num_ranks, store.port)
+        for rank, (stdout, stderr) in enumerate(outputs):
+            place = {} if store is None else _rank_environment(rank, num_ranks, store.port)
             order = {
-                "start": list(overrides),
-                "environment": environment,
-                "output": str(outputs[rank]),
-                "faults": list((faults or {}).get(rank, [])),
+                "start": list(arguments),
+                "environment": {**place, **env},
+                "stdout": str(stdout),
+                "stderr": str(stderr),
+                "faults": list(faults.get(rank, [])),
             }
             pids.append(self.ask(order))
-        return Run(self, pids, outputs, store)
+        return Run(self, pids, list(dict.fromkeys(path for pair in outputs for path in pair)), store)
+
+    def complete(
+        self, num_ranks: int, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        """What `fork_ranks` does."""
+        with TemporaryDirectory() as folder:
+            stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
+            run = self._start(arguments, [(stdout, stderr)] * num_ranks, {}, env)
+            try:
+                code = run.wait_as_torchrun(timeout_s)
+            finally:
+                run.kill()
+            return subprocess.CompletedProcess(
+                arguments, code, stdout.read_text(errors="replace"), stderr.read_text(errors="replace")
+            )
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[list[int], str]:
         """Exit codes of all ranks of a run that is started so, and what they printed."""
@@ -154,3 +205,24 @@ def run_parent(env: Mapping[str, str] | None = None, *, has_imported: bool = Tru
         yield parent
     finally:
         parent.close()
+
+
+@cache
+def shared_parent() -> RunParent:
+    """The parent that all tests of this process share."""
+    parent = RunParent()
+    atexit.register(parent.close)
+    return parent
+
+
+def fork_ranks(
+    num_ranks: int, arguments: Sequence[str], *, timeout_s: float = 240, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Does on CPUs what `tests.launching.run_ranks` does, for a tenth of the time; its arguments are those.
+
+    Torch and megatron-core are imported already, and of `env` they see nothing that they read only then.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time; carries what it printed.
+    """
+    return shared_parent().complete(num_ranks, arguments, timeout_s, env or {})

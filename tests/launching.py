@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # What a launcher around pytest itself would have set; the ranks of a test are none of its ranks.
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun gives its ranks 30 s to end before it kills them.
-_SHUTDOWN_S = 40
+SHUTDOWN_S = 40
 
 
 def clean_environment(env: Mapping[str, str] | None) -> dict[str, str]:
@@ -73,7 +73,7 @@ def run_ranks(
         # torchrun's ranks are sessions of their own: only torchrun itself can end them, so it is asked to.
         process.terminate()
         try:
-            stdout, stderr = process.communicate(timeout=_SHUTDOWN_S)
+            stdout, stderr = process.communicate(timeout=SHUTDOWN_S)
         finally:
             process.kill()
         raise subprocess.TimeoutExpired(command, timeout_s, stdout, stderr) from expired

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from gpt_pretrain.report.metrics_file import Metrics, load_metrics
+from tests.forked_runs import fork_ranks
 from tests.launching import gpu_environment, run_ranks
 
 # A model of four layers that learns something in twenty steps.
@@ -43,8 +44,11 @@ def run_small(
     num_ranks: int, run_dir: Path, cache_dir: Path, overrides: Sequence[str] = (), *, on_gpus: bool = False
 ) -> Metrics:
     """Trains a small run to its end, on CPUs or with a GPU for each rank, and returns what it logged."""
-    env = gpu_environment(num_ranks) if on_gpus else None
-    done = run_ranks(num_ranks, small_run_arguments(run_dir, cache_dir, overrides), env=env)
+    arguments = small_run_arguments(run_dir, cache_dir, overrides)
+    if on_gpus:
+        done = run_ranks(num_ranks, arguments, env=gpu_environment(num_ranks))
+    else:
+        done = fork_ranks(num_ranks, arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return load_metrics(run_dir)
 

@@ -19,7 +19,7 @@ from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.platform import detect_platform
 from tests.emulated_training import build_training_of
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.resharded_training import LAYOUTS, OTHERS, STEPS, config_of, run_cases, saved_state, write_configs
 
 # All launches are in the first test's fixture.
@@ -86,7 +86,7 @@ def results(tmp_path_factory):
 
 
 def launch(num_ranks, folder, these):
-    done = run_ranks(num_ranks, ["tests/programs/resharding.py", str(folder), *these], timeout_s=500)
+    done = fork_ranks(num_ranks, ["tests/programs/resharding.py", str(folder), *these], timeout_s=500)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

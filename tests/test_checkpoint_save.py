@@ -23,7 +23,7 @@ from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.load import config_to_dict
 from tests.emulated_training import build_training, emulate, emulated_training
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 
 DATA = {"tokenizer": "t", "tokens": "x"}
 
@@ -262,7 +262,7 @@ def test_a_directory_that_cannot_be_written_is_named(training, tmpfs):
 def two_ranks(tmp_path_factory):
     """What both ranks of tests/programs/saving.py were told, by case; and where they saved."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_ranks(2, ["tests/programs/saving.py", str(folder)])
+    done = fork_ranks(2, ["tests/programs/saving.py", str(folder)])
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder / "checkpoints"
 

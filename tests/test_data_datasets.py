@@ -7,7 +7,7 @@ import torch
 
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets, plan_surplus
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
 
 # 20 documents of 40 tokens; with 900,50,50 the training split has 18 of them (720 tokens), the validation split one.
@@ -164,7 +164,7 @@ def built_by_ranks(num_ranks, tmp_path, name, blend, env=None):
     out = tmp_path / name
     out.mkdir()
     program = ["tests/programs/build_datasets.py", str(tmp_path / "cache"), str(out), "data=mmap"]
-    result = run_ranks(num_ranks, [*program, f"model.data.data_prefix=[{blend}]"], env=env)
+    result = fork_ranks(num_ranks, [*program, f"model.data.data_prefix=[{blend}]"], env=env)
     assert result.returncode == 0, result.stderr
     return [path.read_text(encoding="utf-8") for path in sorted(out.iterdir())]
 

@@ -16,7 +16,8 @@ from gpt_pretrain.data.prepare import tokenize_source
 from gpt_pretrain.data.progress import Progress
 from gpt_pretrain.data.sources import FileSource
 from gpt_pretrain.data.tokenizer import load_tokenizer
-from tests.launching import REPOSITORY, run_ranks
+from tests.forked_runs import fork_ranks
+from tests.launching import REPOSITORY
 
 PROGRAM = "tests/programs/prepare_text.py"
 BPE = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
@@ -165,7 +166,7 @@ def test_a_kill_in_the_middle_leaves_nothing_that_counts_as_complete(tmp_path, t
 def test_a_full_disk_is_reported_with_path_and_bytes(tmp_path, texts):
     for path in texts.iterdir():
         path.write_text("one two three four " * 3000)
-    result = run_ranks(1, [PROGRAM, str(tmp_path / "cache"), f"{texts}/*.txt", "0", "20000"])
+    result = fork_ranks(1, [PROGRAM, str(tmp_path / "cache"), f"{texts}/*.txt", "0", "20000"])
     assert result.returncode == 1
     assert "UserError: no space left while writing" in result.stderr, result.stderr
     assert f"{tmp_path / 'cache'}" in result.stderr

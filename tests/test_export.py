@@ -16,7 +16,8 @@ from gpt_pretrain.data.tokenizer import train_bpe
 from gpt_pretrain.export.__main__ import main
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture
 from tests.emulated_training import emulate
-from tests.launching import REPOSITORY, run_ranks
+from tests.forked_runs import fork_ranks
+from tests.launching import REPOSITORY
 from tests.saved_models import (
     ARCHITECTURES,
     FAMILIES,
@@ -80,7 +81,7 @@ def exported_by_one_process(tmp_path_factory):
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2_vp2"])
 def test_every_layout_exports_the_same_file(layout, tmp_path, exported_by_one_process):
     overrides = [*LAYERS, f"parallelism={layout}"]
-    done = run_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "none", *overrides], timeout_s=60)
+    done = fork_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "none", *overrides], timeout_s=60)
     assert done.returncode == 0, done.stderr[-4000:]
     export(f"checkpoint={tmp_path / 'checkpoints' / 'step_00000001'}", f"out={tmp_path / 'hf'}")
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == exported_by_one_process

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from gpt_pretrain.fp8.gemms import Role
 from tests.emulated_training import emulate, emulated_training, observed_training
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 
 # Cases that share process groups share a launch.
 LAUNCHES = (
@@ -43,7 +43,7 @@ def two_ranks(tmp_path_factory):
         if not folder.exists():
             unfinished = tmp_path_factory.mktemp("layouts")
             for cases in LAUNCHES:
-                done = run_ranks(2, ["tests/programs/emulated_layouts.py", str(unfinished), *cases])
+                done = fork_ranks(2, ["tests/programs/emulated_layouts.py", str(unfinished), *cases])
                 assert done.returncode == 0, done.stderr[-4000:]
             unfinished.rename(folder)
     names = {path.name.rsplit(".", 2)[0] for path in folder.glob("*.pt")}

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.runs import run_small, small_run_arguments
 
 # One step is what is proven.
@@ -58,7 +58,7 @@ def test_what_was_planned_is_proven(tmp_path, cache_dir, num_ranks, overrides, s
 def test_a_sabotaged_run_ends_with_a_table_of_what_differs(tmp_path, cache_dir, num_ranks, sabotage, row):
     overrides = [*ONE_STEP, "fp8=delayed", *(["parallelism=dp"] if num_ranks > 1 else [])]
     arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)
-    done = run_ranks(num_ranks, ["tests/programs/sabotaged_run.py", sabotage, *arguments[2:]])
+    done = fork_ranks(num_ranks, ["tests/programs/sabotaged_run.py", sabotage, *arguments[2:]])
     assert done.returncode == (2 if num_ranks == 1 else 1), done.stderr[-3000:]
     assert done.stderr.count("error: FP8 does not run as planned:") == 1, "one rank tells it"
     assert row in done.stderr
@@ -73,10 +73,10 @@ def test_scales_of_another_recipe_are_not_taken_for_ours(tmp_path, cache_dir):
     resumed = small_run_arguments(
         tmp_path / "run", cache_dir, [*saved, "trainer.max_steps=2", "model.fp8_amax_history_len=16"]
     )
-    done = run_ranks(1, resumed)
+    done = fork_ranks(1, resumed)
     assert done.returncode == 2
     assert "holds the FP8 scales of another recipe: model.fp8_amax_history_len=16 (saved with 1024)" in done.stderr
     assert "checkpoint.reset_fp8_state=true" in done.stderr
-    done = run_ranks(1, [*resumed, "checkpoint.reset_fp8_state=true"])
+    done = fork_ranks(1, [*resumed, "checkpoint.reset_fp8_state=true"])
     assert done.returncode == 0, done.stderr[-3000:]
     assert [record.step for record in load_metrics(tmp_path / "run").train] == [1, 2]

@@ -17,7 +17,7 @@ from gpt_pretrain.fp8.statistics import (
     amax_history,
 )
 from gpt_pretrain.training.fp8_watch import Fp8Watch
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
@@ -192,7 +192,7 @@ def test_the_history_of_a_layer_of_transformer_engine_is_found():
 
 
 def test_ranks_join_their_tables_and_one_has_no_fp8(tmp_path):
-    done = run_ranks(2, ["tests/programs/fp8_statistics_of_ranks.py", str(tmp_path)], timeout_s=120)
+    done = fork_ranks(2, ["tests/programs/fp8_statistics_of_ranks.py", str(tmp_path)], timeout_s=120)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2))
 

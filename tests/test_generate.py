@@ -13,7 +13,8 @@ from gpt_pretrain.generate.__main__ import main
 from gpt_pretrain.generate.arguments import GenerateArguments
 from gpt_pretrain.generate.text import continuations
 from tests.emulated_training import emulate
-from tests.launching import REPOSITORY, run_ranks
+from tests.forked_runs import fork_ranks
+from tests.launching import REPOSITORY
 from tests.saved_models import FAMILIES, save_model, saved_model, small_tokenizer
 
 PROMPT = "def function("
@@ -57,7 +58,7 @@ def test_likeliest_text_is_that_of_transformers(family, tmp_path):
 def test_layout_of_the_run_does_not_matter(tmp_path):
     """Saved by two ranks of TP and SP, read by one process."""
     layout = [*FAMILIES["llama"], "parallelism=tp2_sp"]
-    done = run_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "tokenizer", *layout], timeout_s=60)
+    done = fork_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "tokenizer", *layout], timeout_s=60)
     assert done.returncode == 0, done.stderr[-4000:]
     path = tmp_path / "checkpoints" / "step_00000001"
     assert export_main([f"checkpoint={path}", f"out={tmp_path / 'hf'}"]) == 0
@@ -72,7 +73,7 @@ def test_experts_write_what_two_ranks_shared_out(tmp_path):
     (tmp_path / "one").mkdir()
     save_model(tmp_path / "one", *experts, tokenizer=small_tokenizer())
     shared = [*experts, "parallelism=ep2", "model.global_batch_size=2"]
-    done = run_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "tokenizer", *shared], timeout_s=60)
+    done = fork_ranks(2, ["tests/programs/save_layout.py", str(tmp_path), "tokenizer", *shared], timeout_s=60)
     assert done.returncode == 0, done.stderr[-4000:]
     (text,) = texts(tmp_path / "checkpoints" / "step_00000001", temperature=0.0, max_new_tokens=12)
     assert texts(tmp_path / "one" / "checkpoints" / "step_00000001", temperature=0.0, max_new_tokens=12) == [text]

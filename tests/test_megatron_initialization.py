@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 
 SMALL = "model.num_layers=4,model.hidden_size=64,model.num_attention_heads=4,model.encoder_seq_length=32"
 LLAMA = f"model=llama3_8b,{SMALL},model.num_query_groups=2,model.ffn_hidden_size=96,model.vocab_size=250"
@@ -41,7 +41,7 @@ def build_whole(folder: Path, num_ranks: int, **models: str) -> dict[str, list[W
     """
     folder.mkdir()
     arguments = [f"{name}:{overrides}" for name, overrides in models.items()]
-    result = run_ranks(num_ranks, ["tests/programs/whole_weights.py", str(folder), *arguments])
+    result = fork_ranks(num_ranks, ["tests/programs/whole_weights.py", str(folder), *arguments])
     assert result.returncode == 0, result.stderr
     whole: dict[str, list[Whole]] = {}
     for name in models:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.transformers_reference import (
     build_reference,
     built_model,
@@ -114,7 +114,7 @@ def test_tensor_parallel_logits_equal_those_of_transformers(tmp_path: Path) -> N
     case = CASES["llama3"]
     reference = build_reference(case)
     torch.save({"weights": map_weights(reference, case), "tokens": make_tokens(case)}, tmp_path / "input.pt")
-    result = run_ranks(2, ["tests/programs/tensor_parallel_logits.py", str(tmp_path), *case.override_list()])
+    result = fork_ranks(2, ["tests/programs/tensor_parallel_logits.py", str(tmp_path), *case.override_list()])
     assert result.returncode == 0, result.stderr
     expected = reference_logits(reference, case)
     outputs = torch.load(tmp_path / "output.pt")

@@ -11,7 +11,7 @@ import pytest
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.plan.stages import plan_layout, plan_stages
 from tests.expert_training import LAYOUTS, MODELS, SPOILT, config_of, run_cases
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.runs import run_small
 
 CASES = [f"plain.{layout}" for layout in LAYOUTS] + [
@@ -35,7 +35,7 @@ def one_process(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    done = run_ranks(2, ["tests/programs/expert_layouts.py", str(folder), *CASES])
+    done = fork_ranks(2, ["tests/programs/expert_layouts.py", str(folder), *CASES])
     assert done.returncode == 0, done.stderr[-6000:]
     return {case: [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(2)] for case in CASES}
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from gpt_pretrain.report.metrics_file import load_metrics
+from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
 from tests.runs import run_small, small_run_arguments
 
@@ -22,19 +24,21 @@ def test_one_process_learns(one_process):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layout"),
+    ("num_ranks", "layout", "launch"),
     [
-        pytest.param(2, ["parallelism=tp2"], id="TP2"),
-        pytest.param(2, ["parallelism=tp2_sp"], id="TP2+SP"),
-        pytest.param(2, ["parallelism=pp2"], id="PP2"),
-        pytest.param(2, ["parallelism=pp2_vp2"], id="PP2 interleaved"),
-        pytest.param(2, ["parallelism=single"], id="DP2"),
-        pytest.param(2, ["parallelism=dp"], id="DP2 distributed optimizer"),
-        pytest.param(4, ["parallelism=tp2_pp2"], id="TP2·PP2"),
+        pytest.param(2, "parallelism=tp2", fork_ranks, id="TP2"),
+        pytest.param(2, "parallelism=tp2_sp", fork_ranks, id="TP2+SP"),
+        pytest.param(2, "parallelism=pp2", fork_ranks, id="PP2"),
+        pytest.param(2, "parallelism=pp2_vp2", fork_ranks, id="PP2 interleaved"),
+        pytest.param(2, "parallelism=single", fork_ranks, id="DP2"),
+        pytest.param(2, "parallelism=dp", run_ranks, id="DP2 distributed optimizer, by torchrun"),
+        pytest.param(4, "parallelism=tp2_pp2", fork_ranks, id="TP2·PP2"),
     ],
 )
-def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, one_process):
-    metrics = run_small(num_ranks, tmp_path / "run", cache_dir, [*SAMPLE, *layout])
+def test_layout_trains_as_one_process(num_ranks, layout, launch, *, tmp_path, cache_dir, one_process):
+    done = launch(num_ranks, small_run_arguments(tmp_path / "run", cache_dir, [*SAMPLE, layout]))
+    assert done.returncode == 0, done.stderr[-4000:]
+    metrics = load_metrics(tmp_path / "run")
     for name in ("loss", "lr", "consumed_samples"):
         expected = [getattr(record, name) for record in one_process.train]
         assert [getattr(record, name) for record in metrics.train] == pytest.approx(expected, rel=1e-4), name
@@ -92,14 +96,14 @@ def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
 
 
 @pytest.mark.parametrize(
-    ("extra", "expected"),
+    ("launch", "extra", "expected"),
     [
-        ("model.tensor_model_parallel_size=2", "model.tensor_model_parallel_size=1 on rank 0 and 2 on rank 1. Give"),
-        ("trainer.val_check_interval=null", "trainer.val_check_interval=10 on rank 0 and null on rank 1. Give"),
+        (run_ranks, "model.tensor_model_parallel_size=2", "model.tensor_model_parallel_size=1 on rank 0 and 2 on"),
+        (fork_ranks, "trainer.val_check_interval=null", "trainer.val_check_interval=10 on rank 0 and null on"),
     ],
 )
-def test_ranks_that_were_told_different_things_end_at_once(tmp_path, cache_dir, extra, expected):
+def test_ranks_that_were_told_different_things_end_at_once(tmp_path, cache_dir, launch, extra, expected):
     arguments = small_run_arguments(tmp_path / "run", cache_dir, ["parallelism=dp"])
-    done = run_ranks(2, ["tests/programs/disagreeing_ranks.py", extra, *arguments[2:]])
+    done = launch(2, ["tests/programs/disagreeing_ranks.py", extra, *arguments[2:]])
     assert done.returncode != 0
-    assert f"error: the ranks do not run the same configuration: {expected}" in done.stderr
+    assert f"error: the ranks do not run the same configuration: {expected} rank 1. Give" in done.stderr

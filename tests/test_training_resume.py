@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.runs import run_small, small_run_arguments
 
 # The whole run's schedule, whatever part of it a process does; dropout, so that random states matter.
@@ -87,7 +87,7 @@ def test_checkpoints_come_at_their_interval_and_any_can_be_resumed(tmp_path, cac
 )
 def test_resume_that_cannot_be_meant_is_refused(num_ranks, overrides, message, finished_run, cache_dir):
     config = (finished_run / "config.yaml").read_bytes()
-    done = run_ranks(num_ranks, small_run_arguments(finished_run, cache_dir, [*SHORT, *overrides]))
+    done = fork_ranks(num_ranks, small_run_arguments(finished_run, cache_dir, [*SHORT, *overrides]))
     assert done.returncode != 0
     assert message in done.stderr
     assert num_ranks > 1 or "Traceback" not in done.stderr  # torchrun prints one of its own
@@ -104,7 +104,7 @@ def finished_run(tmp_path_factory, cache_dir):
 def test_a_run_goes_on_in_another_layout_and_says_so(finished_run, cache_dir, tmp_path):
     run_dir = shutil.copytree(finished_run, tmp_path / "run")
     arguments = small_run_arguments(run_dir, cache_dir, [*SHORT, "parallelism=tp2", "trainer.max_steps=6"])
-    done = run_ranks(2, arguments)
+    done = fork_ranks(2, arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (
         "note: resharded: model.tensor_model_parallel_size=2 (saved with 1), processes=2 (saved with 1); random states "
@@ -118,7 +118,7 @@ def test_a_run_goes_on_in_another_layout_and_says_so(finished_run, cache_dir, tm
 def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, cache_dir):
     checkpoint = finished_run / "checkpoints" / "step_00000004"
     before = checkpoint.stat().st_mtime_ns
-    done = run_ranks(1, small_run_arguments(finished_run, cache_dir, [*SHORT, "trainer.max_steps=4"]))
+    done = fork_ranks(1, small_run_arguments(finished_run, cache_dir, [*SHORT, "trainer.max_steps=4"]))
     assert done.returncode == 0, done.stderr
     assert "the run has done 4 steps, and trainer.max_steps=4; raise it to go on" in done.stdout
     assert checkpoint.stat().st_mtime_ns == before

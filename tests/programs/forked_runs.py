@@ -1,33 +1,61 @@
-"""Starts training runs as forks of itself, which with `--import` has imported everything: a life costs a second.
+"""Runs Python programs as forks of itself, which with `--import` has imported everything: a life costs a second.
 
 Reads one JSON object a line from its input and answers each with one line:
 
-    {"start": [OVERRIDE, …], "environment": {…}, "output": FILE, "faults": [NAME or [NAME, ARGUMENT, …], …]}  → pid
-    {"poll": PID}                                     → exit status as `os.waitstatus_to_exitcode` has it, or null
+    {"start": [ARGUMENT, …], "environment": {…}, "stdout": FILE, "stderr": FILE, "faults": […]}  → pid
+    {"poll": PID}                            → exit status as `os.waitstatus_to_exitcode` has it, or null
 
-A fault is a function of `tests.programs.faults` that the new process calls before it trains.
+The arguments are Python's own: `-m MODULE …` or `FILE …`. A fault is [NAME, ARGUMENT, …], a function of
+`tests.programs.faults` that the new process calls first.
 """
 
+import atexit
+import importlib
 import json
 import os
+import runpy
 import sys
+import threading
 import traceback
 
 
 def run(order):
     """The forked process: everything from here on is its own."""
-    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(order["environment"])
     os.setsid()
-    from gpt_pretrain.__main__ import main
-    from tests.programs import faults
+    if order["faults"]:
+        from tests.programs import faults
 
-    for name, *arguments in order["faults"]:
-        getattr(faults, name)(*arguments)
-    return main(order["start"])
+        for name, *arguments in order["faults"]:
+            getattr(faults, name)(*arguments)
+    program, *arguments = order["start"]
+    if program == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
+
+
+def exit_code(order):
+    """Runs the program, and what Python does at its end before it takes itself apart."""
+    try:
+        run(order)
+        code = 0
+    except SystemExit as left:
+        code = left.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    return code or 0
 
 
 def start(order):
@@ -36,14 +64,11 @@ def start(order):
         return pid
     code = 1
     try:
-        code = run(order)
-    except SystemExit as left:
-        code = left.code
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        code = exit_code(order)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def poll(pid):
@@ -53,7 +78,9 @@ def poll(pid):
 
 def serve():
     if sys.argv[1:] == ["--import"]:
-        import gpt_pretrain.training.run  # noqa: F401  # what the parent has imported, no child need
+        # What the parent has imported, no child need.
+        importlib.import_module("gpt_pretrain.training.run")
+        importlib.import_module("tests.programs.faults")
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
