@@ -5,6 +5,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.fp8_weights import install_weight_cast
 from gpt_pretrain.megatron.kernels import install_gradient_norm
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.platform import Platform
@@ -18,6 +19,8 @@ def build_optimizer(config: Config, model: Model, platform: Platform) -> Megatro
     Biases and norm weights are in a group without weight decay, as in megatron-core.
     """
     install_gradient_norm()
+    if config.model.fp8_params:
+        install_weight_cast()
     choose_torch_optimizers()
     optimizer = get_megatron_optimizer(
         translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False

@@ -1,0 +1,84 @@
+"""FP8 weights cast from their masters: to the bit as Transformer Engine's own function casts them."""
+
+import pytest
+import torch
+from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
+from torch._C._distributed_c10d import HashStore
+
+from gpt_pretrain.megatron.fp8_weights import cast_masters, install_weight_cast
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(384, 256), (256, 512), (48, 16)]
+# Each weight's part that a rank has, as its bounds in the flat weight; none of them starts where a vector would.
+WHOLE = [(0, 384 * 256), (0, 256 * 512), (0, 48 * 16)]
+FIRST_PART, SECOND_PART = [(0, 31_337), (0, 256 * 512), None], [(31_337, 384 * 256), None, (0, 48 * 16)]
+
+
+@pytest.fixture
+def group():
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def trained_weights(recipe):
+    """FP8 weights of layers that have run twice, so that scales, amaxes and transposes are those of a training."""
+    import transformer_engine.pytorch as te
+
+    torch.manual_seed(1)
+    with te.fp8_model_init(recipe=recipe):
+        layers = [te.Linear(k, n, bias=False, params_dtype=torch.bfloat16, device="cuda") for n, k in SHAPES]
+    for _ in range(2):
+        for layer in layers:
+            with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+                out = layer(torch.randn(32, layer.in_features, dtype=torch.bfloat16, device="cuda"))
+            out.sum().backward()
+    return [layer.weight for layer in layers]
+
+
+def state(weight):
+    quantizer = weight._get_quantizer()
+    tensors = {"codes": weight._data, "inverse": weight._scale_inv, "transpose": weight._transpose}
+    return {
+        name: tensor.clone() for name, tensor in {**tensors, "scale": quantizer.scale, "amax": quantizer.amax}.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling"])
+def test_masters_are_cast_to_the_bit_as_transformer_engine_casts_them(group, name):
+    from transformer_engine.common import recipe as recipes
+
+    install_weight_cast()
+    states = []
+    for function in (quantize_param_shard, cast_masters):
+        weights = trained_weights(getattr(recipes, name)())
+        torch.manual_seed(2)
+        after = []
+        # The parts of two ranks one behind the other, as one rank would see both.
+        for bounds in (WHOLE, FIRST_PART, SECOND_PART):
+            masters = [0.02 * torch.randn(weight.numel(), device="cuda") for weight in weights]
+            parts = [
+                None if part is None else master[slice(*part)] for master, part in zip(masters, bounds, strict=True)
+            ]
+            starts = [None if part is None else part[0] for part in bounds]
+            function(weights, parts, starts, group)
+            post_all_gather_processing(weights)
+            after += [state(weight) for weight in weights]
+        states.append(after)
+    theirs, ours = states
+    assert not torch.equal(theirs[0]["codes"], theirs[3]["codes"])
+    for before, now in zip(theirs, ours, strict=True):
+        assert {key: torch.equal(before[key], now[key]) for key in before} == dict.fromkeys(before, True)
+
+
+def test_blocks_are_left_to_transformer_engine(group):
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    states = []
+    for function in (quantize_param_shard, cast_masters):
+        weights = trained_weights(Float8BlockScaling())
+        function(weights, [torch.full((weight.numel(),), 0.5, device="cuda") for weight in weights], [0, 0, 0], group)
+        states.append([weight._rowwise_data.clone() for weight in weights])
+    assert all(torch.equal(before, now) for before, now in zip(*states, strict=True))
