@@ -18,6 +18,8 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 
 # A module's name in the whole model, and a product right before it is computed. Must not wait for the device.
 Listener = Callable[[str, Product], None]
+# The same of a grouped product that has no rows: no token came to any of this rank's experts.
+IdleListener = Callable[[str, Phase], None]
 
 # How general_gemm's layout tells the three products apart (TE 2.12, pytorch/module/linear.py).
 _PHASES = {"TN": Phase.forward, "NN": Phase.dgrad, "NT": Phase.wgrad}
@@ -32,12 +34,19 @@ _CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_g
 
 
 @contextmanager
-def observe_products(chunks: Sequence[GPTModel], listener: Listener, *, measure_amax: bool = False) -> Iterator[None]:
+def observe_products(
+    chunks: Sequence[GPTModel],
+    listener: Listener,
+    *,
+    idle_listener: IdleListener | None = None,
+    measure_amax: bool = False,
+) -> Iterator[None]:
     """Tells the listener of every product that the linear layers of these model chunks compute inside.
 
     Args:
         chunks: This rank's GPTModels.
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
+        idle_listener: Receives the layer's name and which product of it, where experts compute nothing.
         measure_amax: Take the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
     """
     emulated: list[tuple[Any, ProductListener | None]] = []
@@ -52,7 +61,9 @@ def observe_products(chunks: Sequence[GPTModel], listener: Listener, *, measure_
                 transformer_engine[name] = module
     with ExitStack() as stack:
         if transformer_engine:
-            stack.enter_context(_watch_transformer_engine(transformer_engine, listener, measure_amax=measure_amax))
+            stack.enter_context(
+                _watch_transformer_engine(transformer_engine, listener, idle_listener, measure_amax=measure_amax)
+            )
         try:
             yield
         finally:
@@ -83,7 +94,7 @@ def is_te_linear(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def _watch_transformer_engine(
-    modules: dict[str, torch.nn.Module], listener: Listener, *, measure_amax: bool
+    modules: dict[str, torch.nn.Module], listener: Listener, idle_listener: IdleListener | None, *, measure_amax: bool
 ) -> Iterator[None]:
     from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, linear
 
@@ -104,6 +115,8 @@ def _watch_transformer_engine(
     def watched_grouped_gemm(gemm: Callable[..., Any]) -> Callable[..., Any]:
         def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
             phase = _PHASES[kwargs.get("layout", "TN")]
+            if idle_listener is not None and not any(kwargs["m_splits"]):
+                idle_listener(current[0], phase)
             for rows, of_weights, of_rows in zip(kwargs["m_splits"], a, b, strict=True):
                 # An expert that no token came to computes nothing.
                 if rows:

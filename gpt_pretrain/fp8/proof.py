@@ -2,14 +2,15 @@
 
 Each rank watches every matrix product of its linear layers during one step, reads back their recipe objects and how
 their weights are stored, and compares all of it with the plan (`config/gemms.py`, `config/fp8.py`). Any difference on
-any rank ends the run on all of them, with a table. After that step nothing of it is left in the way.
+any rank ends the run on all of them, with a table. After that step nothing of it is left in the way. What a product of
+experts is where a rank's had no tokens, the other ranks tell (`fp8/watched.py`).
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -19,10 +20,11 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import Linear, fp8_flops_share, linears
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
+from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import observe_attention, observe_products
 from gpt_pretrain.fp8.readback import NOT_IN_FP8, live_recipe, parameter_bytes, planned_recipe, weight_storage
+from gpt_pretrain.fp8.watched import Difference, WatchedProducts, differences_of_ranks
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 
@@ -30,16 +32,6 @@ _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One thing that is not as planned."""
-
-    module: str
-    what: str
-    planned: str
-    live: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +92,7 @@ class Proof:
         self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
         self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
         self._planned = {linear.module: linear for linear in _linears_of(config, self._chunks)}
-        self._products: dict[tuple[str, Phase], set[tuple[str, str]]] = defaultdict(set)
+        self._products = WatchedProducts(settings, self._high)
         self._attention: dict[Phase, set[str]] = defaultdict(set)
         self._masters: MasterCheck | None = None
 
@@ -112,13 +104,12 @@ class Proof:
                 self._optimizer, {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
             )
         with ExitStack() as stack:
-            stack.enter_context(observe_products(self._chunks, self._note))
+            stack.enter_context(
+                observe_products(self._chunks, self._products.note, idle_listener=self._products.note_idle)
+            )
             if self._settings.dot_product_attention:
                 stack.enter_context(observe_attention(lambda phase, name: self._attention[phase].add(name)))
             yield
-
-    def _note(self, module: str, product: Product) -> None:
-        self._products[module, product.phase].add(product.formats)
 
     def judge(self, lr: float) -> Proven:
         """Compares what was watched with the plan, on all ranks together; every rank calls it.
@@ -131,9 +122,13 @@ class Proof:
         """
         torch.cuda.synchronize()
         began = time.monotonic()
-        found: list[list[Difference]] = [[]] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, list(self._differences(lr)))
-        differences = list(dict.fromkeys(difference for of_rank in found for difference in of_rank))
+        products = self._products.compare(
+            {name: self._planned[name] for name in self._planned if name in self._modules}
+        )
+        this_rank = replace(products, differences=(*self._differences(lr), *products.differences))
+        ranks = [this_rank] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, this_rank)
+        differences = differences_of_ranks(ranks)
         if differences:
             raise ProofError(differences)
         total, in_fp8 = self._parameter_bytes()
@@ -149,26 +144,14 @@ class Proof:
             if module is None:
                 yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
                 continue
-            yield from self._product_differences(linear)
             yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
             live = weight_storage(module)
             if live != planned:
                 yield Difference(module=name, what="weight stored in", planned=planned, live=live)
-        for (name, phase), formats in self._products.items():
-            if name not in self._planned and any(part in CODE_TYPES for pair in formats for part in pair):
-                yield Difference(module=name, what=phase.value, planned="not in FP8", live=_listed(formats))
         yield from self._attention_differences()
         for row in self._masters.problems(lr) if self._masters is not None else ():
             yield Difference(module=row[0], what=row[1], planned=row[2], live=row[3])
-
-    def _product_differences(self, linear: Linear) -> Iterator[Difference]:
-        for phase, planned in _planned_formats(linear, self._settings, self._high).items():
-            live = self._products.get((linear.module, phase), set())
-            # Layers that never compute in FP8 need not report what they do.
-            silent = not live and linear.precision != "fp8"
-            if live != {planned} and not silent:
-                yield Difference(module=linear.module, what=phase.value, planned=_listed({planned}), live=_listed(live))
 
     def _attention_differences(self) -> Iterator[Difference]:
         if not self._settings.dot_product_attention:
@@ -196,20 +179,6 @@ def _linears_of(config: Config, chunks: list[GPTModel]) -> Iterator[Linear]:
     return (linear for linear in linears(config.model) if linear.layer in held)
 
 
-def _planned_formats(linear: Linear, settings: Fp8Settings, high: str) -> dict[Phase, tuple[str, str]]:
-    forward, gradient = settings.forward_format, settings.gradient_format
-    if linear.precision != "fp8":
-        forward = gradient = high
-    formats = {
-        Phase.forward: (forward, forward),
-        Phase.dgrad: (gradient, forward),
-        Phase.wgrad: (gradient, forward),
-    }
-    if linear.wgrad_precision != "fp8":
-        formats[Phase.wgrad] = (high, high)
-    return formats
-
-
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
     planned = planned_recipe(settings) if linear.precision == "fp8" else NOT_IN_FP8
     live = live_recipe(module)
@@ -220,7 +189,3 @@ def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Se
             yield Difference(
                 module=linear.module, what=what, planned=planned.get(what, "none"), live=live.get(what, "none")
             )
-
-
-def _listed(formats: set[tuple[str, str]]) -> str:
-    return " and ".join(sorted(f"{first} × {second}" for first, second in formats)) or "no such product"
