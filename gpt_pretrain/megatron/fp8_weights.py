@@ -149,7 +149,11 @@ def cast_masters(
 def _what_is_missing() -> list[str]:
     missing = []
     for module_name, names in _NEEDED.items():
-        module = importlib.import_module(module_name)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError:
+            missing.append(module_name)
+            continue
         for name, parameters in names.items():
             found = getattr(module, name, None)
             if found is None:
