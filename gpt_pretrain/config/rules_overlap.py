@@ -1,0 +1,53 @@
+"""Cross-field rules about communication that runs behind computation."""
+
+from collections.abc import Iterator
+
+from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.schema import ModelConfig
+
+
+def gradients(model: ModelConfig) -> Iterator[str]:
+    """What megatron-core's data parallelism and distributed optimizer need from each other."""
+    if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
+        yield (
+            "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
+            "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
+        )
+    if model.nccl_ub:
+        yield (
+            "model.nccl_ub=true is refused: megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink "
+            "multicast on also where the host forbids it, and goes on without registered buffers where NCCL does not "
+            "take them; use false"
+        )
+
+
+def tensor_parallel_overlap(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
+    """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
+    if not model.tp_comm_overlap:
+        return
+    asked = "model.tp_comm_overlap=true"
+    tp = model.tensor_model_parallel_size
+    if tp == 1 or not model.sequence_parallel:
+        yield (
+            f"{asked} overlaps exchanges along the sequence, and model.tensor_model_parallel_size={tp} with "
+            f"model.sequence_parallel={str(model.sequence_parallel).lower()} has none; use parallelism=tp2_sp, or false"
+        )
+    if model.transformer_engine is False or model.fp8_emulate:
+        cause = "model.fp8_emulate=true" if model.fp8_emulate else "model.transformer_engine=false"
+        yield f"{asked} is done by Transformer Engine's linear layers, and {cause} excludes them; use false"
+    if model.num_moe_experts is not None:
+        yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"
+    settings = fp8_settings(model)
+    if settings is not None and settings.recipe in (Fp8RecipeName.blockwise, Fp8RecipeName.mxfp8):
+        yield (
+            f"{asked} exchanges tensors with one scale, and model.fp8_recipe={settings.recipe.name} has one for each "
+            "block; use false, fp8=delayed or fp8=tensorwise"
+        )
+    if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
+        yield (
+            f"{asked} reaches the GPUs of one node, and the {launch.local_world_size} of a node do not hold whole "
+            f"groups of model.tensor_model_parallel_size={tp}; use false"
+        )

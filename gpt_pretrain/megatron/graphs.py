@@ -1,0 +1,56 @@
+"""CUDA graphs of transformer layers: what a layer launches is recorded once and launched as a whole from then on.
+
+A small model's kernels end sooner than the host can launch the next. With `model.cuda_graph_impl=local` megatron-core
+(megatron.core.transformer.cuda_graphs) runs the first training step as it always does, records a graph of each layer's
+forward and of its backward pass at the step's end, and replays them in the steps after it. Embedding, LM head, loss,
+the exchange of gradients and the optimizer stay outside.
+
+A replay reads and writes the addresses that were recorded and calls no Python. So only training steps are replayed,
+with their one shape and their dropout; whatever looks into the layers has them computed by their modules
+(`without_graphs`). The proof of FP8 (`fp8/proof.py`) watches the first step, the recording included.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
+
+
+class GraphedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+    """A layer that is replayed in training steps, and computed by its modules otherwise."""
+
+    is_replayed = True
+    """Whether training steps take the graphs."""
+
+    def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
+        # megatron-core would replay a validation too, with the dropout of training.
+        return self.training and self.is_replayed and super()._should_call_local_cudagraph(*args, **kwargs)
+
+
+def prepare_graphs(seed: int) -> None:
+    """Called before the layers are built, on a GPU.
+
+    An earlier job of a sweep may have left graphs of its own. Dropout draws from generators that graphs can hold; the
+    numbers are the same.
+    """
+    delete_cuda_graphs()
+    track_random_states(in_graphs=True)
+    seed_dropout(seed)
+
+
+@contextmanager
+def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, layers are computed by their modules, whose hooks are called."""
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, GraphedLayer)]
+    for layer in layers:
+        layer.is_replayed = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_replayed = True
