@@ -15,8 +15,10 @@ from gpt_pretrain.benchmark.__main__ import main
 from gpt_pretrain.benchmark.document import Benchmark, benchmark_document, benchmark_markdown
 from gpt_pretrain.benchmark.figures import Row, attainable_tflops, build_row, compute_figures, with_ratios
 from gpt_pretrain.benchmark.forecast import forecast
-from gpt_pretrain.benchmark.profile import longest_kernels
-from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Machine, Measured
+from gpt_pretrain.benchmark.kinds import IDLE, KINDS, kernel_kind
+from gpt_pretrain.benchmark.picture import main as draw_picture
+from gpt_pretrain.benchmark.profile import longest_kernels, parts_of_a_step
+from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Machine, Measured, Part
 from gpt_pretrain.benchmark.stopwatch import Stopwatch
 from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_rows
 from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
@@ -43,7 +45,9 @@ H200 = (
     GemmCeiling(dtype="bfloat16", side=8192, tflops=774.0),
     GemmCeiling(dtype="fp8", side=8192, tflops=1414.0),
 )
-MEASURED = Measured(first_step_s=20.0, step_times_s=(0.5, 0.4), memory_gib=10.0, loss=2.5, dtype="bfloat16", kernels=())
+MEASURED = Measured(
+    first_step_s=20.0, step_times_s=(0.5, 0.4), memory_gib=10.0, loss=2.5, dtype="bfloat16", kernels=(), parts=()
+)
 APP = Variant(name="app", loop=Loop.app, overrides=())
 
 
@@ -316,6 +320,79 @@ def test_kernels_are_those_of_the_device_the_longest_first():
         Kernel(name="add_kernel", calls=4, time_ms=0.5, share=0.25),
     )
     assert [kernel.name for kernel in longest_kernels(events, 2, cuda=False)] == ["aten::mm", "aten::add"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_qqtst_192x192_128x4_2x1_v_bz_coopB_TNN", "FP8 products"),
+        ("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT", "FP8 products"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "BF16 products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "attention"),
+        ("void transformer_engine::cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*)", "FP8 casts"),
+        ("void transformer_engine::(anonymous namespace)::amax_kernel<8, true, float>(float const*)", "FP8 casts"),
+        ("void transformer_engine::unary_kernel<16, true, float, __nv_bfloat16, __nv_fp8_e4m3>()", "FP8 casts"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norms, activations, loss"),
+        ("triton_red_fused_copy__exp_sub_sum_unsqueeze_5", "norms, activations, loss"),
+    ],
+)
+def test_a_kernels_name_tells_what_it_does(name, kind):
+    assert kernel_kind(name) == kind
+    assert kind in KINDS
+
+
+def test_a_step_consists_of_kinds_of_kernels_and_of_time_without_any():
+    def event(name, start, end, device_type=DeviceType.CUDA, *, is_user_annotation=False):
+        return SimpleNamespace(
+            name=name,
+            time_range=SimpleNamespace(start=start, end=end),
+            device_type=device_type,
+            is_user_annotation=is_user_annotation,
+        )
+
+    events = [
+        event("nvjet_sm90_tst_1", 6000.0, 9000.0),
+        event("nvjet_sm90_qqtst_1", 1000.0, 4000.0),
+        # Beside the product before it: there is no idle time until 5 ms.
+        event("ncclDevKernel_AllGather", 3000.0, 5000.0),
+        event("Optimizer.step", 0.0, 20000.0, is_user_annotation=True),
+        event("aten::mm", 0.0, 900.0, DeviceType.CPU),
+    ]
+    assert set(parts_of_a_step(events, 2)) == {
+        Part(kind="FP8 products", time_ms=1.5),
+        Part(kind="BF16 products", time_ms=1.5),
+        Part(kind="communication", time_ms=1.0),
+        Part(kind=IDLE, time_ms=0.5),
+    }
+    assert parts_of_a_step([], 2) == ()
+
+
+def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, capsys):
+    source, picture = tmp_path / "benchmark.json", tmp_path / "step.svg"
+
+    def row(name, *parts):
+        return {"name": name, "figures": {"parts": [{"kind": kind, "time_ms": time} for kind, time in parts]}}
+
+    failed = {"name": "failed", "figures": None}
+    rows = [row("bf16", ("BF16 products", 30.0)), failed, row("fp8", ("FP8 products", 16.0), (IDLE, 0.25))]
+    source.write_text(json.dumps({"variants": rows}))
+    assert draw_picture([str(source), str(picture)]) == 0
+    drawn = picture.read_text()
+    # Text is drawn as outlines whose comments say what it is; a part too narrow has no number.
+    assert all(f"<!-- {text} -->" in drawn for text in ("bf16", "fp8", "FP8 products", IDLE, "30", "16"))
+    assert "<!-- failed -->" not in drawn
+
+    source.write_text(json.dumps({"variants": [row("cpu")]}))
+    assert draw_picture([str(source), str(picture)]) == 2
+    assert "run the benchmark with benchmark.profile=true" in capsys.readouterr().err
+    source.write_text("{}")
+    assert draw_picture([str(source), str(picture)]) == 2
+    assert "is no benchmark.json of this version" in capsys.readouterr().err
+    source.write_text(json.dumps({"variants": rows}))
+    assert draw_picture([str(source), str(tmp_path / "step.doc")]) == 2
+    assert "Format 'doc' is not supported" in capsys.readouterr().err
 
 
 def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, monkeypatch):

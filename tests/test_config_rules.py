@@ -660,7 +660,7 @@ def test_wandb_is_refused_where_it_is_not_installed(broken_rules, monkeypatch):
     assert problem.endswith(f"{how_to_install('wandb')}, or use logging.wandb=false")
 
 
-@pytest.mark.parametrize("extra", ["te", "wandb"])
+@pytest.mark.parametrize("extra", ["te", "wandb", "plot"])
 def test_an_extra_is_installed_as_the_readme_says(extra, pytestconfig):
     command = re.search(r"python -m pip .*", how_to_install(extra))[0]
     assert command.endswith(f"-e '.[{extra}]'")

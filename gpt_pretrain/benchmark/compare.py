@@ -17,6 +17,7 @@ from gpt_pretrain.benchmark.table import (
     problem_lines,
     table_of_forecasts,
     table_of_kernels,
+    table_of_parts,
     table_of_rows,
 )
 from gpt_pretrain.benchmark.variants import (
@@ -190,6 +191,8 @@ class Comparison:
         if forecasts is not None:
             print_table(self._console, f"Forecast for {self._config.plan.gpu.name}", *forecasts)
         for row in benchmark.rows:
+            if row.figures is not None and row.figures.parts:
+                print_table(self._console, f"What a step of {row.name} consists of", *table_of_parts(row.figures.parts))
             if row.figures is not None and row.figures.kernels:
                 print_table(self._console, f"Where a step of {row.name} goes", *table_of_kernels(row.figures.kernels))
 

@@ -14,6 +14,7 @@ from gpt_pretrain.benchmark.table import (
     problem_lines,
     table_of_forecasts,
     table_of_kernels,
+    table_of_parts,
     table_of_rows,
 )
 from gpt_pretrain.benchmark.worker import TRACE
@@ -86,6 +87,8 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
     for row in rows:
         if row.figures is not None and row.figures.kernels:
             parts.append(f"## Where a step of {row.name} goes\n\nThe trace: `{TRACE}`.\n")
+            if row.figures.parts:
+                parts.append(markdown_table(*table_of_parts(row.figures.parts)))
             parts.append(markdown_table(*table_of_kernels(row.figures.kernels)))
     return "\n".join(part for part in parts if part)
 

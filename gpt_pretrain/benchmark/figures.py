@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Measured
+from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Measured, Part
 from gpt_pretrain.benchmark.variants import Variant
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.gemms import fp8_flops_share
@@ -42,6 +42,8 @@ class Figures(JsonObject):
     """Cross entropy in nats per token, mean of the last interval of the first round; null of the bare loop."""
     kernels: tuple[Kernel, ...]
     """The longest, where steps were profiled."""
+    parts: tuple[Part, ...]
+    """Where all of a GPU's step goes, where steps were profiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,7 @@ def compute_figures(
         first_step_s=statistics.median(ranks[0].first_step_s for ranks in rounds),
         loss=first.loss,
         kernels=first.kernels,
+        parts=first.parts,
     )
 
 

@@ -1,5 +1,6 @@
 """A few steps under torch's profiler: a trace to look at, and the kernels that their time went to."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpt_pretrain.benchmark.results import Kernel
+from gpt_pretrain.benchmark.kinds import IDLE, kernel_kind
+from gpt_pretrain.benchmark.results import Kernel, Part
 
 # Kernels that are listed.
 _MOST = 15
@@ -25,6 +27,7 @@ class StepProfiler:
 
     def __init__(self, trace: Path, num_steps: int, *, cuda: bool) -> None:
         self.kernels: tuple[Kernel, ...] = ()
+        self.parts: tuple[Part, ...] = ()
         self._trace = trace
         self._num_steps = num_steps
         self._cuda = cuda
@@ -40,6 +43,8 @@ class StepProfiler:
             self._profile.stop()
             self._profile.export_chrome_trace(str(self._trace))
             self.kernels = longest_kernels(self._profile.key_averages(), self._num_steps, cuda=self._cuda)
+            if self._cuda:
+                self.parts = parts_of_a_step(self._profile.events(), self._num_steps)
 
 
 def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tuple[Kernel, ...]:
@@ -66,3 +71,23 @@ def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tup
         for event, time in longest
         if time > 0
     )
+
+
+def parts_of_a_step(events: Sequence[Any], num_steps: int) -> tuple[Part, ...]:
+    """The time of a GPU's kernels by kind, and the time in which it had none, the longest first.
+
+    Args:
+        events: torch's single events (`FunctionEvent`), whose times are in microseconds.
+        num_steps: Steps that they are the sum of.
+    """
+    kernels = sorted(
+        (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
+        key=lambda event: event.time_range.start,
+    )
+    times: Counter[str] = Counter()
+    end = kernels[0].time_range.start if kernels else 0.0
+    for kernel in kernels:
+        times[kernel_kind(kernel.name)] += kernel.time_range.end - kernel.time_range.start
+        times[IDLE] += max(0.0, kernel.time_range.start - end)
+        end = max(end, kernel.time_range.end)
+    return tuple(Part(kind=kind, time_ms=time / num_steps / 1e3) for kind, time in times.most_common())

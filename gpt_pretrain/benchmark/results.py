@@ -45,6 +45,16 @@ class Kernel(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Part(JsonObject):
+    """What a profiled step of a GPU consists of: all kernels of a kind, or the time without any."""
+
+    kind: str
+    """One of `kinds.KINDS`."""
+    time_ms: float
+    """Per step; kernels that run side by side count each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured(JsonObject):
     """What one rank of one process measured."""
 
@@ -60,6 +70,8 @@ class Measured(JsonObject):
     """Type of parameters and of the products that are not in FP8: bfloat16 or float32."""
     kernels: tuple[Kernel, ...]
     """The longest, where the steps were profiled."""
+    parts: tuple[Part, ...]
+    """All of a GPU's step, where it was profiled, the longest part first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

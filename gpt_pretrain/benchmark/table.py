@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.benchmark.figures import Figures, Row
-from gpt_pretrain.benchmark.results import GemmCeiling, Kernel
+from gpt_pretrain.benchmark.results import GemmCeiling, Kernel, Part
 from gpt_pretrain.report.numbers import UNKNOWN, format_gib, format_loss, format_percent, format_rate
 
 # Longest name of a kernel on the terminal: templates of CUDA fill pages.
@@ -103,6 +103,13 @@ def table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
         for kernel in kernels
     ]
     return ["kernel", "calls/step", "ms/step", "share"], lines
+
+
+def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
+    """What kinds of work a profiled step consists of."""
+    total = sum(part.time_ms for part in parts) or 1.0
+    lines = [[part.kind, f"{part.time_ms:.3g}", format_percent(part.time_ms / total)] for part in parts]
+    return ["kind", "ms/step", "share"], lines
 
 
 def ceilings_sentence(ceilings: Sequence[GemmCeiling]) -> str:

@@ -96,6 +96,7 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
         loss=watch.loss,
         dtype=str(params_dtype(config, platform)).removeprefix("torch."),
         kernels=() if profiler is None else profiler.kernels,
+        parts=() if profiler is None else profiler.parts,
     )
 
 

@@ -7,6 +7,7 @@ _COMMANDS = {
     # Built against the PyTorch that is there, hence no build isolation.
     "te": "python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     "wandb": "python -m pip install -c constraints.txt -e '.[wandb]'",
+    "plot": "python -m pip install -c constraints.txt -e '.[plot]'",
 }
 
 

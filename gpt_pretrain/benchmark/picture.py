@@ -1,0 +1,103 @@
+"""One step of each variant as a picture: `python -m gpt_pretrain.benchmark.picture RUN_DIR/benchmark.json step.svg`.
+
+It reads what a benchmark with `benchmark.profile=true` left behind, on any machine, and needs matplotlib (the extra
+`plot`). A bar is a step, its colours are the kinds of work, and the time in which the GPU had none.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpt_pretrain.benchmark.kinds import IDLE, KINDS
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.config.messages import exit_code
+
+# Of Okabe and Ito (2008), which people who see fewer colours tell apart; idle is grey.
+_COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#F0E442", "#BBBBBB")
+# Narrower parts have no room for their number.
+_NARROWEST_WITH_TEXT = 0.035
+
+
+def read_steps(path: Path) -> dict[str, dict[str, float]]:
+    """Variant to kind to milliseconds per step, in the order of the benchmark.
+
+    Raises:
+        UserError: The file cannot be read, is no benchmark's, or has no step of a GPU that was profiled.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        variants = [(row["name"], row["figures"]) for row in document["variants"]]
+        steps = {
+            name: {part["kind"]: float(part["time_ms"]) for part in figures["parts"]}
+            for name, figures in variants
+            if figures is not None
+        }
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} is no benchmark.json of this version: {error!r}") from error
+    steps = {name: parts for name, parts in steps.items() if parts}
+    if not steps:
+        raise UserError(f"{path} has no profiled step of a GPU; run the benchmark with benchmark.profile=true on one")
+    return steps
+
+
+def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draws the steps into a file whose ending says the format (.svg, .png, .pdf).
+
+    Args:
+        steps: Variant to kind to milliseconds.
+        path: The file.
+
+    Raises:
+        UserError: matplotlib is missing, the ending is none that it knows, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"a picture needs matplotlib; {how_to_install('plot')}") from error
+    figure = Figure(figsize=(10, 1.4 + 0.6 * len(steps)), layout="constrained")
+    axes = figure.add_subplot()
+    names = list(steps)
+    longest = max(sum(parts.values()) for parts in steps.values())
+    left = dict.fromkeys(names, 0.0)
+    for kind, colour in zip(KINDS, _COLOURS, strict=True):
+        times = [steps[name].get(kind, 0.0) for name in names]
+        if not any(times):
+            continue
+        bars = axes.barh(names, times, left=list(left.values()), color=colour, label=kind, height=0.62)
+        texts = [f"{time:.0f}" if time > _NARROWEST_WITH_TEXT * longest else "" for time in times]
+        axes.bar_label(bars, texts, label_type="center", color="black" if kind in (IDLE, KINDS[-2]) else "white")
+        for name, time in zip(names, times, strict=True):
+            left[name] += time
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draws what a benchmark left and returns the exit code.
+
+    Args:
+        arguments: What follows the module's name; `sys.argv` when not given.
+    """
+    parser = argparse.ArgumentParser(prog="python -m gpt_pretrain.benchmark.picture", description=__doc__.split(":")[0])
+    parser.add_argument("benchmark", type=Path, help="benchmark.json of a benchmark with benchmark.profile=true")
+    parser.add_argument("picture", type=Path, help="file to draw into: .svg, .png or .pdf")
+    given: Any = parser.parse_args(arguments)
+    return exit_code(lambda: draw(read_steps(given.benchmark), given.picture))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
