@@ -8,7 +8,7 @@ import pytest
 
 from gpt_pretrain.checkpoint import durable
 from gpt_pretrain.checkpoint.dealing import deal
-from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, earlier_checkpoints, latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.publishing import Destination, Retention
 from gpt_pretrain.config.errors import UserError
@@ -45,6 +45,23 @@ def test_a_run_that_went_back_keeps_its_new_checkpoints_and_not_those_it_gave_up
     assert steps(tmp_path) == [30, 15], "in the order in which they were saved"
     publish(tmp_path, 20, Retention(keep_last=2, keep_every=None), saved_at=2001.0)
     assert steps(tmp_path) == [15, 20]
+
+
+def test_what_a_run_came_from_leaves_out_attempts_that_were_given_up(tmp_path):
+    """At second 4 the run went back to step 10, at second 7 to step 30: of 20 and 40 nothing is left in step 50."""
+    paths = {
+        step: publish(tmp_path, step, saved_at=second, given_up=given_up)
+        for step, second, given_up in (
+            (10, 1.0, []),
+            (20, 2.0, []),
+            (30, 5.0, [[11, 4.0]]),
+            (40, 6.0, [[11, 4.0]]),
+            (50, 8.0, [[11, 4.0], [31, 7.0]]),
+        )
+    }
+    assert earlier_checkpoints(paths[50]) == [paths[30], paths[10]]
+    assert earlier_checkpoints(paths[40]) == [paths[30], paths[10]]
+    assert earlier_checkpoints(paths[20]) == [paths[10]]
 
 
 def test_a_clock_that_was_set_back_does_not_cost_the_new_checkpoint(tmp_path):
@@ -212,7 +229,7 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path):
 
 def test_a_manifest_from_before_rewinds_is_read():
     values = manifest(3).to_json()
-    for name in ("rewinds", "passed_over", "losses", "spikes"):
+    for name in ("rewinds", "passed_over", "losses", "spikes", "given_up"):
         del values[name]
     assert Manifest.from_json(values) == manifest(3)
     with pytest.raises(ValueError, match='"losses" is missing or no list'):

@@ -184,6 +184,21 @@ def test_the_pointer_is_followed_back(checkpoints, choose):
     assert choose(fall_back=True).checkpoint.path == step(checkpoints, 1), "not the newer one, which was given up"
 
 
+def test_a_start_behind_newer_checkpoints_gives_them_up_and_no_other_does(checkpoints, choose, tmp_path):
+    def given_up(**keys):
+        return [first for first, saved_before in choose(**keys).checkpoint.manifest.given_up if saved_before > began]
+
+    began = read_manifest(step(checkpoints, 3)).time_unix
+    assert given_up() == given_up(resume=str(step(checkpoints, 3))) == []
+    assert given_up(resume=str(step(checkpoints, 1))) == [2]
+    another = shutil.copytree(step(checkpoints, 2), tmp_path / "another" / "step_00000002")
+    assert given_up(resume=str(another)) == [0], "what its directory has is no run's that came from there"
+    flip(step(checkpoints, 3) / ".metadata", 0.5)
+    assert given_up(fall_back=True) == [3]
+    (checkpoints / "latest").write_text("step_00000001\n")
+    assert given_up() == [2]
+
+
 def test_a_pointer_without_checkpoints_is_no_fresh_start(checkpoints, choose):
     for number in (1, 2, 3):
         shutil.rmtree(step(checkpoints, number))

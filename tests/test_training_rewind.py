@@ -9,6 +9,7 @@ from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.checkpoint.rewind import Detour, checkpoints_away_from, take_back
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
+from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.checkpoint_files import publish
@@ -82,19 +83,23 @@ def uncut(parent, tmp_path_factory):
 
 
 def test_what_is_given_up_goes_and_nothing_else(tmp_path):
-    """Step 500 is of an attempt that the run was taken back from by hand; it is not this run's to remove."""
-    for step in (10, 20, 30, 500):
-        publish(tmp_path, step)
+    """Steps 15 and 500 are of attempts that the run was taken back from by hand: neither is a way back."""
+    for step, saved_at in ((15, 1014.0), (10, 1010.0), (20, 1020.0), (30, 1030.0), (500, 1001.0)):
+        publish(tmp_path, step, saved_at=saved_at)
     with emulated_training():
-        paths = checkpoints_away_from(tmp_path, [33], before=33, margin=4)
+        now = Progress(step=34, consumed_samples=136, given_up=((11, 1015.0), (31, 2000.0)))
+        paths = checkpoints_away_from(tmp_path, [33], now, before=33, margin=4)
         assert paths == [tmp_path / "step_00000020", tmp_path / "step_00000010"], "step 30 is too near"
-        assert checkpoints_away_from(tmp_path, [22, 33], before=33, margin=4) == paths[1:]
+        assert checkpoints_away_from(tmp_path, [22, 33], now, before=33, margin=4) == paths[1:]
         before = VerifiedCheckpoint(path=paths[1], manifest=read_manifest(paths[1]))
-        after = take_back(before, Detour(next_sample=264, rewinds=1, last_step=34))
+        after = take_back(before, Detour(next_sample=264, given_up_at=now))
     assert latest_checkpoint(tmp_path) == paths[1]
-    assert sorted(path.name for path in tmp_path.glob("*")) == ["latest", "step_00000010", "step_00000500"]
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["latest", "step_00000010", "step_00000500"], (
+        "step 500 is not this run's to remove"
+    )
     assert read_manifest(paths[1]).passed_over == after.manifest.passed_over == [[80, 184]]
     assert (after.manifest.consumed_samples, after.manifest.rewinds) == (264, 1)
+    assert read_manifest(paths[1]).given_up == [[11, 1015.0], [31, 2000.0]]
     assert check_files(paths[1], after.manifest) == []
 
 
@@ -221,6 +226,19 @@ def test_a_spike_with_no_checkpoint_before_it_is_trained_on_and_what_lies_near_i
     assert run.samples("run") == steps(1, 30)
     assert load_metrics(run.folder / "run").rewinds == []
     assert run.newest("run").spikes == [21, 25]
+
+
+def test_a_checkpoint_of_an_attempt_that_was_given_up_is_no_way_back(run):
+    """Steps 12 to 24 are of the first attempt, and 16 is the newest that is old enough."""
+    codes, text = run("run", "trainer.max_steps=24", "checkpoint.keep_last=null")
+    assert codes == [0], text
+    back = f"checkpoint.resume={run.folder / 'run' / 'checkpoints' / 'step_00000008'}"
+    codes, text = run("run", back, "checkpoint.save_interval=10", faults={0: [BAD_STEP]})
+    assert codes == [0], text
+    (rewind,) = load_metrics(run.folder / "run").rewinds
+    assert (rewind.step, rewind.spike_step) == (10, 21)
+    ((step, _),) = run.newest("run").given_up
+    assert step == 9
 
 
 def test_a_damaged_checkpoint_is_passed_over_if_it_may_be_and_named(run):

@@ -3,7 +3,7 @@
 A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300`, and `RUN_DIR/checkpoints/latest` names the newest one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +44,39 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def earlier_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints beside one that are of lower steps, the last saved first.
+def is_given_up(path: Path, given_up: Iterable[Sequence[float]]) -> bool:
+    """Whether a checkpoint is of an attempt that the run was taken back from, and so none of its past.
 
-    Those of higher steps were given up when the run was taken back behind them.
+    Args:
+        path: A checkpoint.
+        given_up: Pairs of a step and a time, seconds since 1970-01-01 UTC: what was saved of that step or a later one
+            before that time was given up (`Manifest.given_up`).
+    """
+    return any(step_of(path) >= step and _saved_at(path) < time for step, time in given_up)
+
+
+def earlier_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints beside one that it came from, the last saved first.
+
+    Those of higher steps were given up when the run was taken back behind them, and some of lower ones may have been
+    by an attempt before.
     """
     if not _is_step(path.name):
         return []
-    return [other for other in complete_checkpoints(path.parent)[::-1] if step_of(other) < step_of(path)]
+    given_up = _given_up(path)
+    return [
+        other
+        for other in complete_checkpoints(path.parent)[::-1]
+        if step_of(other) < step_of(path) and not is_given_up(other, given_up)
+    ]
+
+
+def _given_up(path: Path) -> Sequence[Sequence[float]]:
+    """What a checkpoint's manifest says of others; nothing where it is garbled."""
+    try:
+        return read_manifest(path).given_up
+    except UserError:
+        return ()
 
 
 def latest_checkpoint(directory: Path) -> Path | None:

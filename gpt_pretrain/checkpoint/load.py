@@ -110,6 +110,7 @@ def load_checkpoint(
         passed_over=tuple((first, number) for first, number in manifest.passed_over),
         losses=tuple(manifest.losses),
         spikes=tuple(manifest.spikes),
+        given_up=tuple((int(step), time) for step, time in manifest.given_up),
     )
     if restores_random_states:
         restore_random_states(state[RANDOM_STATES])

@@ -70,6 +70,9 @@ class Manifest:
     """The last losses in nats per token, oldest first, which tell what a spike is."""
     spikes: Sequence[int] = ()
     """Steps with a loss spike that were trained on all the same."""
+    given_up: Sequence[Sequence[float]] = ()
+    """Which checkpoints of the directory are of attempts that the run was taken back from: those of a step or a later
+    one that were saved before a time, one pair after another (`directory.is_given_up`)."""
 
     @property
     def num_bytes(self) -> int:

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, find_checkpoints, step_of
+from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, is_given_up, step_of
 from gpt_pretrain.checkpoint.durable import fsync, write_durably
 from gpt_pretrain.checkpoint.manifest import write_manifest
 from gpt_pretrain.checkpoint.publishing import out_of_the_way
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
+from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
 
@@ -25,18 +26,19 @@ class Detour:
 
     next_sample: int
     """The first sample to train on; those from the checkpoint's up to it are passed over."""
-    rewinds: int
-    """Times that the run went back, this one included."""
-    last_step: int
-    """The last step that is given up; the run has no checkpoint of a later one."""
+    given_up_at: Progress
+    """How far the run was: it has no checkpoint of a later step."""
 
 
-def checkpoints_away_from(directory: Path, steps: Iterable[int], *, before: int, margin: int) -> list[Path]:
+def checkpoints_away_from(
+    directory: Path, steps: Iterable[int], progress: Progress, *, before: int, margin: int
+) -> list[Path]:
     """A run's checkpoints that may be gone back to, newest first; all ranks call it.
 
     Args:
         directory: The run's checkpoints, `RUN_DIR/checkpoints`; no save is being written.
         steps: Steps that no such checkpoint is near to, on either side.
+        progress: The run's: attempts that it was taken back from have left checkpoints, too.
         before: A step that lies behind all of them.
         margin: Steps that are near.
     """
@@ -44,8 +46,10 @@ def checkpoints_away_from(directory: Path, steps: Iterable[int], *, before: int,
     def find() -> list[Path]:
         return [
             path
-            for path in find_checkpoints(directory).paths
-            if step_of(path) <= before - margin and all(abs(step - step_of(path)) >= margin for step in steps)
+            for path in complete_checkpoints(directory)[::-1]
+            if step_of(path) <= before - margin
+            and all(abs(step - step_of(path)) >= margin for step in steps)
+            and not is_given_up(path, progress.given_up)
         ]
 
     return on_rank_zero(find)
@@ -69,13 +73,14 @@ def take_back(checkpoint: VerifiedCheckpoint, detour: Detour) -> VerifiedCheckpo
     manifest = replace(
         saved,
         consumed_samples=detour.next_sample,
-        rewinds=detour.rewinds,
+        rewinds=detour.given_up_at.rewinds + 1,
+        given_up=detour.given_up_at.given_up,
         passed_over=[*saved.passed_over, skipped],
     )
 
     def write() -> None:
         write_durably(path.parent / POINTER, path.name + "\n")
-        given_up = range(step_of(path) + 1, detour.last_step + 1)
+        given_up = range(step_of(path) + 1, detour.given_up_at.step + 1)
         others = [other for other in complete_checkpoints(path.parent) if step_of(other) in given_up]
         renamed = [out_of_the_way(other) for other in others]
         fsync(path.parent)

@@ -238,6 +238,7 @@ class CheckpointSaver:
                 passed_over=progress.passed_over,
                 losses=progress.losses,
                 spikes=progress.spikes,
+                given_up=progress.given_up,
                 time_unix=time.time(),
                 files={},
                 **self._described,

@@ -3,11 +3,12 @@
 Nothing is loaded from a checkpoint whose files are not, byte for byte, what was written.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt_pretrain.checkpoint.directory import earlier_checkpoints, find_checkpoints
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, earlier_checkpoints, find_checkpoints, step_of
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import CheckpointConfig
@@ -54,6 +55,9 @@ def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
 def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     """Finds and verifies what a run starts from; all ranks call it.
 
+    Where the run is taken back behind checkpoints of its directory, the manifest of its start says in memory that they
+    are given up, and those of the checkpoints that it will save say so on the disk.
+
     Args:
         config: `resume`, `init_from` and `fall_back`.
         directory: The run's checkpoints, `RUN_DIR/checkpoints`.
@@ -65,6 +69,11 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
         UserError: The checkpoint that is meant is not there or damaged, and none may take its place; or
             `resume=never` would overwrite a run.
     """
+    start = _find_start(config, directory)
+    return start if start is None or start.weights_only else _give_up_others(start, directory)
+
+
+def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
     if config.resume not in ("auto", "never"):
         named = Path(config.resume).absolute()
         return resume_from([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
@@ -88,6 +97,23 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     if config.init_from is not None:
         return Start(checkpoint=verify_checkpoint(Path(config.init_from).absolute()), weights_only=True)
     return None
+
+
+def _give_up_others(start: Start, directory: Path) -> Start:
+    path, manifest = start.checkpoint.path, start.checkpoint.manifest
+    # Of a run that goes on from another's checkpoint nothing in its own directory is the past.
+    first = manifest.step + 1 if path.parent.resolve() == directory.resolve() else 0
+
+    def now_if_there_are() -> float | None:
+        there = any(step_of(other) >= first for other in complete_checkpoints(directory))
+        return time.time() if there else None
+
+    now = on_rank_zero(now_if_there_are)
+    if now is None:
+        return start
+    before = [[step, saved] for step, saved in manifest.given_up if step < first]
+    manifest = replace(manifest, given_up=[*before, [first, now]])
+    return replace(start, checkpoint=replace(start.checkpoint, manifest=manifest))
 
 
 def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:

@@ -36,6 +36,8 @@ class Progress:
     """The last losses, which tell what a spike is (`training.guards`)."""
     spikes: tuple[int, ...] = ()
     """Steps with a spike that were trained on all the same."""
+    given_up: tuple[tuple[int, float], ...] = ()
+    """Which checkpoints beside the run's are none of its past (`checkpoint.directory.is_given_up`)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -91,7 +91,7 @@ class Rewinds:
                 f"back {progress.rewinds} times already (trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
             )
         margin = trainer.spike_margin
-        candidates = checkpoints_away_from(self._checkpoints, spikes, before=spike.step, margin=margin)
+        candidates = checkpoints_away_from(self._checkpoints, spikes, progress, before=spike.step, margin=margin)
         if candidates:
             raise GoBack(spike, candidates)
         return RewindRecord(
@@ -120,11 +120,7 @@ class Rewinds:
         config, spike = self._config, request.spike
         start = resume_from(request.candidates, fall_back=config.checkpoint.fall_back)
         checkpoint = start.checkpoint
-        detour = Detour(
-            next_sample=spike.first_sample + spike.num_samples,
-            rewinds=progress.rewinds + 1,
-            last_step=progress.step,
-        )
+        detour = Detour(next_sample=spike.first_sample + spike.num_samples, given_up_at=progress)
         steps_left = config.trainer.max_steps - checkpoint.manifest.step
         missing = detour.next_sample + steps_left * config.model.global_batch_size - self._num_samples
         if missing > 0:
