@@ -47,6 +47,7 @@ HEALTHY = Facts(
     executable="/usr/bin/python",
     torch=TORCH,
     driver=DRIVER,
+    device_files=("/dev/nvidia0", "/dev/nvidia1"),
     transformer_engine=TE,
     apex=MISSING,
     application=Application(megatron_core="0.19.2"),
@@ -61,7 +62,7 @@ HEALTHY = Facts(
 )
 NO_DRIVER = Failure(problem="FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'", is_missing=True)
 NO_GPU_TORCH = replace(TORCH, gpus=(), peer_access=None, why_no_gpu="RuntimeError: Found no NVIDIA driver")
-LAPTOP = replace(HEALTHY, torch=NO_GPU_TORCH, driver=NO_DRIVER, transformer_engine=MISSING)
+LAPTOP = replace(HEALTHY, torch=NO_GPU_TORCH, driver=NO_DRIVER, device_files=(), transformer_engine=MISSING)
 PIP = "python -m pip install"
 INSTALL = INSTALL_TE.removeprefix("install it from the checkout with ")
 REBUILD = f"{PIP} --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer-engine-torch==2.12.0"
@@ -219,6 +220,19 @@ def test_a_laptop_trains_small_models_without_fp8():
             3,
             "nvidia-smi fails: RuntimeError: NVIDIA-SMI has failed",
             "docker run --gpus all",
+        ),
+        (
+            replace(hidden(), driver=Failure(problem="RuntimeError: Driver/library version mismatch")),
+            1,
+            "the driver of NVIDIA is broken: /dev/nvidia0 and 1 more is there, and nvidia-smi fails: RuntimeError: "
+            "Driver/library version mismatch",
+            "nvidia-smi; sudo dmesg",
+        ),
+        (
+            replace(hidden(), driver=NO_DRIVER, device_files=("/dev/nvidia3",)),
+            1,
+            "the driver of NVIDIA is broken: /dev/nvidia3 is there, and there is no nvidia-smi",
+            "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         ),
         # Transformer Engine.
         (

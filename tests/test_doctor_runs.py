@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.doctor.__main__ import main
+from gpt_pretrain.doctor.examination import run_probes
 from tests.launching import REPOSITORY, clean_environment, gpu_environment
 
 # Without nvidia-smi a machine has no driver, also where these tests hide its GPUs from PyTorch alone.
@@ -90,6 +91,29 @@ def test_missing_packages_are_told_with_the_commands_that_install_them(bare_pyth
         "needs rich>=13.9, which is not installed",
     ]
     assert findings[0]["fix"] == "python -m pip install 'megatron-core~=0.19.2'"
+
+
+def test_probes_that_share_a_gpu_run_one_after_the_other(tmp_path, monkeypatch):
+    """In place of Python a program that notes when it begins and ends."""
+    log, fake = tmp_path / "log", tmp_path / "python"
+    fake.write_text(
+        f"""#!/bin/sh
+        echo "begin $3" >>{log}
+        sleep 0.5
+        echo '{{"found": {{"name": "'$3'"}}}}' >"$4"
+        echo "end $3" >>{log}
+        """
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+
+    answers = run_probes([["torch", "transformer_engine", "application"], ["driver"]])
+
+    assert answers == {name: {"name": name} for name in ("torch", "transformer_engine", "application", "driver")}
+    on_gpu = [event for event in log.read_text().splitlines() if not event.endswith("driver")]
+    assert on_gpu == [
+        f"{what} {name}" for name in ("torch", "transformer_engine", "application") for what in ("begin", "end")
+    ]
 
 
 def test_wrong_arguments_are_refused(capsys):

@@ -7,7 +7,6 @@ square products reach here and now. Run in a process of its own, as the measured
 import importlib.metadata
 import platform as python_platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ import torch
 
 from gpt_pretrain.benchmark.results import GemmCeiling, Machine
 from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.platform_driver import ask_driver
 from gpt_pretrain.megatron.platform_fp8 import has_fp8
 
 # Large enough to fill a GPU (the sides that PERFORMANCE tables quote); on a CPU to be done in a second.
@@ -61,13 +61,11 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver; None where the tool that tells it is not there."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    """Version of NVIDIA's driver; None where the tool that tells it is not there or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
+        return ask_driver()[0]
+    except (OSError, RuntimeError):
         return None
-    return done.stdout.splitlines()[0].strip()
 
 
 def _processor() -> str:

@@ -1,4 +1,7 @@
-"""Examines this machine: starts the probes, each in a process of its own and all at once, and reads their answers."""
+"""Examines this machine: starts the probes, each in a process of its own, and reads their answers.
+
+All at once, but on a GPU those that may touch it one after the other: in exclusive-process mode it takes one at a time.
+"""
 
 import json
 import os
@@ -8,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,9 @@ from gpt_pretrain.doctor.facts import (
     TransformerEngine,
 )
 from gpt_pretrain.doctor.probe import installed_version
-from gpt_pretrain.doctor.surroundings import MULTICAST_OFF
+from gpt_pretrain.megatron.platform_driver import device_files
 from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES
+from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF
 from gpt_pretrain.plan import hardware
 
 _WATCHED = (
@@ -47,19 +52,23 @@ _PROBE_TIMEOUT_S = 180
 
 
 def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
-    """Looks at everything; takes as long as the slowest import, about ten seconds.
+    """Looks at everything; takes as long as the slowest import, about ten seconds, on a GPU half a minute.
 
     Args:
         assumed_gpu: A GPU that stands in for the machine's own, for a machine without.
     """
     application = "application" if assumed_gpu is None else "application_on_gpu"
-    answers = _run_probes(["torch", "driver", "transformer_engine", "apex", application, "requirements"])
+    files = device_files()
+    on_gpu = ["torch", "transformer_engine", "apex", application]
+    queues = [on_gpu] if files else [[name] for name in on_gpu]
+    answers = run_probes([*queues, ["driver"], ["requirements"]])
     shm = Path("/dev/shm")
     return Facts(
         python=".".join(map(str, sys.version_info[:3])),
         executable=sys.executable,
         torch=_read_torch(answers["torch"], assumed_gpu),
         driver=_read(Driver, answers["driver"]),
+        device_files=tuple(files),
         transformer_engine=_read(TransformerEngine, answers["transformer_engine"]),
         apex=_read(Apex, answers["apex"]),
         application=_read(Application, answers[application]),
@@ -71,12 +80,21 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
     )
 
 
-def _run_probes(names: Sequence[str]) -> dict[str, dict[str, Any] | Failure]:
-    """Probe → what it found, or how it failed."""
-    with tempfile.TemporaryDirectory(prefix="gpt_pretrain-doctor-") as folder:
-        places = {name: Path(folder) / name for name in names}
-        running = {name: _start(name, path) for name, path in places.items()}
-        return {name: _answer(name, process, places[name]) for name, process in running.items()}
+def run_probes(queues: Sequence[Sequence[str]]) -> dict[str, dict[str, Any] | Failure]:
+    """Runs the probes of each queue one after the other, and all queues at once.
+
+    Returns:
+        Probe → what it found, or how it failed.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="gpt_pretrain-doctor-") as folder,
+        ThreadPoolExecutor(len(queues)) as threads,
+    ):
+
+        def run(names: Sequence[str]) -> dict[str, dict[str, Any] | Failure]:
+            return {name: _answer(name, _start(name, path), path) for name in names for path in [Path(folder) / name]}
+
+        return {name: answer for answers in threads.map(run, queues) for name, answer in answers.items()}
 
 
 def _start(name: str, path: Path) -> subprocess.Popen[bytes]:

@@ -104,6 +104,8 @@ class Facts:
     executable: str
     torch: Torch | Failure
     driver: Driver | Failure
+    device_files: tuple[str, ...]
+    """Through which processes reach the GPUs, `/dev/nvidia0` and so on; there without a driver that works, too."""
     transformer_engine: TransformerEngine | Failure
     apex: Apex | Failure
     application: Application | Failure

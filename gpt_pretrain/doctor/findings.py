@@ -3,7 +3,7 @@
 The messages that are recognised are those of PyTorch 2.11, megatron-core 0.19 and Transformer Engine 2.12.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
 from gpt_pretrain.doctor.finding import WHO_HAS_IT, Blocks, Finding, is_taken
@@ -120,6 +120,9 @@ def _cpu_build(torch: Torch, although: str) -> Finding:
 def _no_gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
     """PyTorch uses no GPU: there is none, or something hides it."""
     driver = facts.driver
+    if isinstance(driver, Failure) and facts.device_files:
+        yield _broken_driver(facts.device_files, driver)
+        return
     if isinstance(driver, Failure):
         broken = f"; nvidia-smi fails: {driver.problem}" if not driver.is_missing else ""
         yield Finding(
@@ -159,6 +162,23 @@ def _no_gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
             fix="nvidia-smi -q | grep -iE 'product name|mig mode|fabric|state'",
             blocks=Blocks.training,
         )
+
+
+def _broken_driver(files: Sequence[str], driver: Failure) -> Finding:
+    """There are GPUs, and nothing reaches them."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    if driver.is_missing:
+        what = "there is no nvidia-smi: the driver's own libraries are missing. A container has them only if asked"
+        fix = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility --ipc=host …"
+    else:
+        what = f"nvidia-smi fails: {driver.problem}. Mend the driver on the host, often by starting it anew"
+        fix = "nvidia-smi; sudo dmesg | grep -iE 'nvrm|xid' | tail"
+    return Finding(
+        about="the driver of NVIDIA",
+        what=f"is broken: {files[0]}{more} is there, and {what}. Runs would train on the CPU",
+        fix=fix,
+        blocks=Blocks.training,
+    )
 
 
 def _application(facts: Facts) -> Iterator[Finding]:

@@ -8,15 +8,15 @@ import ctypes
 import faulthandler
 import importlib.metadata
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gpt_pretrain.megatron.platform_driver import NVIDIA_SMI, ask_driver
+
 # Width of the products that are tried: a multiple of 16, as FP8 asks.
 _SMALL = 64
-_NVIDIA_SMI = "nvidia-smi"
 
 
 def _first_line(error: Exception) -> str:
@@ -70,12 +70,8 @@ def _cudnn_version(number: int) -> str:
 
 def probe_driver() -> dict[str, Any]:
     """NVIDIA's driver, without PyTorch."""
-    query = [_NVIDIA_SMI, "--query-gpu=driver_version,name", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    rows = [row.split(", ", 1) for row in answer.stdout.strip().splitlines()]
-    if answer.returncode != 0 or not rows or len(rows[0]) == 1:
-        raise RuntimeError(" ".join((answer.stdout + answer.stderr).split()))
-    return {"version": rows[0][0], "gpus": [name for _, name in rows], "cuda": _driver_cuda()}
+    version, gpus = ask_driver()
+    return {"version": version, "gpus": gpus, "cuda": _driver_cuda()}
 
 
 def _driver_cuda() -> tuple[int, int] | None:
@@ -195,7 +191,7 @@ def main(name: str, path: Path) -> None:
     # Loading a broken library fails in as many ways as computing with it.
     except Exception as error:
         # Another module's name is one that the library itself misses.
-        is_missing = getattr(error, "name", None) == name or getattr(error, "filename", None) == _NVIDIA_SMI
+        is_missing = getattr(error, "name", None) == name or getattr(error, "filename", None) == NVIDIA_SMI
         found = {"failed": {"problem": _first_line(error), "is_missing": is_missing}}
     path.write_text(json.dumps(found), encoding="utf-8")
 
