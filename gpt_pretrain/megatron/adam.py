@@ -1,0 +1,147 @@
+"""Adam whose masters and moments take as few bytes as they are told to, updated without a copy of any of them.
+
+megatron-core's precision-aware optimizer needs Transformer Engine's FusedAdam, which holds the states of all parameters
+in fp32 during a step, updates whatever gradients it gets, and exists on GPUs only. This one reads a block of gradient,
+master and moments, computes in fp32, and writes them back (`adam_states`); on a GPU in one kernel for each parameter.
+It asks the device whether to update at all, and by how much to scale gradients: nothing waits, and a step that is
+skipped changes no bit. The arithmetic is FusedAdam's, with decoupled weight decay (Loshchilov and Hutter 2019).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpt_pretrain.megatron.adam_states import BLOCK, Master, Moment
+
+# Values updated at once without a GPU: what bounds the memory of a step.
+_CHUNK = 4096 * BLOCK
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamStep:
+    """What one update depends on besides the states."""
+
+    device_values: torch.Tensor
+    """fp32 [4], on the device: 1 to skip the update or 0, what gradients are multiplied with, and the two bias
+    corrections 1 - beta^step."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdamState:
+    """Everything Adam has of one parameter."""
+
+    master: Master
+    exp_avg: Moment
+    exp_avg_sq: Moment
+
+    @property
+    def by_name(self) -> Mapping[str, Master | Moment]:
+        """The states by their names in a checkpoint."""
+        return {"fp32_param": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+class PrecisionAwareAdam(torch.optim.Optimizer):
+    """Takes what megatron-core hands to Transformer Engine's FusedAdam.
+
+    Gradients are read from `decoupled_grad` of the parameters, in fp32 or BF16. The parameters are the masters;
+    `allocate` says which weights they belong to.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        adam_w_mode: bool,
+        capturable: bool,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        store_param_remainders: bool = False,
+    ) -> None:
+        """megatron-core names the arguments; the last is for `PrecisionAwareOptimizer`, which makes the masters."""
+        assert adam_w_mode, "weight decay is decoupled"
+        assert not capturable, "steps are not captured"
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        self._moment_dtypes = exp_avg_dtype, exp_avg_sq_dtype
+        device = torch.cuda.current_device()
+        # Not zero: leave everything as it is.
+        self.found_inf = torch.zeros((), device=device)
+        # What gradients are multiplied with.
+        self.grad_scale = torch.ones((), device=device)
+        self.steps_taken = torch.zeros((), dtype=torch.float64, device=device)
+        self.states: dict[torch.Tensor, AdamState] = {}
+
+    def allocate(self, master: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """Gives a parameter its states: moments of zero.
+
+        Args:
+            master: One of the parameters, [n].
+            weight: The BF16 weight that is to follow it, [n]; None where nothing does, or something else sees to it.
+        """
+        first, second = self._moment_dtypes
+        self.states[master] = AdamState(
+            master=Master(master.detach(), weight),
+            exp_avg=Moment.zeros(master, first, keeps_positive=False),
+            exp_avg_sq=Moment.zeros(master, second, keeps_positive=True),
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient, unless `found_inf`."""
+        self.steps_taken += 1 - self.found_inf
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            corrections = [1 - beta**self.steps_taken for beta in (beta1, beta2)]
+            step = AdamStep(
+                device_values=torch.stack([self.found_inf, self.grad_scale, *corrections]).float(),
+                lr=group["lr"],
+                betas=(beta1, beta2),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )
+            for gradient, state in self._to_update(group["params"]):
+                if gradient.is_cuda:
+                    from gpt_pretrain.megatron.adam_triton import update_on_gpu
+
+                    update_on_gpu(gradient, state, step)
+                else:
+                    update(gradient, state, step)
+
+    def _to_update(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, AdamState]]:
+        for parameter in parameters:
+            gradient = getattr(parameter, "decoupled_grad", None)
+            if gradient is not None:
+                yield gradient, self.states[parameter]
+
+
+def update(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
+    """One parameter's update, a chunk at a time.
+
+    Args:
+        gradient: [n], fp32 or BF16.
+        state: Its states.
+        step: The step.
+    """
+    skip, scale, correction1, correction2 = step.device_values.tolist()
+    if skip:
+        return
+    beta1, beta2 = step.betas
+    for start in range(0, gradient.numel(), _CHUNK):
+        end = min(start + _CHUNK, gradient.numel())
+        grad = gradient[start:end].float() * scale
+        exp_avg = state.exp_avg.read(start, end) * beta1 + grad * (1 - beta1)
+        exp_avg_sq = state.exp_avg_sq.read(start, end) * beta2 + grad * grad * (1 - beta2)
+        master = state.master.read(start, end)
+        direction = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + step.eps)
+        state.master.write(start, master - step.lr * (direction + step.weight_decay * master))
+        state.exp_avg.write(start, exp_avg)
+        state.exp_avg_sq.write(start, exp_avg_sq)

@@ -1,0 +1,206 @@
+"""What Adam keeps of each parameter, in fewer bytes than fp32: types, scales, and the way to fp32 and back.
+
+**Moments** are fp32, bf16, fp16 or E4M3. The latter two span too little: squares of gradients lie below fp16's smallest
+number. So every `BLOCK` values share a power of two as scale, chosen so that the largest of them lies in the type's
+upper range. A power of two makes no rounding error of its own, and of values that were stored once it comes out the
+same: dequantised, saved, loaded and quantised again they are what they were, bit for bit. (Transformer Engine's
+FusedAdam has one scale for a whole tensor, quantises in a pass of its own, and therefore holds all states of a group
+in fp32 at once: 12 bytes for every parameter at the peak of a step.)
+
+A second moment that is not zero does not become zero: the update divides by its root.
+
+**Masters** are fp32, fp16, or, beside a BF16 weight, the 16 bits of an fp32 number that the weight has not: added to
+the weight's bits as a signed number they are the master, exactly. The weight is the master rounded to the nearest.
+
+Everything here works on any device; `adam_triton` computes the same on a GPU in one pass.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Values that share a scale.
+BLOCK = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledFormat:
+    """A type whose blocks have scales."""
+
+    mantissa_bits: int
+    headroom: int
+    """The largest value of a block, divided by the scale, is at least 2 to this and below twice that."""
+    smallest: float
+    """Smallest positive number."""
+    saved_as: torch.dtype
+    """The smallest type that holds a value times a power of two exactly."""
+
+
+SCALED = {
+    torch.float16: ScaledFormat(mantissa_bits=10, headroom=14, smallest=2.0**-24, saved_as=torch.float32),
+    torch.float8_e4m3fn: ScaledFormat(mantissa_bits=3, headroom=7, smallest=2.0**-9, saved_as=torch.bfloat16),
+}
+# Biased exponent of the smallest scale: what it is multiplied with stays a normal number of fp32 and bf16.
+SMALLEST_EXPONENT = 32
+
+
+def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
+    """A power of two for each block.
+
+    What the largest value is rounded to decides, so that it decides the same when it is quantised again.
+
+    Args:
+        largest: fp32, the largest magnitudes.
+        scaled: The type.
+    """
+    rounded_up = largest.view(torch.int32) + (1 << (22 - scaled.mantissa_bits))
+    exponents = ((rounded_up >> 23) - scaled.headroom).clamp(min=SMALLEST_EXPONENT)
+    return (exponents << 23).view(torch.float32)
+
+
+@dataclass(slots=True)
+class Moment:
+    """One of Adam's moments of one parameter, zeros at first."""
+
+    values: torch.Tensor
+    """[n], as stored."""
+    scales: torch.Tensor | None
+    """fp32 [blocks]; None for types without."""
+    keeps_positive: bool
+    """Whether what is not zero stays so: of a moment that is divided by."""
+
+    @classmethod
+    def zeros(cls, like: torch.Tensor, dtype: torch.dtype, *, keeps_positive: bool) -> "Moment":
+        """The moment of a parameter before its first update."""
+        values = torch.zeros(like.numel(), dtype=dtype, device=like.device)
+        blocks = -(-like.numel() // BLOCK)
+        return cls(values, torch.zeros(blocks, device=like.device) if dtype in SCALED else None, keeps_positive)
+
+    @property
+    def saved_as(self) -> torch.dtype:
+        """A plain type that holds the values exactly."""
+        scaled = SCALED.get(self.values.dtype)
+        return self.values.dtype if scaled is None else scaled.saved_as
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Values in fp32, [end - start]."""
+        values = self.values[start:end].float()
+        if self.scales is None:
+            return values
+        first = start // BLOCK
+        each = self.scales[first : -(-end // BLOCK)].repeat_interleave(BLOCK)
+        return values.mul_(each[start - first * BLOCK :][: end - start])
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Stores values from `start`, the first of a block, on: whole blocks, or all to the end.
+
+        Args:
+            start: Index of the first.
+            values: fp32 [n].
+        """
+        target = self.values[start : start + values.numel()]
+        if self.scales is None:
+            target.copy_(values)
+            return
+        scaled = SCALED[self.values.dtype]
+        blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+        scales = _scales(blocks.abs().amax(dim=1), scaled)
+        self.scales[start // BLOCK :][: scales.numel()] = scales
+        divided = (blocks / scales[:, None]).view(-1)[: values.numel()]
+        if self.keeps_positive:
+            divided = torch.where(values > 0, divided.clamp(min=scaled.smallest), divided)
+        target.copy_(divided)
+
+
+@dataclass(slots=True)
+class Master:
+    """The master of one parameter."""
+
+    values: torch.Tensor
+    """[n]: fp32, fp16, or int16, which are the remainders of `weight`."""
+    weight: torch.Tensor | None
+    """BF16 [n], the parameter, which changes with its master; None where it is cast later, or is the master."""
+
+    @property
+    def saved_as(self) -> torch.dtype:
+        """A plain type that holds the values exactly."""
+        return torch.float32 if self.values.dtype is torch.int16 else self.values.dtype
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Values in fp32, [end - start]."""
+        values = self.values[start:end]
+        if values.dtype is not torch.int16:
+            return values.float()
+        assert self.weight is not None
+        high = self.weight[start:end].view(torch.int16).int() << 16
+        return (high + values).view(torch.float32)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Stores values from `start` on, and the weight that they make.
+
+        Args:
+            start: Index of the first.
+            values: fp32 [n].
+        """
+        place = slice(start, start + values.numel())
+        if self.values.dtype is torch.int16:
+            assert self.weight is not None
+            bits = values.view(torch.int32)
+            high = (bits + 0x8000) >> 16
+            self.values[place] = (bits - (high << 16)).short()
+            self.weight[place] = high.short().view(torch.bfloat16)
+            return
+        self.values[place] = values
+        if self.weight is not None:
+            # What the master says, and not what it was rounded from: so it comes out again of a checkpoint.
+            self.weight[place] = self.values[place]
+
+
+class StoredValues(torch.Tensor):
+    """Values of a state that take memory only where they are read: to be saved, box by box.
+
+    A tensor by shape and type alone, which can be cut (`view`, slices of what is flat); `dequantize` reads it.
+    """
+
+    _read: Callable[[int, int], torch.Tensor]
+    _start: int
+
+    def __new__(
+        cls, read: Callable[[int, int], torch.Tensor], start: int, shape: torch.Size, like: torch.Tensor
+    ) -> "StoredValues":
+        """Args are how to read values from one index to another, the first index, shape, and type and device."""
+        made: StoredValues = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made._read, made._start = read, start
+        return made
+
+    @classmethod
+    def of(cls, state: Moment | Master) -> "StoredValues":
+        """All values of a state, [n]."""
+        like = torch.empty(0, dtype=state.saved_as, device=state.values.device)
+        return cls(state.read, 0, state.values.shape, like)
+
+    def dequantize(self) -> torch.Tensor:
+        """The values."""
+        return self._read(self._start, self._start + self.numel()).to(self.dtype).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # declared as the function that turns it off
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Cuts, and what a checkpoint's planner asks."""
+        values, *rest = args
+        like = torch.empty(0, dtype=values.dtype, device=values.device)
+        match func:
+            case torch.ops.aten.is_pinned.default:
+                return False
+            case torch.ops.aten.detach.default | torch.ops.aten.alias.default:
+                return cls(values._read, values._start, values.shape, like)
+            case torch.ops.aten.view.default:
+                shape = torch.empty(values.shape, device="meta").view(rest[0]).shape
+                return cls(values._read, values._start, shape, like)
+            case torch.ops.aten.slice.Tensor if values.dim() == 1:
+                start, end, _ = slice(*rest[1:]).indices(values.numel())
+                return cls(values._read, values._start + start, torch.Size([end - start]), like)
+        raise NotImplementedError(f"{func} of optimizer states that are to be saved")
