@@ -103,8 +103,6 @@ class Efficiency:
     """What the host needs to launch one layer, forward and backward. Assumed; it counts for tiny layers alone."""
     host_s_per_fp8_layer: float
     """The same with FP8's casts and scales. Assumed."""
-    fp8_params_s_per_parameter: float
-    """Casting one master of a rank's shard to its FP8 weight: Transformer Engine casts a shard as one row."""
 
 
 EFFICIENCY = Efficiency(
@@ -124,5 +122,4 @@ EFFICIENCY = Efficiency(
     kernel_s=3e-6,
     host_s_per_layer=0.5e-3,
     host_s_per_fp8_layer=0.8e-3,
-    fp8_params_s_per_parameter=68e-12,
 )
