@@ -85,8 +85,8 @@ def _optimizer_s(machine: Machine, model: ModelConfig, layout: Layout, stage: St
     moved = stage.num_parameters * 4 + per_parameter * updated
     seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
     if settings is not None and settings.params:
-        # `megatron.fp8_weights` reads masters, writes BF16, reads that and writes FP8; but for delayed scaling it reads them
-        # once more, for their amax. Transposes are of whole weights.
+        # `megatron.fp8_weights` reads masters, writes BF16, reads that and writes FP8; all but delayed scaling go over
+        # the masters once more, for their amax. Transposes are of whole weights.
         cast = 9 if settings.recipe is Fp8RecipeName.delayed else 13
         transposes = 2 if machine.gpu.needs_fp8_transposes else 0
         seconds["FP8 parameters"] = machine.memory_s(stage.fp8_weights * (cast / shards + transposes))
