@@ -213,6 +213,14 @@ def test_what_is_no_manifest_is_refused_by_name(tmp_path, content, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("named", ["", "checkpoints"])
+def test_who_names_a_runs_directory_is_told_its_newest_checkpoint(tmp_path, named):
+    for step in (20, 3):
+        publish(tmp_path / "checkpoints", step)
+    with pytest.raises(UserError, match=r"name the directory of one in it, as .*/checkpoints/step_00000020$"):
+        read_manifest(tmp_path / named)
+
+
 def test_a_manifest_of_another_version_says_which_reads_it(tmp_path, monkeypatch):
     monkeypatch.setattr("gpt_pretrain.checkpoint.manifest.FORMAT_VERSION", FORMAT_VERSION + 1)
     path = publish(tmp_path, 10)
