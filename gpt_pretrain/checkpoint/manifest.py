@@ -150,7 +150,8 @@ def read_manifest(path: Path) -> Manifest:
         below = sorted(found.parent for found in [*path.glob(f"step_*/{MANIFEST}"), *path.glob(f"*/step_*/{MANIFEST}")])
         other = f"one in it, as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
         raise UserError(
-            f"{path} is not a complete checkpoint of this application (no {MANIFEST} in it); name the directory of {other}"
+            f"{path} is not a complete checkpoint of this application (no {MANIFEST} in it); name the "
+            f"directory of {other}"
         ) from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
