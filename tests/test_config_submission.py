@@ -1,5 +1,7 @@
 """A sweep whose runs are jobs of Slurm: what each job is given, and what is refused before Slurm hears of it."""
 
+import sys
+
 import pytest
 
 from gpt_pretrain.__main__ import main
@@ -66,6 +68,21 @@ def test_the_rules_are_asked_about_the_ranks_that_a_job_will_have():
         (["hydra.launcher.nodes=0"], "hydra.launcher.nodes=0 is too small; use 1 or more"),
         (["hydra.launcher.nodes=many"], "hydra.launcher: Value 'many' of type 'str' could not be converted to Integer"),
         (["++hydra.launcher.node=2"], "hydra.launcher: Key 'node' not in 'Submission'"),
+        *(
+            (
+                [f'hydra.launcher.sbatch=["{option}"]'],
+                f"hydra.launcher.sbatch: {option} changes how many tasks a job has",
+            )
+            for option in ("--nodes=2", "-N2", "--gpus=8", "--gpus-per-task=2", "--gres=gpu:2", "--ntasks-per-node=3")
+        ),
+        (
+            ["run_dir='/tmp/a(b)${hydra:job.num}'"],
+            "run_dir=/tmp/a(b)0 has characters that a job of Slurm cannot be given",
+        ),
+        (
+            ["hydra.sweep.dir='/tmp/a,b'"],
+            "run_dir=/tmp/a,b/1 has characters that a job of Slurm cannot be given",
+        ),
         (
             ["hydra.launcher.script=none.sbatch"],
             "hydra.launcher.script=none.sbatch is not a file; start in",
@@ -77,6 +94,24 @@ def test_the_rules_are_asked_about_the_ranks_that_a_job_will_have():
 def test_a_wrong_submission_is_refused_before_slurm_is_asked(arguments, message, capsys):
     assert main(["-m", "hydra/launcher=slurm", "model.seed=1,2", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_job_has_this_python_and_no_variable_that_changes_how_many_tasks_it_has(tmp_path, monkeypatch):
+    options = '["--time=20","--nodelist=gpu1","--gpu-bind=none","--gres=lustre:1"]'
+    (job, _) = jobs("model.seed=1,2", f"hydra.sweep.dir={tmp_path}", f"hydra.launcher.sbatch={options}")
+    recording = tmp_path / "sbatch"
+    recording.write_text(f"#!/bin/bash\nenv >{tmp_path}/environment\necho '7;tests'\n")
+    recording.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SBATCH_GPUS_PER_NODE", "8")
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    monkeypatch.delenv("VENV", raising=False)
+    for expected in (sys.prefix, "/mine"):
+        assert submit(job.submission, tmp_path / "run", job.arguments) == "7"
+        environment = (tmp_path / "environment").read_text().splitlines()
+        assert {f"VENV={expected}", "SBATCH_PARTITION=gpu"} <= set(environment)
+        assert not [line for line in environment if line.startswith("SBATCH_GPUS")]
+        monkeypatch.setenv("VENV", "/mine")
 
 
 def test_another_launcher_of_hydra_is_refused_with_those_that_there_are(tmp_path, capsys):

@@ -87,22 +87,24 @@ def test_every_gpu_of_every_node_gets_a_task_and_its_share_of_the_processors(scr
 
 
 @pytest.mark.parametrize(
-    ("overrides", "by_default"),
+    ("overrides", "added"),
     [
-        ([], True),
-        (["model.fp8_emulate=true"], True),
-        (["logging.fp8_statistics_interval=10"], True),
-        (["fp8=none"], False),
-        (["fp8=tensorwise"], False),
-        (["experiment=gpt3_1_3b_1gpu"], True),
-        (["++model.fp8=True", "++model.fp8_margin=0"], False),
-        (["model.fp8_recipe=tensorwise"], False),
+        ([], ["fp8=delayed"]),
+        (["model.fp8_emulate=true"], ["fp8=delayed"]),
+        (["logging.fp8_statistics_interval=10"], ["fp8=delayed"]),
+        (["fp8=none"], []),
+        (["fp8=tensorwise"], []),
+        (["experiment=gpt3_1_3b_1gpu"], ["fp8=delayed"]),
+        (["++model.fp8=True", "++model.fp8_margin=0"], []),
+        (["model.fp8_recipe=tensorwise"], ["fp8=tensorwise"]),
+        (["++model.fp8_recipe=blockwise", "++model.fp8=True"], []),
     ],
 )
-def test_a_run_is_in_fp8_unless_something_is_said_of_it(overrides, by_default, script):
+def test_a_run_is_in_fp8_unless_something_is_said_of_it(overrides, added, script, compose_config):
     assert script.run(*overrides).returncode == 0
-    assert ("fp8=delayed" in script.srun) is by_default
-    assert set(overrides) <= set(script.srun)
+    run_dir = f"run_dir={script.run_dir}"
+    assert script.srun[script.srun.index("gpt_pretrain") + 1 :] == [*added, *overrides, run_dir, run_dir]
+    assert compose_config(*added, *overrides).model.fp8 is (overrides != ["fp8=none"])
 
 
 @pytest.mark.parametrize("name", ["fp8_gpt.sbatch", "prepare_data.sbatch"])
@@ -116,6 +118,16 @@ def test_a_container_sees_the_checkout_and_what_the_user_mounts(name, script):
         f"--container-mounts={REPOSITORY}:{REPOSITORY},/data:/data,/runs:/runs",
     ]
     assert "python" in script.srun
+
+
+def test_gpus_that_another_command_line_asked_for_are_noticed(script):
+    done = script.run(SLURM_NTASKS="2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --ntasks=2 with 2 × 8 GPUs; leave it out, it is one task a GPU; without GPUs")
+    assert "env -u SBATCH_GPUS_PER_NODE sbatch" in done.stderr
+    done = script.run("data=mock", script="prepare_data.sbatch")
+    assert done.returncode == 0
+    assert done.stdout.startswith("note: this job holds 8 GPUs and uses none; ")
 
 
 def test_another_launchers_variables_do_not_reach_the_ranks(script):

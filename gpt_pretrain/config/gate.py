@@ -189,6 +189,8 @@ class _Gate:
         if config is None:
             return None, problems
         arguments = () if self.submission is None else _alone(composed, config)
+        if self.submission is not None:
+            problems += _run_dir_of_a_job(config)
         problems += [
             f"{argument}: ${{hydra:…}} is of this sweep, and Slurm's job of one run does not know it; write the value"
             for argument in arguments
@@ -202,8 +204,24 @@ class _Gate:
 
 def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
     """The arguments of a run that leaves its sweep, its directory and its choice of FP8 spelt out."""
-    task = [str(line) for line in composed.hydra.overrides.task if str(line).lstrip("+").partition("=")[0] != "run_dir"]
+    lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
+    assert isinstance(lines, list)
+    task = [str(line) for line in lines if str(line).lstrip("+").partition("=")[0] != "run_dir"]
     return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}")
+
+
+def _run_dir_of_a_job(config: Config) -> list[str]:
+    """The batch script takes the path as it is, and hands it to Hydra on the job's own command line."""
+    try:
+        override = parse_override(f"run_dir={config.run_dir}")
+        if not override.is_sweep_override() and str(override.value()) == config.run_dir:
+            return []
+    except ConfigError:
+        pass
+    return [
+        f"run_dir={config.run_dir} has characters that a job of Slurm cannot be given (quotes, brackets, commas); give "
+        "another one with run_dir=… or hydra.sweep.dir=…"
+    ]
 
 
 def check_command(

@@ -4,8 +4,11 @@ The gate has checked every run by then, with the ranks that its job will have. A
 with the run's own overrides, so that it is warned ahead of its time limit and goes on after it like any other.
 """
 
+import os
+import re
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,10 @@ from gpt_pretrain.config.launch import Launch, rank_zero_of
 _LAUNCHER = "hydra.launcher"
 # A busy controller takes its time; sbatch itself gives up after a while.
 _SUBMISSION_TIMEOUT_S = 300
+# Options of sbatch that say how many nodes, tasks and GPUs a job has; long ones may be cut short.
+_COUNTS = re.compile(r"-[NnG]|--(nodes|ntask|gpus)|--gres(=.*gpu|$)")
+# Variables that say it, set for what the user submits elsewhere.
+_COUNTING_VARIABLES = ("SBATCH_GPUS", "SBATCH_NTASKS", "SBATCH_GRES")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,7 +39,7 @@ class Submission:
     tasks_per_node: int
     """Of a job without GPUs."""
     sbatch: list[str]
-    """Further options of sbatch."""
+    """Further options of sbatch; none that say how many tasks there are."""
 
     @property
     def launch(self) -> Launch:
@@ -42,7 +49,7 @@ class Submission:
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch; the user's come last and count."""
+        """The options of sbatch."""
         per_node = f"--gpus-per-node={self.gpus_per_node}"
         if not self.gpus_per_node:
             per_node = f"--ntasks-per-node={self.tasks_per_node}"
@@ -72,6 +79,12 @@ def read_submission(launcher: DictConfig) -> Submission:
         for name, minimum in least.items()
         if getattr(submission, name) < minimum
     ]
+    problems += [
+        f"{_LAUNCHER}.sbatch: {option} changes how many tasks a job has, which its run was checked with; use "
+        f"{_LAUNCHER}.nodes and gpus_per_node, or tasks_per_node"
+        for option in submission.sbatch
+        if _COUNTS.match(option)
+    ]
     if not Path(submission.script).is_file():
         problems.append(
             f"{_LAUNCHER}.script={submission.script} is not a file; start in the checkout, or give the script's path"
@@ -79,6 +92,19 @@ def read_submission(launcher: DictConfig) -> Submission:
     if problems:
         raise ConfigError(problems)
     return submission
+
+
+def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a job is submitted with: this Python for its ranks, and no variable that changes how many there are.
+
+    Args:
+        environment: This process's.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(_COUNTING_VARIABLES)}
+    if Path(sys.prefix, "bin", "python").is_file():
+        # What the user has set stands.
+        kept.setdefault("VENV", sys.prefix)
+    return kept
 
 
 def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> str:
@@ -99,7 +125,12 @@ def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> s
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, check=False, timeout=_SUBMISSION_TIMEOUT_S
+            [*command, *arguments],
+            env=job_environment(os.environ),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SUBMISSION_TIMEOUT_S,
         )
     except FileNotFoundError as error:
         raise UserError("hydra/launcher=slurm needs Slurm's sbatch, which is not on this machine's PATH") from error
