@@ -1,4 +1,4 @@
-"""A tiny GPT with emulated FP8 layers in this process: what the application builds, and batches that can be learned."""
+"""A tiny GPT in this process: what the application builds, with emulated FP8 or other layers, and batches to learn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +93,8 @@ class Training:
         length = model.encoder_seq_length
         # Each sequence is four tokens over and over, so that there is something to learn.
         period = torch.randint(model.vocab_size, (1000, 4), generator=torch.Generator().manual_seed(7))
-        samples = period.repeat(1, length // 4 + 1)[:, : length + 1]
+        device = detect_platform().device
+        samples = period.repeat(1, length // 4 + 1)[:, : length + 1].to(device)
         # Microbatch i of data parallel rank r: the ranks' microbatches lie one behind the other.
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         starts = [
@@ -103,8 +104,8 @@ class Training:
             Batch(
                 tokens=part[:, :-1].contiguous(),
                 labels=part[:, 1:].contiguous(),
-                loss_mask=torch.ones(model.micro_batch_size, length),
-                position_ids=torch.arange(length).expand(model.micro_batch_size, length),
+                loss_mask=torch.ones(model.micro_batch_size, length, device=device),
+                position_ids=torch.arange(length, device=device).expand(model.micro_batch_size, length),
             )
             for part in (samples[start : start + model.micro_batch_size] for start in starts)
         ]
@@ -119,7 +120,7 @@ def emulated_training(*overrides: str) -> Iterator[Training]:
 
 
 def build_training(*overrides: str) -> Training:
-    """Builds it in open process groups; emulated where `model.fp8` is on, whatever else the overrides say."""
+    """Builds it in open process groups."""
     return build_training_of(load_config([*TINY, *overrides]))
 
 
@@ -127,7 +128,7 @@ def build_training_of(config: Config) -> Training:
     """The same of a configuration that is loaded already."""
     platform = detect_platform()
     settings = fp8_settings(config.model)
-    layers = None if settings is None else emulated_layers(config, settings)
+    layers = None if settings is None or not settings.emulate else emulated_layers(config, settings)
     model = build_model(config, platform, plan_kernels(config, platform), layers)
     optimizer = build_optimizer(config, model, platform)
     model.train()

@@ -19,6 +19,7 @@ PP2 = "model.pipeline_model_parallel_size=2"
 VP2 = "model.virtual_pipeline_model_parallel_size=2"
 FULL = "model.activations_checkpoint_granularity=full"
 WSD = "model.optim.sched.name=wsd"
+LEAN, DISTRIBUTED = "model.optim.use_precision_aware_optimizer=true", "model.use_distributed_optimizer=true"
 # Rows about the schedule state what they depend on: presets may tune theirs.
 WARMUP = "model.optim.sched.warmup_steps=20"
 STEPS = "trainer.max_steps=300"
@@ -224,6 +225,40 @@ RULES = {
         1,
         "model.optim.name=sgd has no distributed form in megatron-core",
         ["parallelism=single", "model.optim.name=sgd"],
+    ),
+    "types of states without their optimizer": (
+        ["model.optim.exp_avg_sq_dtype=fp16"],
+        1,
+        "model.optim.exp_avg_sq_dtype=fp16 has no effect with model.optim.use_precision_aware_optimizer=false; use "
+        "true, or exp_avg_sq_dtype=fp32",
+        [LEAN, DISTRIBUTED, "model.optim.exp_avg_sq_dtype=fp16"],
+    ),
+    "small masters without their optimizer": (
+        ["model.optim.main_params_dtype=fp16"],
+        1,
+        "model.optim.main_params_dtype=fp16 has no effect",
+        [LEAN, DISTRIBUTED, "model.optim.main_params_dtype=fp16"],
+    ),
+    "small states that are not distributed": (
+        [LEAN],
+        1,
+        "model.optim.use_precision_aware_optimizer=true is a form of the distributed optimizer, and "
+        "model.use_distributed_optimizer=null comes to false; use use_distributed_optimizer=true (on one GPU, too), or "
+        "use_precision_aware_optimizer=false",
+        [LEAN, "fp8=delayed", "model.fp8_params=true"],
+    ),
+    "small states of SGD": (
+        [LEAN, DISTRIBUTED, "model.optim.name=sgd"],
+        1,
+        "model.optim.use_precision_aware_optimizer=true is a form of Adam, and model.optim.name=sgd; use adam, or false",
+        [LEAN, DISTRIBUTED],
+    ),
+    "small states without masters": (
+        [LEAN, DISTRIBUTED, "trainer.precision=fp32"],
+        1,
+        "model.optim.use_precision_aware_optimizer=true is for weights in BF16 or FP8 with masters beside them, and "
+        "trainer.precision=fp32 has no masters; use bf16, or false",
+        [LEAN, DISTRIBUTED, "trainer.precision=bf16"],
     ),
     "full recomputation without method": (
         [FULL, "model.activations_checkpoint_num_layers=1"],
@@ -515,7 +550,7 @@ RULES = {
     "deterministic with a fusion that is not": (
         ["trainer.deterministic=true", "model.cross_entropy_loss_fusion=true"],
         1,
-        "trainer.deterministic=true excludes model.cross_entropy_loss_fusion=true",
+        "trainer.deterministic=true excludes megatron-core's fused cross entropy",
         ["trainer.deterministic=true"],
     ),
     "save interval": (

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.transformer.enums import InferenceCudaGraphScope
 
 import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
@@ -40,6 +41,8 @@ UNIFORM = "model.activations_checkpoint_method=uniform"
 ONE_LAYER = "model.activations_checkpoint_num_layers=1"
 OVERLAP = "model.overlap_param_gather=true"
 EXPERTS = "model.num_moe_experts=8"
+DISTRIBUTED, BF16 = "model.use_distributed_optimizer=true", "trainer.precision=bf16"
+LEAN = "model.optim.use_precision_aware_optimizer=true"
 FP8, TENSORWISE, KEPT = "model.fp8=true", "model.fp8_recipe=tensorwise", "model.first_last_layers_bf16=true"
 
 
@@ -181,6 +184,12 @@ ROWS = [
     Row(override="model.apply_rope_fusion=true", transformer={"apply_rope_fusion": True}, needs_te=True),
     Row(override="model.gradient_accumulation_fusion=true", transformer={"gradient_accumulation_fusion": True}),
     Row(override="model.cross_entropy_loss_fusion=true", transformer={"cross_entropy_loss_fusion": True}),
+    # megatron-core 0.19 has no linear, and must not compile its own beside ours.
+    Row(
+        override="model.cross_entropy_fusion_impl=linear",
+        context=("model.cross_entropy_loss_fusion=true",),
+        transformer={"cross_entropy_loss_fusion": False},
+    ),
     Row(
         override="model.activations_checkpoint_granularity=selective",
         transformer={"recompute_granularity": "selective"},
@@ -209,6 +218,27 @@ ROWS = [
     Row(override="model.optim.momentum=0.5", optimizer={"sgd_momentum": 0.5}),
     Row(override="model.optim.weight_decay=0.01", optimizer={"weight_decay": 0.01}),
     Row(override="model.optim.sched.min_lr=1e-6", optimizer={"min_lr": 1e-6}),
+    Row(override=LEAN, context=(DISTRIBUTED, BF16), optimizer={"use_precision_aware_optimizer": True}),
+    Row(
+        override="model.optim.main_params_dtype=fp16",
+        context=(DISTRIBUTED, BF16, LEAN),
+        optimizer={"main_params_dtype": torch.float16},
+    ),
+    Row(
+        override="model.optim.store_param_remainders=false",
+        context=(DISTRIBUTED, BF16, LEAN),
+        optimizer={"store_param_remainders": False},
+    ),
+    Row(
+        override="model.optim.exp_avg_dtype=fp8",
+        context=(DISTRIBUTED, BF16, LEAN),
+        optimizer={"exp_avg_dtype": torch.float8_e4m3fn},
+    ),
+    Row(
+        override="model.optim.exp_avg_sq_dtype=fp16",
+        context=(DISTRIBUTED, BF16, LEAN),
+        optimizer={"exp_avg_sq_dtype": torch.float16},
+    ),
     Row(override="trainer.gradient_clip_val=0.5", optimizer={"clip_grad": 0.5}),
     Row(
         override="trainer.precision=bf16",
@@ -347,6 +377,12 @@ ROWS = [
         transformer={"expert_tensor_parallel_size": 2},
     ),
     Row(override="model.fp8_emulate=true", context=(FP8, "model.fp8_exclude=['*']"), **NO_FP8),
+    Row(override="model.tp_comm_overlap=true", transformer={"tp_comm_overlap": True}),
+    Row(
+        override="model.cuda_graph_impl=local",
+        # megatron-core's own answer to the first, for its inference engines.
+        transformer={"cuda_graph_impl": "local", "inference_cuda_graph_scope": InferenceCudaGraphScope.layer},
+    ),
 ]
 
 # Keys that none of the three translations handles: the module or room (relative to gpt_pretrain) that reads them.
@@ -361,6 +397,7 @@ ELSEWHERE = {
     ),
     # Refused, but for its only value, which is a constant of the translation.
     "config/rules_fp8.py": ("model.fp8_interval",),
+    "config/rules_overlap.py": ("model.nccl_ub",),
     # Compared with what the launcher started.
     "config/rules_training.py": ("trainer.devices", "trainer.num_nodes"),
     "megatron/model.py": (

@@ -40,6 +40,24 @@ class MoeTokenDispatcher(Enum):
     allgather = "allgather"
 
 
+class CrossEntropyFusion(Enum):
+    """How a fused cross entropy comes to its losses; the names are megatron-core's.
+
+    `native`: from the logits of all tokens, compiled. `linear`: from the hidden states, the LM head included, a few
+    thousand tokens at a time.
+    """
+
+    native = "native"
+    linear = "linear"
+
+
+class CudaGraphImpl(Enum):
+    """What records CUDA graphs; the names are megatron-core's. `local`: its own, one per layer and direction."""
+
+    none = "none"
+    local = "local"
+
+
 class RecomputeGranularity(Enum):
     """What is recomputed in the backward pass instead of kept: core attention alone, or whole layers."""
 
@@ -100,6 +118,22 @@ class OptimizerName(Enum):
 
     adam = "adam"
     sgd = "sgd"
+
+
+class MainParamsDtype(Enum):
+    """Type of the masters that the optimizer updates."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+
+
+class MomentDtype(Enum):
+    """Type that Adam keeps a moment in. `fp16` and `fp8` (E4M3) have a power of two as scale for every 256 values."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
 
 
 class ScheduleName(Enum):

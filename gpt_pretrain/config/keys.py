@@ -77,6 +77,8 @@ ALIASES = {
     "adam_beta1": "model.optim.betas",
     "adam_beta2": "model.optim.betas",
     "wd": "model.optim.weight_decay",
+    "main_grads_dtype": "model.grad_reduce_in_fp32",
+    "accumulate_allreduce_grads_in_fp32": "model.grad_reduce_in_fp32",
     "lr_decay_style": "model.optim.sched.name",
     "lr_warmup_iters": "model.optim.sched.warmup_steps",
     "lr_decay_iters": "model.optim.sched.decay_steps",

@@ -6,17 +6,15 @@ Each rule yields one message: the keys and values in conflict, the rule, and the
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
-from gpt_pretrain.config.derived import (
-    model_parallel_size,
-    num_microbatches,
-    uses_distributed_optimizer,
-)
+from gpt_pretrain.config.derived import model_parallel_size, num_microbatches
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.rules_fp8 import fp8_problems
 from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
+from gpt_pretrain.config.rules_graphs import graph_problems
 from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 from gpt_pretrain.config.rules_moe import expert_problems
+from gpt_pretrain.config.rules_overlap import gradients, tensor_parallel_overlap
 from gpt_pretrain.config.schema import Config, ModelConfig
 
 COUNTS = (
@@ -134,15 +132,6 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
         )
 
 
-def gradients(model: ModelConfig) -> Iterator[str]:
-    """What megatron-core's data parallelism and distributed optimizer need from each other."""
-    if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
-        yield (
-            "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
-            "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
-        )
-
-
 def recomputation(model: ModelConfig) -> Iterator[str]:
     """Combinations of `activations_checkpoint_*` (TransformerConfig.__post_init__)."""
     granularity = model.activations_checkpoint_granularity
@@ -207,6 +196,7 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from sizes
     yield from numbers(model)
     yield from gradients(model)
+    yield from graph_problems(config)
     yield from fusions(model)
     yield from fp8_problems(config, sizes_known=not sizes)
     if sizes:
@@ -225,5 +215,6 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
         # What a rank multiplies is known only where everything divides.
         yield from fp8_shape_problems(model)
     yield from recomputation(model)
+    yield from tensor_parallel_overlap(model, launch)
     if launch is not None:
         yield from world_and_batch(model, launch)

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gpt_pretrain.config.choices import DataImpl, OptimizerName, ScheduleName, TokenizerLibrary
+from gpt_pretrain.config.choices import CrossEntropyFusion, DataImpl, OptimizerName, ScheduleName, TokenizerLibrary
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.rules_optimizer_memory import optimizer_memory
 from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, TokenizerConfig, TrainerConfig
 
 # The 256 bytes and the end-of-document token.
@@ -237,10 +238,24 @@ def launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
 
 def determinism(config: Config) -> Iterator[str]:
     """Kernels that are asked for by name and vary from run to run."""
-    if config.trainer.deterministic and config.model.cross_entropy_loss_fusion:
+    model = config.model
+    linear = model.cross_entropy_fusion_impl is CrossEntropyFusion.linear
+    asked = model.cross_entropy_loss_fusion or model.cross_entropy_fusion_impl is not None
+    if config.trainer.deterministic and asked and not linear and model.cross_entropy_loss_fusion is not False:
         yield (
-            "trainer.deterministic=true excludes model.cross_entropy_loss_fusion=true, whose result varies from run "
-            "to run; use cross_entropy_loss_fusion=false"
+            "trainer.deterministic=true excludes megatron-core's fused cross entropy, whose result varies from run "
+            "to run; use model.cross_entropy_fusion_impl=linear, or model.cross_entropy_loss_fusion=false"
+        )
+
+
+def fused_loss(config: Config) -> Iterator[str]:
+    """Which fused cross entropy, where there is none."""
+    model = config.model
+    if model.cross_entropy_loss_fusion is False and model.cross_entropy_fusion_impl is not None:
+        yield (
+            f"model.cross_entropy_fusion_impl={model.cross_entropy_fusion_impl.name} says which fused cross entropy "
+            "computes the loss, and model.cross_entropy_loss_fusion=false has none; use true, or "
+            "cross_entropy_fusion_impl=null"
         )
 
 
@@ -296,6 +311,7 @@ def reports(config: Config) -> Iterator[str]:
 def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     """All problems but the architecture's; without `launch`, those of the world size are left out."""
     yield from optimizer(config)
+    yield from optimizer_memory(config)
     yield from schedule(config)
     yield from corpus(config.model.data)
     yield from splits(config)
@@ -303,6 +319,7 @@ def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from trainer(config.trainer)
     yield from rewinds(config)
     yield from determinism(config)
+    yield from fused_loss(config)
     yield from files(config)
     yield from start(config.checkpoint)
     yield from reports(config)

@@ -15,10 +15,14 @@ from typing import Any
 from gpt_pretrain.config.choices import (
     Activation,
     AmaxComputeAlgo,
+    CrossEntropyFusion,
+    CudaGraphImpl,
     DataImpl,
     Fp8RecipeName,
+    MainParamsDtype,
     MoeLoadBalancing,
     MoeTokenDispatcher,
+    MomentDtype,
     Normalization,
     OnSaveError,
     OptimizerName,
@@ -105,6 +109,17 @@ class OptimConfig:
     """SGD's momentum."""
     weight_decay: float
     """Decoupled weight decay; biases and norm weights are exempt, as in megatron-core."""
+    use_precision_aware_optimizer: bool
+    """Adam keeps masters and moments in the types of the four keys below and reads gradients as they were reduced
+    (`model.grad_reduce_in_fp32`); needs BF16 parameters and the distributed optimizer. docs/optimizer_memory.md."""
+    main_params_dtype: MainParamsDtype
+    """Masters: fp32 or fp16, which loses what an update changes by less than 1/2048 of a weight."""
+    store_param_remainders: bool
+    """Of an fp32 master of a BF16 weight, keeps the 16 bits that the weight has not: 2 bytes, and nothing is lost."""
+    exp_avg_dtype: MomentDtype
+    """Adam's first moment: fp32, bf16, fp16 or fp8."""
+    exp_avg_sq_dtype: MomentDtype
+    """Adam's second moment: fp32, bf16, fp16 or fp8."""
     sched: ScheduleConfig
 
 
@@ -203,6 +218,10 @@ class ModelConfig:
     """Reduce gradients while the backward pass runs."""
     overlap_param_gather: bool
     """Gather parameters while the forward pass runs; needs use_distributed_optimizer and overlap_grad_reduce."""
+    tp_comm_overlap: bool
+    """Exchange activations between TP ranks while their products run, in TE's user buffers; needs sequence_parallel."""
+    nccl_ub: bool
+    """Gradients and parameters in buffers that NCCL knows; refused, as megatron-core 0.19 turns multicast on for it."""
     grad_reduce_in_fp32: bool
     """Accumulate and reduce gradients in fp32 also where parameters are bf16."""
 
@@ -254,7 +273,11 @@ class ModelConfig:
     gradient_accumulation_fusion: bool | None
     """Add weight gradients into the main gradient inside the GEMM; null: where apex's kernel is present."""
     cross_entropy_loss_fusion: bool | None
-    """megatron-core's fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
+    """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
+    cross_entropy_fusion_impl: CrossEntropyFusion | None
+    """Which: native (of all logits) or linear (with the LM head, without all logits at once); null: native."""
+    cuda_graph_impl: CudaGraphImpl | None
+    """Replay each layer as CUDA graphs: none, or local (megatron-core's; one GPU per replica, TE layers); null: none."""
     activations_checkpoint_granularity: RecomputeGranularity | None
     """Activation recomputation: null (none), selective, full."""
     activations_checkpoint_method: RecomputeMethod | None

@@ -10,18 +10,18 @@ from gpt_pretrain.megatron.kernels import install_gradient_norm
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.translate import translate_optimizer
-from gpt_pretrain.megatron.update import choose_torch_optimizers, make_conditional
+from gpt_pretrain.megatron.update import choose_optimizers, make_conditional
 
 
 def build_optimizer(config: Config, model: Model, platform: Platform) -> MegatronOptimizer:
-    """megatron-core's optimizer: fp32 masters where parameters are bf16, sharded where the optimizer is distributed.
+    """megatron-core's optimizer: masters where parameters are bf16, sharded where the optimizer is distributed.
 
     Biases and norm weights are in a group without weight decay, as in megatron-core.
     """
     install_gradient_norm()
     if config.model.fp8_params:
         install_weight_cast()
-    choose_torch_optimizers()
+    choose_optimizers(precision_aware=config.model.optim.use_precision_aware_optimizer)
     optimizer = get_megatron_optimizer(
         translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False
     )

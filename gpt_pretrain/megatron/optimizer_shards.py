@@ -7,7 +7,7 @@ rows, the beginning of a row), and torch's checkpoint format takes any boxes tha
 describes its own, and nothing is gathered. Readers put together what they ask for, in whatever layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -20,24 +20,25 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 type _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def own_shards(part: DistributedOptimizer, model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
+def own_shards(
+    part: DistributedOptimizer,
+    model_state: dict[str, Any],
+    states_of: Callable[[torch.nn.Parameter], Mapping[str, torch.Tensor]],
+) -> Iterator[ShardedTensor]:
     """Masters and moments of this rank, where they lie in the tensors of the parameters.
 
     Args:
         part: The optimizer, with its states.
         model_state: The sharded state of the model's chunks, which says where a parameter lies in the whole model.
+        states_of: What this rank has of a parameter, each [n], by its kind in a checkpoint.
     """
     entries = nested_values(model_state)
     places = {entry.data: entry for entry in entries if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
     buckets = [bucket for ranges in part.gbuf_ranges for of_dtype in ranges.values() for bucket in of_dtype]
     for bucket in buckets:
         for parameter, ranges in bucket["param_map"].items():
-            for kind, values in part._get_main_param_and_optimizer_states(parameter).items():
-                # Without BF16 parameters the masters are the parameters; step counts are one number for all.
-                if kind == "step" or (kind == "param" and not part.config.bf16):
-                    continue
-                name = "fp32_param" if kind == "param" else kind
-                for place in _tensors_of(places[parameter], f"optimizer.state.{name}.", values.dtype):
+            for kind, values in states_of(parameter).items():
+                for place in _tensors_of(places[parameter], f"optimizer.state.{kind}.", values.dtype):
                     yield from _shards(place, values, ranges["param"].start)
 
 

@@ -4,10 +4,13 @@ megatron-core 0.19 writes another form from each of its optimizers: plain, with 
 say the same: the tensors that belong to a parameter lie under `optimizer.state.KIND.PARAMETER` in the parameter's own
 shape, with KIND exp_avg and exp_avg_sq (Adam), momentum_buffer (SGD) and fp32_param (masters, where parameters are
 BF16), and the steps taken are one number. Whatever else an optimizer holds, the configuration says. Of a distributed
-optimizer each rank writes and reads what it holds itself, in place (`optimizer_shards`).
+optimizer each rank writes and reads what it holds itself, in place (`optimizer_shards`). States in fewer bytes than
+fp32 are saved as plain numbers, in the smallest type that holds them exactly, and read into host memory first: runs
+with and without them go on from each other's checkpoints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,10 +20,15 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from gpt_pretrain.megatron.adam import PrecisionAwareAdam
+from gpt_pretrain.megatron.adam_states import BLOCK, Master, Moment, StoredValues
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_shards import own_shards
+from gpt_pretrain.megatron.precision_aware import PrecisionAwareOptimizer
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
+# What is copied to the device at once to be stored there in fewer bytes.
+_VALUES_AT_ONCE = 2**16 * BLOCK
 
 
 def sharded_optimizer_state(
@@ -40,13 +48,15 @@ def sharded_optimizer_state(
     """
     parts = list(_parts(optimizer))
     tensors: dict[str, Any] = {}
-    nested = []
+    nested: list[Any] = []
     for part in parts:
         _allocate_states(part)
         if isinstance(part, DistributedOptimizer):
-            state = {str(len(tensors) + index): shard for index, shard in enumerate(own_shards(part, model_state))}
+            host = _HostStates(part) if is_loading and isinstance(part, PrecisionAwareOptimizer) else None
+            shards = own_shards(part, model_state, host or partial(_states_as_they_lie, part))
+            state = {str(len(tensors) + index): shard for index, shard in enumerate(shards)}
             tensors |= state
-            nested.append({name: shard.data for name, shard in state.items()})
+            nested.append(_Shards({name: shard.data for name, shard in state.items()}, host))
         else:
             state = part.sharded_state_dict(dict(model_state), is_loading=is_loading, metadata=dict(metadata))
             dict_list_map_inplace(partial(_take_tensor, tensors), state)
@@ -67,13 +77,17 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     step = state["step"]
     for part, nested in zip(_parts(optimizer), state["parts"], strict=True):
         if isinstance(part, DistributedOptimizer):
-            for name, own in nested.items():
+            for name, own in nested.own.items():
                 own.copy_(state["tensors"][name])
+            if nested.host is not None:
+                nested.host.store()
         else:
             dict_list_map_inplace(partial(_put_tensor, state["tensors"]), nested)
             if isinstance(part.optimizer, _ADAM):
                 nested.get("optimizer", nested)["state"]["common_step"] = torch.tensor(float(step))
             part.load_state_dict(nested)
+        if isinstance(part.optimizer, PrecisionAwareAdam):
+            part.optimizer.steps_taken.fill_(step)
         if isinstance(part.optimizer, _ADAM):
             # megatron-core hands one step tensor to all parameters, and each of them would count it up.
             for parameter, moments in part.optimizer.state.items():
@@ -148,7 +162,52 @@ def _allocate_adam(inner: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _steps_taken(inner: torch.optim.Optimizer) -> int:
+    if isinstance(inner, PrecisionAwareAdam):
+        return int(inner.steps_taken)
     return next((int(state["step"]) for state in inner.state.values() if "step" in state), 0)
+
+
+def _states_as_they_lie(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
+    """Masters and moments of a parameter, [n] each; those in fewer bytes are read when they are saved."""
+    if isinstance(part, PrecisionAwareOptimizer):
+        return {kind: StoredValues.of(state) for kind, state in part.states(parameter).items()}
+    states: dict[str, torch.Tensor] = dict(part._get_main_param_and_optimizer_states(parameter))
+    master = states.pop("param")
+    # Step counts are one number for all. Without BF16 parameters the masters are the parameters.
+    states.pop("step", None)
+    return {"fp32_param": master, **states} if part.config.bf16 else states
+
+
+class _HostStates:
+    """Host memory to read states into that take fewer bytes on the device: as plain numbers they would not fit."""
+
+    def __init__(self, part: PrecisionAwareOptimizer) -> None:
+        self._part = part
+        self._read: list[tuple[Master | Moment, torch.Tensor]] = []
+
+    def __call__(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
+        """Room for the states of a parameter, [n] each."""
+        room = {}
+        for kind, state in self._part.states(parameter).items():
+            room[kind] = torch.empty(state.values.shape, dtype=state.saved_as, device="cpu")
+            self._read.append((state, room[kind]))
+        return room
+
+    def store(self) -> None:
+        """Takes the states from where they were read into."""
+        for state, values in self._read:
+            for start in range(0, values.numel(), _VALUES_AT_ONCE):
+                state.write(start, values[start : start + _VALUES_AT_ONCE].to(state.values.device).float())
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """What a checkpoint is read into."""
+
+    own: dict[str, torch.Tensor]
+    """By the names among the tensors."""
+    host: _HostStates | None
+    """Whose memory that is, where it is not the optimizer's own."""
 
 
 class _Place(str):

@@ -3,8 +3,9 @@
 megatron-core 0.19 clips by the gradient norm and updates whatever it is: one infinite gradient makes all weights NaN.
 Its own check (`check_for_nan_in_grad`) waits for the GPU and ends the run. Here the decision stays on the device: the
 ranks add up one number, and torch's fused Adam and SGD take the sum as `found_inf`, which automatic mixed precision
-made for them. Where it is not zero they leave weights, moments and step counts as they are. The host goes on without
-waiting, and what it launches behind the update (the cast of masters, the gathering of weights) repeats what was there.
+made for them; `PrecisionAwareAdam` does the same. Where it is not zero they leave weights, moments and step counts as
+they are. The host goes on without waiting, and what it launches behind the update (the cast of masters, the gathering
+of weights) repeats what was there.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import MegatronOptimizer, distrib_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from gpt_pretrain.megatron.adam import PrecisionAwareAdam
+from gpt_pretrain.megatron.precision_aware import PrecisionAwareOptimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +34,28 @@ class StepResult:
     """[], bool: loss or norm was not finite, and nothing was updated; the same on all ranks."""
 
 
-def choose_torch_optimizers() -> None:
-    """Makes megatron-core build torch's optimizers also where it finds those of Transformer Engine or apex.
+def choose_optimizers(*, precision_aware: bool) -> None:
+    """Makes megatron-core build torch's or our optimizers also where it finds those of Transformer Engine or apex.
 
-    Those update by what the host tells them; torch's fused ones ask the device. A second call does nothing.
+    Those update by what the host tells them; torch's fused ones and ours ask the device.
+
+    Args:
+        precision_aware: Whether Adam is ours.
     """
-    core_optimizer.USING_PYTORCH_OPTIMIZER = True
+    core_optimizer.USING_PYTORCH_OPTIMIZER = not precision_aware
+    core_optimizer.Adam = PrecisionAwareAdam
     core_optimizer.SGD = torch.optim.SGD
+    core_optimizer.DistributedOptimizer = PrecisionAwareOptimizer if precision_aware else DistributedOptimizer
     distrib_optimizer.HAVE_APEX_OR_TE = False
 
 
 def make_conditional(optimizer: MegatronOptimizer) -> None:
     """Lets `conditional_update` decide on the device whether a fresh optimizer updates."""
     found_inf = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
-    for inner in _torch_optimizers(optimizer):
+    for inner in _inner_optimizers(optimizer):
         inner.found_inf = found_inf
+        if isinstance(inner, PrecisionAwareAdam):
+            continue
         inner.defaults["fused"], inner.defaults["foreach"] = True, False
         for group in inner.param_groups:
             group["fused"], group["foreach"] = True, False
@@ -69,10 +81,15 @@ def conditional_update(optimizer: MegatronOptimizer, loss_sum_and_tokens: torch.
     torch.distributed.all_reduce(total)
     skipped = ~torch.isfinite(total[0]) | (total[2] > 0)
     for part in _parts(optimizer):
-        parameters = part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
-    for inner in _torch_optimizers(optimizer):
+        parameters, max_norm = part.get_parameters(), part.config.clip_grad
+        if not parameters or max_norm <= 0:
+            continue
+        if isinstance(part.optimizer, PrecisionAwareAdam):
+            # As megatron-core would, but not in the gradients themselves, which BF16 would round once more.
+            torch.clamp(max_norm / (grad_norm.view(()) + 1e-6), max=1, out=part.optimizer.grad_scale)
+        else:
+            clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm)
+    for inner in _inner_optimizers(optimizer):
         inner.found_inf.copy_(skipped)
     optimizer.step_with_ready_grads()
     return StepResult(loss_sum_and_tokens=total[:2], grad_norm=grad_norm, skipped=skipped)
@@ -94,8 +111,8 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
     yield from getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _torch_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """The optimizers of torch that megatron-core's are made around; a rank without parameters has none."""
+def _inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """The optimizers that megatron-core's are made around; a rank without parameters has none."""
     for part in _parts(optimizer):
         if part.optimizer is not None:
             yield part.optimizer

@@ -23,6 +23,7 @@ from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
+from gpt_pretrain.megatron.graphs import without_graphs
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.training.first_bad import BadTensor, FirstBad, named_weights
 from gpt_pretrain.training.guards import BadStep
@@ -61,7 +62,7 @@ def write_dump(
     device = torch.device(torch.cuda.current_device())
     collector = StatisticsCollector(config.model, chunks, device) if config.model.fp8 else None
     observed: AbstractContextManager[None] = nullcontext() if collector is None else collector.observe(bad.step)
-    with observed, search.watching():
+    with observed, search.watching(), without_graphs(chunks):
         report = compute_gradients(trainable, iterators, config.model, num_microbatches)
     first = search.agree()
     torch.distributed.all_reduce(report)
@@ -155,7 +156,9 @@ def _gradient(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     if parameter not in part.model_param_group_index_map:
         return None
     group, index = part.model_param_group_index_map[parameter]
-    gradient = part.optimizer.param_groups[group]["params"][index].grad
+    main = part.optimizer.param_groups[group]["params"][index]
+    # Where it has another type than its master it is not called its gradient.
+    gradient = getattr(main, "decoupled_grad", main.grad)
     return gradient
 
 

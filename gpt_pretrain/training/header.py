@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.config.choices import Fp8RecipeName, MainParamsDtype
 from gpt_pretrain.config.derived import (
     data_parallel_size,
     ffn_hidden_size,
@@ -106,6 +106,14 @@ def describe_fp8(model: ModelConfig) -> str:
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)
 
 
+def describe_states(model: ModelConfig) -> str:
+    """The types of the precision-aware optimizer's masters and moments in a line."""
+    optim = model.optim
+    remainders = optim.store_param_remainders and optim.main_params_dtype is MainParamsDtype.fp32
+    masters = optim.main_params_dtype.name + (" (of BF16 weights the half that these have not)" if remainders else "")
+    return f"masters {masters}, moments {optim.exp_avg_dtype.name} and {optim.exp_avg_sq_dtype.name}"
+
+
 def describe_run(
     config: Config,
     *,
@@ -146,6 +154,7 @@ def describe_run(
             "parameters": str(params_dtype(config, platform)).removeprefix("torch."),
             "gradients": "float32" if model.grad_reduce_in_fp32 else "as parameters",
             "fp8": describe_fp8(model),
+            **({"optimizer": describe_states(model)} if model.optim.use_precision_aware_optimizer else {}),
         },
         "batch": {
             "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens "

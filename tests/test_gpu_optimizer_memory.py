@@ -1,0 +1,94 @@
+"""The precision-aware optimizer on a GPU: its kernel against torch, a skipped step, and a resumed run, bit for bit."""
+
+import pytest
+import torch
+
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.megatron.adam import AdamState, AdamStep, update
+from gpt_pretrain.megatron.adam_states import Master, Moment
+from gpt_pretrain.megatron.update import conditional_update
+from gpt_pretrain.training.step import compute_gradients
+from tests.emulated_training import build_training_of, emulated_training
+from tests.optimizer_states import LEAN, SMALLEST, states
+
+pytestmark = pytest.mark.gpu
+
+# Heads of 64, everything a multiple of 16.
+ON_GPU = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.encoder_seq_length=128")
+FP8_WEIGHTS = ("fp8=tensorwise", "model.fp8_params=true")
+
+
+def fresh_state(weight, master, moments):
+    first, second = (Moment.zeros(weight, dtype, keeps_positive=second) for second, dtype in enumerate(moments))
+    values = torch.zeros_like(weight, dtype=torch.int16) if master is torch.int16 else weight.to(master)
+    return AdamState(master=Master(values, weight.clone()), exp_avg=first, exp_avg_sq=second)
+
+
+@pytest.mark.parametrize(
+    ("master", "moments"),
+    [
+        (torch.int16, (torch.float32, torch.float32)),
+        (torch.float16, (torch.float8_e4m3fn, torch.float16)),
+        (torch.float32, (torch.bfloat16, torch.float8_e4m3fn)),
+        (torch.float16, (torch.float16, torch.bfloat16)),
+    ],
+)
+def test_the_kernel_computes_what_torch_does(master, moments):
+    from gpt_pretrain.megatron.adam_triton import update_on_gpu
+
+    num = 1_000_007
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    weight = (torch.randn(num, device="cuda", generator=generator) * 0.02).bfloat16()
+    expected, state = fresh_state(weight, master, moments), fresh_state(weight, master, moments)
+    for number in (1, 2, 3):
+        gradient = torch.randn(num, device="cuda", generator=generator).bfloat16() * 1e-3
+        values = torch.tensor([0, 0.5, 1 - 0.9**number, 1 - 0.95**number], device="cuda")
+        step = AdamStep(device_values=values, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        update(gradient, expected, step)
+        update_on_gpu(gradient, state, step)
+    for name, values in expected.by_name.items():
+        read, aim = state.by_name[name].read(0, num), values.read(0, num)
+        # Products and sums in one go are rounded once less, which takes a value to the neighbour of its small type.
+        assert (read != aim).float().mean() < 0.01, name
+        torch.testing.assert_close(read, aim, rtol=0.13, atol=1e-5 * float(aim.abs().max()), msg=name)
+    assert torch.equal(state.master.weight, state.master.read(0, num).bfloat16()) or master is torch.int16
+
+
+@pytest.mark.parametrize("fp8", [(), FP8_WEIGHTS], ids=["bf16", "fp8"])
+def test_a_step_that_is_not_finite_changes_no_bit(fp8):
+    with emulated_training(*ON_GPU, *LEAN, *SMALLEST, *fp8) as training:
+        trainable, model = training.trainable, training.config.model
+        training.step()
+        before = states(training)
+        for broken in (True, False):
+            report = compute_gradients(trainable, training.iterators(first_sample=0), model, num_microbatches=2)
+            if broken:
+                training.chunks[0].decoder.layers[1].mlp.linear_fc1.weight.main_grad[3, 5] = float("inf")
+            assert conditional_update(trainable.optimizer, report).skipped == broken
+            assert all(map(torch.equal, states(training), before)) == broken
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([], id="bf16 with remainders"),
+        pytest.param([*SMALLEST, *FP8_WEIGHTS], id="tensorwise"),
+        pytest.param([*SMALLEST, "fp8=delayed", "model.fp8_params=true"], id="delayed"),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    with emulated_training(*ON_GPU, *LEAN, "trainer.deterministic=true", *overrides) as training:
+        for _ in range(3):
+            training.step()
+        saved = states(training)
+        progress = Progress(step=3, consumed_samples=12)
+        path = save_checkpoint(tmp_path, training.trainable, progress, training.config, {})
+        expected = [training.step() for _ in range(3)]
+        again = build_training_of(training.config)
+        load_checkpoint(verify_checkpoint(path), again.trainable, again.config, {})
+        assert all(map(torch.equal, states(again), saved))
+        assert [again.step() for _ in range(3)] == expected

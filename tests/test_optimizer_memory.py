@@ -1,0 +1,188 @@
+"""The precision-aware optimizer: what it stores comes out as it went in, and it trains as one with fp32 states does."""
+
+import pytest
+import torch
+
+from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.megatron.adam_states import BLOCK, SCALED, Master, Moment, StoredValues
+from gpt_pretrain.megatron.update import conditional_update
+from gpt_pretrain.training.step import compute_gradients
+from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
+from tests.optimizer_states import FP32, LEAN, SMALLEST, states
+
+
+def spread_values(num):
+    """Of all magnitudes, with blocks of zeros and blocks of a single value."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.randint(-40, 8, (num,), generator=generator)
+    values = torch.randn(num, generator=generator) * 2.0**exponents
+    values[BLOCK : 2 * BLOCK] = 0
+    values[3 * BLOCK : 4 * BLOCK] = 1e-30
+    return values
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_moments_of_small_types_are_within_half_a_step_of_their_block(dtype):
+    values = spread_values(20 * BLOCK + 7)
+    moment = Moment.zeros(values, dtype, keeps_positive=False)
+    moment.write(0, values)
+    scaled = SCALED[dtype]
+    largest = torch.nn.functional.pad(values, (0, BLOCK - 7)).view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+    # Relative to each value, or where it is below the type's normal numbers, to the largest of its block.
+    relative = 2.0 ** -(scaled.mantissa_bits + 1)
+    absolute = largest[: values.numel()] * scaled.smallest / 2 / 2.0 ** (scaled.headroom - 1)
+    error = (moment.read(0, values.numel()) - values).abs()
+    assert (error <= torch.maximum(values.abs() * relative, absolute)).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("dtype", [*SCALED, torch.bfloat16, torch.float32])
+def test_what_is_read_and_stored_again_is_what_it_was_and_the_plain_type_holds_it(dtype):
+    moment = Moment.zeros(spread_values(9 * BLOCK + 5), dtype, keeps_positive=False)
+    moment.write(0, spread_values(9 * BLOCK + 5))
+    values = moment.read(0, 9 * BLOCK + 5)
+    assert torch.equal(values.to(moment.saved_as).float(), values)
+    again = Moment.zeros(values, dtype, keeps_positive=False)
+    again.write(0, values)
+    assert torch.equal(again.values.view(torch.uint8), moment.values.view(torch.uint8))
+    assert torch.equal(again.read(BLOCK + 3, 3 * BLOCK), values[BLOCK + 3 : 3 * BLOCK])
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_a_second_moment_that_is_not_zero_does_not_become_zero(dtype):
+    values = torch.tensor([1.0, 1e-20, 0.0])
+    moment = Moment.zeros(values, dtype, keeps_positive=True)
+    moment.write(0, values)
+    read = moment.read(0, 3)
+    assert read[1] > 0
+    assert read[2] == 0
+
+
+def test_remainders_and_weight_make_the_master_exactly():
+    values = spread_values(1000)
+    # Half-way between two BF16 numbers, and next to it.
+    values[:4] = torch.tensor([0x3F808000, 0x3F818000, 0x3F807FFF, -0x407E8000], dtype=torch.int32).view(torch.float32)
+    master = Master(torch.zeros(1000, dtype=torch.int16), torch.zeros(1000, dtype=torch.bfloat16))
+    master.write(0, values)
+    assert torch.equal(master.read(0, 1000), values)
+    nearest = (master.weight.float() - values).abs() <= (values.bfloat16().float() - values).abs()
+    assert nearest.all()
+
+
+def test_states_to_be_saved_are_cut_without_being_read():
+    moment = Moment.zeros(torch.empty(4 * BLOCK), torch.float8_e4m3fn, keeps_positive=False)
+    moment.write(0, torch.arange(4.0 * BLOCK))
+    reads = []
+    stored = StoredValues.of(moment)
+    part = stored.view(-1)[300:900].view(1, 20, 30).detach()
+    part._read = lambda start, end: reads.append((start, end)) or moment.read(start, end)
+    assert (part.shape, part.dtype, part.numel()) == ((1, 20, 30), torch.bfloat16, 600)
+    assert torch.equal(part.dequantize(), moment.read(300, 900).bfloat16().view(1, 20, 30))
+    assert reads == [(300, 900)]
+    with pytest.raises(NotImplementedError, match="to be saved"):
+        _ = stored + 1
+
+
+def losses(*overrides, steps=30):
+    with emulated_training(*overrides) as training:
+        return [training.step() for _ in range(steps)]
+
+
+def test_fp32_states_with_remainders_are_those_of_separate_masters():
+    """The same arithmetic, rounded in another order; what a curve makes of that shows where it is steep."""
+    usual, lean = losses(*FP32), losses(*FP32, "model.optim.use_precision_aware_optimizer=true")
+    assert lean[:8] == pytest.approx(usual[:8], rel=1e-3)
+    assert sum(lean) == pytest.approx(sum(usual), rel=5e-3)
+    assert usual[-1] < usual[0] / 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(SMALLEST, id="smallest"),
+        pytest.param(["model.optim.exp_avg_dtype=bf16", "model.optim.exp_avg_sq_dtype=bf16"], id="bf16 moments"),
+        pytest.param([*SMALLEST, *emulate("delayed")], id="emulated FP8"),
+    ],
+)
+def test_small_states_learn_what_fp32_states_learn(overrides):
+    fp8 = overrides[3:]
+    usual, lean = losses(*FP32, *fp8), losses(*LEAN, *overrides)
+    assert lean[-1] < usual[0] / 2
+    assert sum(lean) == pytest.approx(sum(usual), rel=0.03)
+
+
+def test_a_step_that_is_not_finite_changes_no_bit():
+    with emulated_training(*LEAN, *SMALLEST) as training:
+        trainable, model = training.trainable, training.config.model
+        training.step()
+        before = states(training)
+        for broken in (True, False):
+            report = compute_gradients(trainable, training.iterators(first_sample=0), model, num_microbatches=2)
+            if broken:
+                training.chunks[0].decoder.layers[1].mlp.linear_fc1.weight.main_grad[3, 5] = float("inf")
+            assert conditional_update(trainable.optimizer, report).skipped == broken
+            assert all(map(torch.equal, states(training), before)) == broken
+
+
+def test_gradients_are_clipped_to_the_norm():
+    """The first moment after one step is a tenth of the clipped gradient."""
+    with emulated_training(*LEAN, "trainer.gradient_clip_val=1e-3") as training:
+        norm = training.result().grad_norm
+        inner = training.trainable.optimizer.chained_optimizers[0].optimizer
+        moments = torch.cat([state.exp_avg.values for state in inner.states.values()])
+        assert norm > 1
+        assert moments.norm().item() == pytest.approx(1e-4, rel=1e-3)
+
+
+def save(training, folder):
+    progress = Progress(step=3, consumed_samples=12)
+    return save_checkpoint(folder, training.trainable, progress, training.config, {})
+
+
+def load(path, training):
+    load_checkpoint(verify_checkpoint(path), training.trainable, training.config, {})
+
+
+@pytest.mark.parametrize("small", [SMALLEST, ("model.optim.exp_avg_dtype=fp16", "model.optim.exp_avg_sq_dtype=fp8")])
+def test_a_resumed_run_goes_on_bit_for_bit(small, tmp_path):
+    with emulated_training(*LEAN, *small) as training:
+        for _ in range(3):
+            training.step()
+        saved = states(training)
+        path = save(training, tmp_path)
+        expected = [training.step() for _ in range(3)]
+        again = build_training_of(training.config)
+        load(path, again)
+        assert all(map(torch.equal, states(again), saved))
+        assert [again.step() for _ in range(3)] == expected
+
+
+def test_fp32_states_go_on_as_small_ones_and_back(tmp_path):
+    with emulated_training(*FP32) as usual:
+        for _ in range(5):
+            usual.step()
+        path = save(usual, tmp_path / "usual")
+        expected = [usual.step() for _ in range(5)]
+        small = build_training(*LEAN, *SMALLEST)
+        load(path, small)
+        assert [small.step() for _ in range(5)] == pytest.approx(expected, rel=0.02)
+        back = build_training(*FP32)
+        load(save(small, tmp_path / "small"), back)
+        assert back.step() == pytest.approx(small.step(), rel=0.02)
+
+
+def test_masters_follow_weights_that_are_loaded_alone(tmp_path):
+    with emulated_training(*FP32) as usual:
+        usual.step()
+        path = save(usual, tmp_path)
+        for small in ((), SMALLEST):
+            training = build_training(*LEAN, *small)
+            load_weights(verify_checkpoint(path), training.trainable, training.config, {})
+            assert training.validate() == usual.validate()
+            part = training.trainable.optimizer.chained_optimizers[0]
+            for parameter, master in part._parameters_and_masters():
+                values = part.optimizer.states[master].master.read(0, master.numel())
+                assert torch.equal(values.to(torch.float16), parameter.detach().flatten().to(torch.float16))
