@@ -41,10 +41,10 @@ def missing_slurm() -> str | None:
     return None if takes_jobs else f"Slurm's nodes take no jobs ({found}); start one: {START}"
 
 
-def ask(*command: str, timeout_s: float = 60) -> str:
+def ask(*command: str, timeout_s: float = 60, env: Mapping[str, str] | None = None) -> str:
     """What one of Slurm's commands answers."""
     done = subprocess.run(
-        command, env=slurm_environment(), capture_output=True, text=True, check=True, timeout=timeout_s
+        command, env=slurm_environment(env), capture_output=True, text=True, check=True, timeout=timeout_s
     )
     return done.stdout.strip()
 

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,8 +66,9 @@ def has_been_warned(pid):
     return any(mask >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
 
 
-def test_a_job_cut_by_its_time_limit_goes_on_by_itself_and_ends_as_one_that_never_was_cut(train):
-    uncut = train(*LONG, where="uncut")
+def test_a_job_cut_by_its_time_limit_goes_on_by_itself_and_ends_as_one_that_never_was_cut(
+    train, parent, tmp_path, cache_dir
+):
     cut = train(*LONG, where="cut", options=(*TWO_TASKS, "--signal=USR1@90"))
     cut.wait_for_step(5)
     # A stopped run waits without work for Slurm's warning. Limits are whole minutes, and Slurm looks each 30 s for
@@ -86,11 +88,13 @@ def test_a_job_cut_by_its_time_limit_goes_on_by_itself_and_ends_as_one_that_neve
     # Without it the short limit would hold for the second start, too.
     ask("scontrol", "update", f"JobId={cut.number}", "TimeLimit=20")
 
+    uncut = small_run_arguments(tmp_path / "uncut", cache_dir, LONG)[2:]
+    codes, text = parent.run(uncut, tmp_path / "uncut.output", num_ranks=2)
+    assert codes == [0, 0], text
     assert cut.wait_for_end() == "COMPLETED", cut.text
-    assert uncut.wait_for_end() == "COMPLETED", uncut.text
     assert cut.num_restarts == 1
     assert f"steps: {first.step} → 100" in cut.rank_log(0, start=1)
-    curves = [{step.step: step.loss for step in load_metrics(job.run_dir).train} for job in (cut, uncut)]
+    curves = [{step.step: step.loss for step in load_metrics(tmp_path / name).train} for name in ("cut", "uncut")]
     assert list(curves[1]) == list(range(1, 101))
     assert curves[0] == curves[1]
 
@@ -104,7 +108,7 @@ def test_a_signal_sent_by_hand_saves_and_puts_the_job_into_the_queue_again(train
     assert (summary.end_reason, summary.exit_code) == ("warned", 75)
     assert newest_checkpoint(job.run_dir).step == summary.step < 100
     assert "stopped with steps left and a new checkpoint; the job goes into the queue again" in job.text
-    assert job.state in ("PENDING", "RUNNING")
+    wait_for(lambda: job.state in ("PENDING", "RUNNING"), lambda: f"job {job.number} is {job.state}: {job.text}")
 
 
 def test_a_killed_rank_ends_the_job_after_as_many_new_starts_as_are_allowed(train):
@@ -179,6 +183,20 @@ def test_a_mistake_fails_the_job_before_anything_starts_and_its_log_ends_with_th
     assert job.field("ExitCode") == "2:0"
     assert job.last_lines[-1].startswith(message), job.text
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_another_checkouts_slurm_is_another_one(slurm, tmp_path):
+    script = tmp_path / "other" / "tests" / "slurm" / "start.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / "tests" / "slurm" / "start.sh", script)
+    other = subprocess.run([script], env=slurm_environment(), capture_output=True, text=True, check=True, timeout=120)
+    try:
+        assert other.stdout.strip() != os.environ["SLURM_CONF"]
+        assert ask("sinfo", "--noheader", "--format=%t", env={"SLURM_CONF": other.stdout.strip()}) == "idle"
+    finally:
+        subprocess.run([script, "stop"], env=slurm_environment(), check=True, timeout=120)
+    assert not Path(other.stdout.strip()).exists()
+    assert missing_slurm.__wrapped__() is None, "this one goes on"
 
 
 def test_data_is_prepared_by_a_job_of_its_own(slurm, tmp_path, cache_dir):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a Slurm of one node for the tests, beside any other on this machine: munged, slurmctld and slurmd with a folder,
-# a key and ports of their own. Prints the path of its configuration, by which Slurm's commands find it:
+# Starts a Slurm of one node for the tests of this checkout, beside any other on this machine: munged, slurmctld and slurmd
+# with a folder, a key and ports of their own. Prints the path of its configuration, by which Slurm's commands find it:
 #
 #     SLURM_CONF=$(tests/slurm/start.sh) make test
 #
@@ -10,7 +10,8 @@
 set -euo pipefail
 exec </dev/null
 
-dir=${TMPDIR:-/tmp}/gpt_pretrain_slurm_$(id -u)
+checkout=$(cd "$(dirname "$0")/../.." && pwd -P)
+dir=${TMPDIR:-/tmp}/gpt_pretrain_slurm_$(id -u)_$(cksum <<<"$checkout" | cut -d ' ' -f 1)
 export SLURM_CONF=$dir/slurm.conf
 export PATH=$PATH:/usr/sbin:/sbin
 user=$(id -un)
