@@ -53,7 +53,8 @@ SCHEMA = {
             "moe_grouped_gemm",
         ),
         bool,
-    ),
+    )
+    | dict.fromkeys(("cross_entropy_fusion_impl", "cuda_graph_impl"), str | None),
     "settings": [{"key": str, "requested": str, "effective": dict, "inert": str, "note": str}],
     "products": [
         {

@@ -91,6 +91,7 @@ def inference_config(saved: SavedModel) -> Config:
         apply_rope_fusion=None,
         gradient_accumulation_fusion=None,
         cross_entropy_loss_fusion=None,
+        cross_entropy_fusion_impl=None,
     )
     precision = Precision.fp32 if is_fp32 else Precision.bf16
     return replace(saved.config, model=model, trainer=replace(saved.config.trainer, precision=precision))

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+# The fastest of six on an H200, at 50k and at 128k columns: 3.3 and 3.9 TB/s. Both kernels in one are no faster.
 _BLOCK = 8192
-_WARPS = 16
+_STATISTICS_WARPS = 8
+_GRADIENT_WARPS = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,7 +58,9 @@ def launch_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     """See `loss_kernels.row_statistics`."""
     num_rows, num_columns = logits.shape
     statistics = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device)
-    _statistics_kernel[(num_rows,)](logits, labels, statistics, num_rows, num_columns, BLOCK=_BLOCK, num_warps=_WARPS)
+    _statistics_kernel[(num_rows,)](
+        logits, labels, statistics, num_rows, num_columns, BLOCK=_BLOCK, num_warps=_STATISTICS_WARPS
+    )
     return statistics
 
 
@@ -65,4 +69,6 @@ def launch_gradient(
 ) -> None:
     """See `loss_kernels.turn_into_gradient`."""
     num_rows, num_columns = logits.shape
-    _gradient_kernel[(num_rows,)](logits, labels, log_sum, loss_gradient, num_columns, BLOCK=_BLOCK, num_warps=_WARPS)
+    _gradient_kernel[(num_rows,)](
+        logits, labels, log_sum, loss_gradient, num_columns, BLOCK=_BLOCK, num_warps=_GRADIENT_WARPS
+    )

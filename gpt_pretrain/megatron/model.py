@@ -1,6 +1,6 @@
 """The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,12 +11,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.graphs import prepare_graphs
 from gpt_pretrain.megatron.initialization import initialize_weights
+from gpt_pretrain.megatron.kernels import install_split
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
+from gpt_pretrain.megatron.linear_loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.platform import Kernels, Platform
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
+from gpt_pretrain.megatron.weight_gradient import install_weight_gradients
 
 
 def build_gpt_chunks(
@@ -37,6 +42,12 @@ def build_gpt_chunks(
     model = config.model
     transformer_config = translate_transformer(config, platform, kernels)
     vp_size = model.virtual_pipeline_model_parallel_size
+    if kernels.gradient_accumulation_fusion:
+        install_weight_gradients()
+    if kernels.transformer_engine:
+        install_split()
+    if kernels.cuda_graph_impl is not None:
+        prepare_graphs(model.seed)
     if local_layers is None:
         local_layers = LocalLayers(apex_layer_norm=platform.apex_layer_norm)
     chunks = []
@@ -72,6 +83,9 @@ class Model:
     chunks: list[DistributedDataParallel]
     """The same, wrapped: what the schedules and the optimizer take."""
     transformer_config: TransformerConfig
+    output_processor: Callable[..., torch.Tensor] | None
+    """What GPTModel hands hidden states to, for losses; it is to be given the gradient of each token's loss as its
+    context (`linear_loss.losses_from_head`). None: GPTModel computes logits and losses itself."""
     num_parameters: int
     """Parameters of the whole model, over all ranks; tied embeddings counted once."""
 
@@ -111,6 +125,9 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
     """
     gpt_chunks = build_gpt_chunks(config, platform, kernels, local_layers)
     transformer_config = gpt_chunks[0].config
+    linear = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
+    if linear:
+        install_loss_heads(gpt_chunks)
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:
         modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]
@@ -139,6 +156,7 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
         gpt_chunks=gpt_chunks,
         chunks=chunks,
         transformer_config=transformer_config,
+        output_processor=losses_from_head if linear else None,
         num_parameters=_count_parameters(gpt_chunks),
     )
 

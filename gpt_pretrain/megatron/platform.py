@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpt_pretrain.config.choices import PositionEmbedding, Precision
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, PositionEmbedding, Precision
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import fp8_platform_problems, has_fp8, recipe_variables
+from gpt_pretrain.megatron.platform_multicast import multicast_problems, multicast_variables
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,8 @@ class Platform:
     """Why Transformer Engine, though installed, does not import."""
     recipe_variables: Mapping[str, str]
     """Environment variables that are set and could change what an FP8 recipe computes."""
+    multicast_variables: Mapping[str, str]
+    """Environment variables that are set and say whether libraries may use NVLink multicast."""
     apex_layer_norm: bool
     """apex's fused layer norm."""
     apex_optimizer: bool
@@ -113,6 +116,7 @@ def detect_platform() -> Platform:
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
         recipe_variables=recipe_variables(),
+        multicast_variables=multicast_variables(),
         **(apex_parts() if cuda else dict.fromkeys(_APEX_PARTS, False)),
     )
 
@@ -127,8 +131,11 @@ class Kernels:
     masked_softmax_fusion: bool
     apply_rope_fusion: bool
     gradient_accumulation_fusion: bool
-    cross_entropy_loss_fusion: bool
+    cross_entropy_loss_fusion: CrossEntropyFusion | None
+    """None: megatron-core's loss of separate operations."""
     moe_grouped_gemm: bool
+    cuda_graph_impl: CudaGraphImpl | None
+    """None: no CUDA graphs."""
 
 
 def plan_kernels(config: Config, platform: Platform) -> Kernels:
@@ -156,13 +163,19 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
         gradient_accumulation_fusion=choose(model.gradient_accumulation_fusion, platform.apex_weight_gradient),
-        # Its result varies from run to run, and megatron-core 0.19 rounds its gradient to BF16 whatever the precision.
-        cross_entropy_loss_fusion=choose(
-            model.cross_entropy_loss_fusion,
-            platform.cuda and not config.trainer.deterministic and config.trainer.precision is not Precision.fp32,
-        ),
+        cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
+        cuda_graph_impl=None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl,
     )
+
+
+def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
+    fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
+    if fused is None:
+        # megatron-core's varies from run to run, and rounds its gradient to BF16 whatever the precision.
+        native_fits = not config.trainer.deterministic and config.trainer.precision is not Precision.fp32
+        fused = implementation is not None or (platform.cuda and native_fits)
+    return (implementation or CrossEntropyFusion.native) if fused else None
 
 
 def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
@@ -170,7 +183,8 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
     layers = (
         f"Transformer Engine {platform.transformer_engine}" if kernels.transformer_engine else "megatron-core local"
     )
-    active = [name for name in Kernels.__dataclass_fields__ if name != "transformer_engine" and getattr(kernels, name)]
+    values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__ if name != "transformer_engine"}
+    active = [name if value is True else f"{name} ({value.value})" for name, value in values.items() if value]
     apex = [
         name.removeprefix("apex_").replace("_", " ")
         for name in Platform.__dataclass_fields__
@@ -206,6 +220,19 @@ def why_no_transformer_engine(platform: Platform) -> str:
     )
 
 
+def _loss_problems(config: Config, platform: Platform) -> list[str]:
+    if plan_kernels(config, platform).cross_entropy_loss_fusion is not CrossEntropyFusion.native:
+        return []
+    named = config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native
+    asked = "model.cross_entropy_" + ("fusion_impl=native" if named else "loss_fusion=true")
+    instead = "use null or model.cross_entropy_fusion_impl=linear"
+    if not platform.cuda:
+        return [f"{asked} is compiled for a GPU, and there is no CUDA device; {instead}"]
+    if config.trainer.precision is Precision.fp32:
+        return [f"{asked} rounds the gradient of the logits to BF16, and trainer.precision=fp32; {instead}"]
+    return []
+
+
 def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     """Refuses explicit settings that this machine cannot meet.
 
@@ -232,28 +259,33 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     if model.masked_softmax_fusion and (te or not platform.apex_softmax):
         why = "Transformer Engine layers have their own attention" if te else "apex's softmax kernels are not installed"
         problems.append(f"model.masked_softmax_fusion=true has no effect: {why}; use null or false")
+    problems += [
+        f"model.{setting} needs Transformer Engine layers: {no_te}; use {instead}"
+        for setting, asked, instead in (
+            ("cuda_graph_impl=local", model.cuda_graph_impl is CudaGraphImpl.local, "null or none"),
+            ("tp_comm_overlap=true", model.tp_comm_overlap, "false"),
+        )
+        if asked and platform.transformer_engine is None
+    ]
+    problems += multicast_problems(config, platform)
     if model.moe_grouped_gemm and not te:
         problems.append("model.moe_grouped_gemm=true needs Transformer Engine layers; use null or false")
-    if model.gradient_accumulation_fusion and not platform.apex_weight_gradient:
-        problems.append(
-            "model.gradient_accumulation_fusion=true needs apex's fused_weight_gradient_mlp_cuda, which is not "
-            "installed; use null or false"
-        )
     if not platform.cuda:
         problems += [
             f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"
-            for key in ("bias_activation_fusion", "bias_dropout_add_fusion", "cross_entropy_loss_fusion")
+            for key in ("bias_activation_fusion", "bias_dropout_add_fusion")
             if getattr(model, key)
         ]
-    if model.cross_entropy_loss_fusion and platform.cuda and config.trainer.precision is Precision.fp32:
-        problems.append(
-            "model.cross_entropy_loss_fusion=true rounds the gradient of the logits to BF16, and "
-            "trainer.precision=fp32; use null or false"
-        )
+    problems += _loss_problems(config, platform)
     if te and config.trainer.precision is Precision.fp32:
         problems.append(
             "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
             "model.transformer_engine=false"
+        )
+    if not platform.cuda and config.trainer.precision is Precision.auto and model.optim.use_precision_aware_optimizer:
+        problems.append(
+            "model.optim.use_precision_aware_optimizer=true is for weights in BF16, and trainer.precision=auto is fp32 "
+            "without a CUDA device; use trainer.precision=bf16, or false"
         )
     own_gpu = launch.launcher == "srun" and platform.num_gpus == 1
     if platform.cuda and launch.local_rank >= platform.num_gpus and not own_gpu:

@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.transformer import TransformerConfig
 
-from gpt_pretrain.config.choices import Activation, OptimizerName, Precision
+from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, OptimizerName, Precision
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     ffn_hidden_size,
@@ -28,6 +28,14 @@ from gpt_pretrain.config.derived import (
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.megatron.platform import Kernels, Platform
+
+# Types of optimizer states by megatron-core's names.
+_STATE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 def params_dtype(config: Config, platform: Platform) -> torch.dtype:
@@ -159,14 +167,19 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         deterministic_mode=config.trainer.deterministic,
         # A mean over unmasked tokens, exact at every layout. Without a mask the cheaper mean of means is the same.
         calculate_per_token_loss=model.data.eod_mask_loss,
+        tp_comm_overlap=model.tp_comm_overlap,
         # Kernels.
+        cuda_graph_impl="none" if kernels.cuda_graph_impl is None else kernels.cuda_graph_impl.value,
+        # Whole layers.
+        cuda_graph_modules=[],
         transformer_impl="transformer_engine" if kernels.transformer_engine else "local",
         bias_activation_fusion=kernels.bias_activation_fusion,
         bias_dropout_fusion=kernels.bias_dropout_add_fusion,
         masked_softmax_fusion=kernels.masked_softmax_fusion,
         apply_rope_fusion=kernels.apply_rope_fusion,
         gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
-        cross_entropy_loss_fusion=kernels.cross_entropy_loss_fusion,
+        # megatron-core 0.19 has no linear: `linear_loss.LossHead` takes the loss over from it.
+        cross_entropy_loss_fusion=kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native,
         cross_entropy_fusion_impl="native",
         recompute_granularity=None if recompute is None else recompute.value,
         recompute_method=None if method is None else method.value,
@@ -199,7 +212,7 @@ def translate_optimizer(config: Config, platform: Platform) -> OptimizerConfig:
     model, optim = config.model, config.model.optim
     dtype = params_dtype(config, platform)
     fp8 = _transformer_engine_fp8(model)
-    return OptimizerConfig(
+    options = OptimizerConfig(
         optimizer=optim.name.value,
         lr=optim.lr,
         min_lr=min_lr(optim),
@@ -218,3 +231,11 @@ def translate_optimizer(config: Config, platform: Platform) -> OptimizerConfig:
         # None would be taken for delayed.
         fp8_recipe=None if fp8 is None else fp8.recipe.value,
     )
+    if optim.use_precision_aware_optimizer:
+        # Behind megatron-core's check, which wants Transformer Engine's FusedAdam: ours takes its place.
+        options.use_precision_aware_optimizer = True
+        options.main_params_dtype = _STATE_DTYPES[optim.main_params_dtype.name]
+        options.store_param_remainders = optim.store_param_remainders
+        options.exp_avg_dtype = _STATE_DTYPES[optim.exp_avg_dtype.name]
+        options.exp_avg_sq_dtype = _STATE_DTYPES[optim.exp_avg_sq_dtype.name]
+    return options

@@ -5,10 +5,12 @@ meaning or goes away; new names may come.
 """
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
+from gpt_pretrain.megatron.platform import Kernels
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.products import Product
@@ -20,6 +22,16 @@ FILE_NAME = "plan.json"
 
 def _product(product: Product) -> dict[str, Any]:
     return {name: getattr(product, name) for name in Product.__dataclass_fields__}
+
+
+def _kernels(kernels: Kernels) -> dict[str, Any]:
+    values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__}
+    named = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+    return {
+        **named,
+        "cross_entropy_loss_fusion": kernels.cross_entropy_loss_fusion is not None,
+        "cross_entropy_fusion_impl": named["cross_entropy_loss_fusion"],
+    }
 
 
 def _speed(speed: Speed) -> dict[str, Any]:
@@ -67,7 +79,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "sequence_length": model.encoder_seq_length,
         },
         "num_parameters": plan.num_parameters,
-        "kernels": {name: getattr(plan.kernels, name) for name in type(plan.kernels).__dataclass_fields__},
+        "kernels": _kernels(plan.kernels),
         "settings": [
             {
                 "key": setting.key,

@@ -84,8 +84,7 @@ def _forecast_speed(config: Config, launch: Launch, machine: Machine, kernels: K
     model = config.model
 
     def speed_of(varied: Config) -> Speed:
-        fused = kernels.gradient_accumulation_fusion
-        return variant_speed(machine, varied.model, launch, fused_wgrad=fused)
+        return variant_speed(machine, varied.model, launch, kernels)
 
     bf16 = speed_of(replace(config, model=without_fp8(model)))
     if model.fp8:
@@ -118,7 +117,7 @@ def forecast_run_memory(config: Config, launch: Launch, platform: Platform, gpu:
         fused_softmax=kernels.masked_softmax_fusion,
     )
     stages = plan_stages(config.model, layout)
-    return forecast_memory(config, layout, stages, storage, gpu, fused_loss=kernels.cross_entropy_loss_fusion)
+    return forecast_memory(config, layout, stages, storage, gpu, kernels=kernels)
 
 
 def build_plan(config: Config, launch: Launch) -> Plan:

@@ -9,16 +9,19 @@ passes are counted from the sources of megatron-core 0.19 and Transformer Engine
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8RecipeName
 from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import EXPERT_FC1, Gemm, Linear, gemms
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.platform import Kernels
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated: the GEMM writes BF16, the loss
 # reads and writes fp32 for the maximum, the shift, the exponential, the sum, the division and the gradient.
 LOSS_BYTES_PER_LOGIT = 52
+# With `megatron.linear_loss`: one kernel reads the BF16 logits, another reads them and writes the gradient.
+LINEAR_LOSS_BYTES_PER_LOGIT = 6
 # Kernels of one layer, forward and backward, beside products, attention and casts.
 ELEMENTWISE_KERNELS = 10
 # Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
@@ -92,7 +95,7 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
 
 
 def layer_s(
-    machine: Machine, model: ModelConfig, layer: list[Linear], settings: Fp8Settings | None, *, fused_wgrad: bool
+    machine: Machine, model: ModelConfig, layer: list[Linear], settings: Fp8Settings | None, kernels: Kernels
 ) -> dict[str, float]:
     """Seconds of one layer and one microbatch, forward and backward, by what they are spent on."""
     recipe = None if settings is None else settings.recipe
@@ -101,7 +104,7 @@ def layer_s(
         seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
             seconds["FP8 casts"] += _cast_s(machine, linear, recipe)
-        if not fused_wgrad:
+        if not kernels.gradient_accumulation_fusion:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
     qkv = layer[0]
@@ -130,13 +133,16 @@ def recompute_s(
     return forward
 
 
-def head_s(machine: Machine, model: ModelConfig, head: Linear, *, fused_wgrad: bool) -> dict[str, float]:
+def head_s(machine: Machine, model: ModelConfig, head: Linear, kernels: Kernels) -> dict[str, float]:
     """Seconds of the LM head and the loss for one microbatch, forward and backward."""
     logits = head.tokens * padded_vocab_size(model) // model.tensor_model_parallel_size
-    accumulated = 0 if fused_wgrad else head.out_features * head.in_features * 10
+    linear = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
+    # As for the layers; the linear loss sums its chunks up in fp32 first: zeroed, then read 4 and written as BF16.
+    unfused = 10 + (10 if linear else 0)
+    accumulated = 0 if kernels.gradient_accumulation_fusion else head.out_features * head.in_features * unfused
     return {
         "LM head": sum(machine.gemm_s(gemm, None) for gemm in gemms(head)),
-        "loss": machine.memory_s(logits * LOSS_BYTES_PER_LOGIT),
+        "loss": machine.memory_s(logits * (LINEAR_LOSS_BYTES_PER_LOGIT if linear else LOSS_BYTES_PER_LOGIT)),
         "gradient accumulation": machine.memory_s(accumulated) if accumulated else 0.0,
     }
 

@@ -10,10 +10,20 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, RecomputeGranularity
+from gpt_pretrain.config.choices import (
+    CrossEntropyFusion,
+    Fp8RecipeName,
+    MainParamsDtype,
+    MomentDtype,
+    OptimizerName,
+    RecomputeGranularity,
+)
 from gpt_pretrain.config.derived import padded_vocab_size, uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.megatron.adam_states import BLOCK
+from gpt_pretrain.megatron.linear_loss import chunk_tokens
+from gpt_pretrain.megatron.platform import Kernels
 from gpt_pretrain.plan.activations import SCALE_BYTES, LayerActivations, Storage, layer_activations
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Layout, Stage
@@ -26,6 +36,14 @@ CONTEXT_GIB = 0.8
 NCCL_GIB = 1.0
 # What the allocator holds and cannot use. Assumed.
 FRAGMENTATION = 0.03
+
+# Bytes of a moment of one parameter: a scale in fp32 for each block of what has scales.
+_MOMENT_BYTES = {
+    MomentDtype.fp32: 4.0,
+    MomentDtype.bf16: 2.0,
+    MomentDtype.fp16: 2 + 4 / BLOCK,
+    MomentDtype.fp8: 1 + 4 / BLOCK,
+}
 
 # What memory is forecast for, in the order in which it is told.
 ITEMS = (
@@ -93,19 +111,30 @@ def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
     return 2 * (1 + scales)
 
 
+def _optimizer_items(config: Config, layout: Layout, stage: Stage, storage: Storage) -> dict[str, float]:
+    """Masters and moments (`megatron.adam_states`)."""
+    model, optim = config.model, config.model.optim
+    updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
+    if not optim.use_precision_aware_optimizer:
+        moments = 8 if optim.name is OptimizerName.adam else 4 * (optim.momentum > 0)
+        return {"masters": updated * 4 if storage.element == 2 else 0.0, "moments": updated * moments}
+    in_fp8 = stage.fp8_weights / stage.num_parameters if storage.fp8 is not None and storage.fp8.params else 0.0
+    # Of a BF16 weight's master the weight has one half.
+    whole = 2 if optim.main_params_dtype is MainParamsDtype.fp16 else 4
+    master = whole * in_fp8 + (2 if optim.store_param_remainders else whole) * (1 - in_fp8)
+    moment = sum(_MOMENT_BYTES[dtype] for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
+    return {"masters": updated * master, "moments": updated * moment}
+
+
 def _parameter_items(config: Config, layout: Layout, stage: Stage, storage: Storage, gpu: Gpu) -> dict[str, float]:
     model, fp8, element = config.model, storage.fp8, storage.element
     stored = 0 if fp8 is None else stage.fp8_weights
     in_fp8 = fp8 is not None and fp8.params
-    updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
-    adam = model.optim.name is OptimizerName.adam
-    moments = 8 if adam else 4 * (model.optim.momentum > 0)
     return {
         "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
         "FP8 weights" if in_fp8 else "FP8 copies of weights": 0.0 if fp8 is None else stored * weight_copies(fp8, gpu),
         "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
-        "masters": updated * 4 if element == 2 else 0.0,
-        "moments": updated * moments,
+        **_optimizer_items(config, layout, stage, storage),
     }
 
 
@@ -130,19 +159,27 @@ def _kept_activations(model: ModelConfig, stage: Stage, layers: Mapping[int, Lay
     return stage.chunks_in_flight * units * chosen[0].layer_input, min(count, stage.layers_per_chunk) * largest
 
 
-def _logits_bytes(model: ModelConfig, stage: Stage, storage: Storage, *, fused_loss: bool) -> float:
-    """Logits at the peak of the loss.
+def _logits_bytes(model: ModelConfig, stage: Stage, storage: Storage, kernels: Kernels) -> float:
+    """Logits at the peak of the loss, and what else it keeps.
 
     In the run's precision as the LM head makes them, as the fp32 softmax that is kept for the gradient, and, compiled
     (fusions/fused_cross_entropy.py), as a second fp32 tensor: what the code changes in place the compiler writes anew.
+    `megatron.linear_loss` has the logits of one chunk and the gradients of all hidden states, and the head's in fp32
+    unless it goes into the main gradient.
     """
     head = stage.linears[-1]
-    per_logit = storage.element if storage.element == 4 else 2 + 4 + (4 if fused_loss else 0)
-    return head.tokens * padded_vocab_size(model) / model.tensor_model_parallel_size * per_logit
+    columns = padded_vocab_size(model) // model.tensor_model_parallel_size
+    if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
+        values = chunk_tokens(head.tokens, columns) * columns + head.tokens * model.hidden_size
+        weight_gradient = 0 if kernels.gradient_accumulation_fusion else 4 * columns * model.hidden_size
+        return values * storage.element + weight_gradient
+    compiled = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native
+    per_logit = storage.element if storage.element == 4 else 2 + 4 + (4 if compiled else 0)
+    return head.tokens * columns * per_logit
 
 
 def _stage_memory(
-    config: Config, layout: Layout, stage: Stage, storage: Storage, gpu: Gpu, *, fused_loss: bool
+    config: Config, layout: Layout, stage: Stage, storage: Storage, gpu: Gpu, *, kernels: Kernels
 ) -> StageMemory:
     model = config.model
     items = _parameter_items(config, layout, stage, storage, gpu)
@@ -154,11 +191,11 @@ def _stage_memory(
     residual = next(iter(by_layer.values())).layer_input
     # The final norm's input and output; the embedding's output is the first layer's input.
     kept += 2 * residual if stage.has_head else 0
-    logits = _logits_bytes(model, stage, storage, fused_loss=fused_loss) if stage.has_head else 0.0
+    logits = _logits_bytes(model, stage, storage, kernels) if stage.has_head else 0.0
     backward = recomputed + max(layer.backward for layer in by_layer.values())
     copies = 0.0
-    if storage.element == 2 and not model.grad_reduce_in_fp32:
-        # The optimizer reads gradients in fp32.
+    if storage.element == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
+        # torch's optimizers read gradients in the masters' type.
         copies = 4 * stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
     if copies > kept + max(logits, backward):
         items["gradients in fp32"] = copies
@@ -171,7 +208,7 @@ def _stage_memory(
 
 
 def forecast_memory(
-    config: Config, layout: Layout, stages: list[Stage], storage: Storage, gpu: Gpu, *, fused_loss: bool
+    config: Config, layout: Layout, stages: list[Stage], storage: Storage, gpu: Gpu, *, kernels: Kernels
 ) -> MemoryForecast:
     """The memory of a checked configuration.
 
@@ -181,7 +218,7 @@ def forecast_memory(
         stages: Its pipeline stages.
         storage: How activations are stored.
         gpu: The planned GPU.
-        fused_loss: Whether megatron-core's fused cross entropy computes the loss.
+        kernels: Which implementations it runs on.
     """
 
     def peaks(granularity: RecomputeGranularity | None) -> tuple[StageMemory, ...]:
@@ -195,7 +232,7 @@ def forecast_memory(
                 activations_checkpoint_num_layers=1,
             )
         varied = replace(config, model=model)
-        return tuple(_stage_memory(varied, layout, stage, storage, gpu, fused_loss=fused_loss) for stage in stages)
+        return tuple(_stage_memory(varied, layout, stage, storage, gpu, kernels=kernels) for stage in stages)
 
     names = {"none": None, "selective": RecomputeGranularity.selective, "full": RecomputeGranularity.full}
     own = peaks(config.model.activations_checkpoint_granularity)

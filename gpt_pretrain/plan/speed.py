@@ -8,6 +8,7 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.platform import Kernels
 from gpt_pretrain.plan.communication import (
     context_parallel_s,
     data_parallel_s,
@@ -33,7 +34,7 @@ class Speed:
 
 
 def _microbatch_s(
-    machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, *, fused_wgrad: bool
+    machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, kernels: Kernels
 ) -> dict[str, float]:
     """Seconds of one microbatch on one stage, forward and backward."""
     settings = fp8_settings(model)
@@ -46,7 +47,7 @@ def _microbatch_s(
         # Layers whose products run in the same precisions take the same time.
         key = (*(f"{linear.precision} {linear.wgrad_precision}" for linear in own), str(recomputed))
         if key not in cache:
-            seconds = layer_s(machine, model, own, settings, fused_wgrad=fused_wgrad)
+            seconds = layer_s(machine, model, own, settings, kernels)
             if recomputed:
                 whole = granularity is RecomputeGranularity.full
                 seconds["recomputation"] = recompute_s(machine, model, own, settings, whole=whole)
@@ -56,7 +57,7 @@ def _microbatch_s(
             cache[key] = seconds
         add(total, cache[key])
     if stage.has_head:
-        add(total, head_s(machine, model, stage.linears[-1], fused_wgrad=fused_wgrad))
+        add(total, head_s(machine, model, stage.linears[-1], kernels))
     add(total, {"pipeline sends": layout.vp * pipeline_send_s(machine, model, layout, stage.linears[0].tokens)})
     idle = host_s(machine, len(stage.layers), settings) - sum(total.values())
     if idle > 0:
@@ -95,9 +96,7 @@ def _optimizer_s(machine: Machine, model: ModelConfig, layout: Layout, stage: St
     return seconds
 
 
-def predict_speed(
-    machine: Machine, model: ModelConfig, layout: Layout, stages: list[Stage], *, fused_wgrad: bool
-) -> Speed:
+def predict_speed(machine: Machine, model: ModelConfig, layout: Layout, stages: list[Stage], kernels: Kernels) -> Speed:
     """The speed of a checked configuration on Transformer Engine layers.
 
     Args:
@@ -105,9 +104,9 @@ def predict_speed(
         model: The configuration.
         layout: How it is spread over GPUs.
         stages: Its pipeline stages.
-        fused_wgrad: Whether GEMMs add weight gradients to the fp32 ones themselves.
+        kernels: Which implementations it runs on.
     """
-    microbatches = [_microbatch_s(machine, model, layout, stage, fused_wgrad=fused_wgrad) for stage in stages]
+    microbatches = [_microbatch_s(machine, model, layout, stage, kernels) for stage in stages]
     times = [sum(seconds.values()) for seconds in microbatches]
     slowest = max(range(len(stages)), key=times.__getitem__)
     total: dict[str, float] = {}
@@ -146,7 +145,7 @@ def with_usual_fp8(model: ModelConfig) -> ModelConfig:
     return replace(model, fp8=True, fp8_recipe=recipe, fp8_hybrid=True, fp8_e4m3=None)
 
 
-def variant_speed(machine: Machine, model: ModelConfig, launch: Launch, *, fused_wgrad: bool) -> Speed:
+def variant_speed(machine: Machine, model: ModelConfig, launch: Launch, kernels: Kernels) -> Speed:
     """The speed of a model from its configuration alone."""
     layout = plan_layout(model, launch)
-    return predict_speed(machine, model, layout, plan_stages(model, layout), fused_wgrad=fused_wgrad)
+    return predict_speed(machine, model, layout, plan_stages(model, layout), kernels)

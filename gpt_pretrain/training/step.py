@@ -1,6 +1,7 @@
 """One optimizer step, one validation: the microbatches of this rank through megatron-core's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,19 @@ def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
     return loss_sum, num_tokens.to(torch.int), report
 
 
-def _forward_step(iterator: Iterator[Batch] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def _loss_gradient(loss_mask: torch.Tensor, num_microbatches: int, *, per_token: bool) -> torch.Tensor:
+    """What the schedules will hand back as the gradient of each token's loss, [b, s] in fp32.
+
+    megatron-core's forward_step_calc_loss divides `_loss`'s sum by the number of tokens, which is at least 1, and of
+    microbatches; with `calculate_per_token_loss` gradients are divided once they are summed up.
+    """
+    mask = loss_mask.float()
+    return mask if per_token else mask / num_microbatches / mask.sum().clamp(min=1)
+
+
+def _forward_step(
+    iterator: Iterator[Batch] | None, chunk: Any, *, model: Model, num_microbatches: int
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Runs one microbatch through one model chunk, as the schedules ask for it."""
     if iterator is None:
         output = chunk(None, None, None, labels=None)
@@ -49,8 +62,13 @@ def _forward_step(iterator: Iterator[Batch] | None, chunk: Any) -> tuple[torch.T
     }
     if parallel_state.get_context_parallel_world_size() > 1:
         tensors = get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False)
+    computes_loss: dict[str, Any] = {}
+    if model.output_processor is not None:
+        per_token = model.transformer_config.calculate_per_token_loss
+        gradient = _loss_gradient(tensors["loss_mask"], num_microbatches, per_token=per_token)
+        computes_loss = {"output_processor": model.output_processor, "output_processor_context": gradient}
     # No mask tensor: causal attention is part of the layer spec.
-    output = chunk(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"])
+    output = chunk(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"], **computes_loss)
     return output, lambda losses: _loss(tensors["loss_mask"], losses)
 
 
@@ -63,7 +81,7 @@ def _run_schedule(
     forward_only: bool,
 ) -> torch.Tensor:
     reports = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=partial(_forward_step, model=model, num_microbatches=num_microbatches),
         data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
         model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
         num_microbatches=num_microbatches,

@@ -1,0 +1,88 @@
+"""The LM head and its loss in one, and gradients added in products, on a GPU: Triton, cuBLAS and TE's layers."""
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron import linear_loss
+from gpt_pretrain.megatron.linear_loss import linear_cross_entropy
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from tests.emulated_training import TINY
+from tests.test_gpu_parity import CASES, TE_BF16
+from tests.transformers_reference import (
+    build_reference,
+    built_training,
+    map_weights,
+    te_names,
+    train_ours,
+    train_reference,
+)
+
+pytestmark = pytest.mark.gpu
+
+LINEAR = ("model.cross_entropy_fusion_impl=linear", "model.gradient_accumulation_fusion=true")
+PLAIN = ("model.cross_entropy_loss_fusion=false", "model.gradient_accumulation_fusion=false")
+
+
+@pytest.fixture
+def one_rank():
+    with process_groups(load_config([*TINY]).model, read_launch({}), detect_platform()):
+        yield parallel_state.get_tensor_model_parallel_group()
+
+
+def distance(ours, expected):
+    return float((ours.double() - expected).norm() / expected.norm())
+
+
+# What rounding the logits, and their gradient, to BF16 costs: 2.1e-3 and 1.3e-3 of the gradients' norms.
+@pytest.mark.parametrize(("dtype", "loss", "gradient"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 6e-3, 3e-3)])
+def test_losses_and_gradients_are_those_of_fp64(dtype, loss, gradient, one_rank, monkeypatch):
+    """Three chunks, a vocabulary that no block of columns divides, and tokens that do not count."""
+    tokens, width, vocabulary = 640, 256, 50_304
+    monkeypatch.setattr(linear_loss, "_CHUNK_LOGITS", 256 * vocabulary)
+    generator = torch.Generator("cuda").manual_seed(3)
+    hidden = torch.randn(tokens, width, generator=generator, device="cuda").to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator, device="cuda")
+    weight = torch.nn.Parameter((0.03 * weight).to(dtype))
+    weight.main_grad = torch.zeros(vocabulary, width, device="cuda")
+    labels = torch.randint(vocabulary, (tokens,), generator=generator, device="cuda")
+    loss_gradient = (torch.rand(tokens, generator=generator, device="cuda") > 0.3) / 1000.0
+    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+    losses.backward(loss_gradient)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="none")
+    expected.backward(loss_gradient.double())
+    assert float((losses.detach() - expected).abs().max()) < loss
+    assert distance(hidden.grad, exact[0].grad) < gradient
+    assert distance(weight.main_grad, exact[1].grad) < gradient
+
+
+def test_training_in_fp32_follows_transformers_and_torch():
+    """Tied embeddings, local layers: their gradients are added in the product, too."""
+    case = CASES["gpt2"]
+    reference = build_reference(case)
+    with built_training(case, map_weights(reference, case), "model.optim.lr=2e-4", *LINEAR) as training:
+        losses, norms = train_ours(training, 10)
+        expected_losses, expected_norms = train_reference(reference, case, training.config, 10)
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", [(), ("fp8=delayed",)], ids=["bf16", "fp8"])
+def test_te_layers_train_as_with_gradients_of_their_own(precision):
+    """Close to the plain loss and separate gradients, and the same to the bit in every run that asks for that."""
+    case = CASES["llama3"]
+    weights = te_names(map_weights(build_reference(case), case))
+    curves = {}
+    for name, overrides in {"plain": PLAIN, "linear": LINEAR, "again": LINEAR}.items():
+        with built_training(
+            case, weights, *TE_BF16, *precision, *overrides, "model.optim.lr=2e-4", "trainer.deterministic=true"
+        ) as training:
+            curves[name] = train_ours(training, 10)
+    assert curves["linear"] == curves["again"]
+    assert curves["linear"][0] == pytest.approx(curves["plain"][0], rel=5e-3)
+    assert curves["linear"][1] == pytest.approx(curves["plain"][1], rel=5e-2)
+    assert curves["linear"] != curves["plain"], "the settings did not arrive"

@@ -1,0 +1,190 @@
+"""The LM head and its cross entropy in one give the losses and gradients of head, logits and loss one by one."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron import linear_loss
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.linear_loss import chunk_tokens, linear_cross_entropy
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.weight_gradient import accumulate_weight_gradient
+from tests.emulated_training import TINY
+from tests.launching import REPOSITORY, run_ranks
+from tests.linear_loss_training import compare_variants, differences
+
+TOKENS, WIDTH, VOCABULARY = 50, 24, 96
+TIED = "model.share_embeddings_and_output_weights=true"
+PER_TOKEN = "model.data.eod_mask_loss=true"
+BF16 = "trainer.precision=bf16"
+RECOMPUTE = (
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    install_cpu_device()
+    with process_groups(load_config([*TINY]).model, read_launch({}), detect_platform()):
+        yield parallel_state.get_tensor_model_parallel_group()
+
+
+@pytest.fixture
+def head(monkeypatch):
+    """Hidden states, weight, labels and the gradient of each token's loss; four chunks, the last of them smaller."""
+    monkeypatch.setattr(linear_loss, "_CHUNK_LOGITS", 16 * VOCABULARY)
+    generator = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(TOKENS, WIDTH, generator=generator).requires_grad_(),
+        torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=generator)),
+        torch.randint(VOCABULARY, (TOKENS,), generator=generator),
+        torch.rand(TOKENS, generator=generator) * (torch.rand(TOKENS, generator=generator) > 0.3),
+    )
+
+
+def reference(hidden, weight, labels, loss_gradient):
+    """Losses and both gradients in fp64."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    losses = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+    losses.backward(loss_gradient.double())
+    return losses.detach(), hidden.grad, weight.grad
+
+
+def test_losses_and_gradients_are_those_of_fp64(one_rank, head):
+    hidden, weight, labels, loss_gradient = head
+    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+    losses.backward(loss_gradient)
+    for ours, expected in zip((losses, hidden.grad, weight.grad), reference(*head), strict=True):
+        assert torch.allclose(ours.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_main_gradient_grows_once_for_each_backward_pass(tied, one_rank, head):
+    """Data parallelism is told that it has; what autograd gets beside is added where an embedding shares the weight."""
+    hidden, weight, labels, loss_gradient = head
+    weight.main_grad = torch.ones(VOCABULARY, WIDTH)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
+    for _ in range(2):
+        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+        losses.backward(loss_gradient)
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+    expected = 1 + 2 * reference(*head)[2]
+    assert torch.allclose(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-6)
+    assert weight.grad_added_to_main_grad
+    assert torch.equal(without, losses)
+    if tied:
+        assert weight.grad.abs().max() == 0
+
+
+def test_another_gradient_than_was_told_is_an_error(one_rank, head):
+    hidden, weight, labels, loss_gradient = head
+    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+    with pytest.raises(RuntimeError, match="is another than the LM head was told"):
+        losses.backward(loss_gradient * 1.001)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_columns", "expected"),
+    [(32_768, 50_304, 8192), (8192, 128_256, 4096), (300, 128_256, 300), (10, 2**40, 1)],
+)
+def test_chunks_are_powers_of_two(num_tokens, num_columns, expected):
+    assert chunk_tokens(num_tokens, num_columns) == expected
+
+
+@pytest.mark.parametrize(
+    ("factors", "total"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_weight_gradients_are_added_in_the_type_of_the_main_gradient(factors, total):
+    generator = torch.Generator().manual_seed(5)
+    x, dy = (torch.randn(40, width, generator=generator).to(factors) for width in (8, 12))
+    main_grad = torch.full((12, 8), 3.0, dtype=total)
+    accumulate_weight_gradient(x, dy, main_grad)
+    expected = 3.0 + dy.double().t() @ x.double()
+    assert main_grad.dtype is total
+    assert torch.allclose(main_grad.double(), expected, rtol=2**-8 if total is torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def assert_small(found, *, losses=1e-5, gradients=1e-5):
+    for variant, difference in found.items():
+        assert difference["losses"] <= losses, (variant, found)
+        assert difference["gradients"] <= gradients, (variant, found)
+
+
+@pytest.mark.parametrize(
+    ("masked", "overrides", "tolerance"),
+    [
+        pytest.param(True, [TIED, PER_TOKEN], {}, id="tied, mean over the step's tokens"),
+        # The gradient of the logits is rounded to BF16 either way, the weights' no longer for each microbatch.
+        pytest.param(True, [BF16, *RECOMPUTE], {"losses": 2e-3, "gradients": 1e-2}, id="bf16, recomputed"),
+    ],
+)
+def test_training_is_that_with_megatrons_head_and_loss(masked, overrides, tolerance, one_rank):
+    config = load_config([*TINY, *overrides])
+    assert_small(differences(compare_variants(config, masked=masked)), **tolerance)
+
+
+def test_two_ranks_train_as_with_megatrons_head_and_loss(tmp_path):
+    cases = [
+        "parallelism=tp2,masked",
+        f"parallelism=tp2_sp,{TIED}",
+        f"parallelism=pp2,{TIED},{PER_TOKEN},masked",
+        "parallelism=pp2_vp2,model.num_layers=4",
+        # Gradients are reduced while the backward pass runs.
+        "parallelism=dp",
+    ]
+    done = run_ranks(2, ["tests/programs/linear_loss_layouts.py", str(tmp_path), *cases])
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert list(found) == cases
+        for differences_of_case in found.values():
+            assert_small(differences_of_case)
+
+
+INTERPRETED = """
+import torch
+from gpt_pretrain.megatron.loss_kernels import merge_statistics, row_statistics, turn_into_gradient
+from gpt_pretrain.megatron.loss_triton import launch_gradient, launch_statistics
+
+generator = torch.Generator().manual_seed(0)
+labels = torch.tensor([0, 10_006, -5, 20_000])
+for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+    logits = (3 * torch.randn(4, 10_007, generator=generator)).to(dtype)
+    statistics = row_statistics(logits, labels)
+    torch.testing.assert_close(launch_statistics(logits, labels), statistics, rtol=1e-5, atol=1e-5)
+    losses, log_sum = merge_statistics(statistics[None])
+    assert losses.isinf().tolist() == [False, False, True, True]
+    ours, expected, factor = logits.clone(), logits.clone(), torch.rand(4, generator=generator)
+    launch_gradient(ours, labels, log_sum, factor)
+    turn_into_gradient(expected, labels, log_sum, factor)
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=1e-6)
+print("done")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_kernels_compute_what_torch_does():
+    """Interpreted on the CPU; the last block of columns is not full, and labels are on other ranks."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr[-4000:]
