@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from gpt_pretrain.fp8.gemms import Phase
+from gpt_pretrain.fp8.observer import observe_products
+from tests.emulated_training import emulated_training
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
 
 EXPERTS = (
@@ -44,6 +47,29 @@ def test_fp8_reaches_the_experts_and_is_proven(padding, tmp_path, cache_dir, one
     # Without the experts' products it would be below a third.
     assert metrics.fp8_coverage.gemm_flops_share > 0.6
     assert means_of_ten(losses(metrics)) == pytest.approx(means_of_ten(losses(one_gpu)), rel=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m_splits", "computed", "idle"), [([16, 32], 2, 0), ([0, 48], 1, 0), ([0, 0], 0, 1)])
+def test_grouped_products_are_called_for_no_rows_too(m_splits, computed, idle):
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    seen, idles = [], []
+    with emulated_training() as training:
+        experts = te.GroupedLinear(2, 32, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        training.chunks[0].decoder.layers[1].mlp.linear_fc1 = experts
+        rows = torch.randn(sum(m_splits), 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        with observe_products(
+            training.chunks,
+            lambda name, product: seen.append(product.phase),
+            idle_listener=lambda name, phase: idles.append(phase),
+        ):
+            with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling()):
+                out = experts(rows, m_splits)
+            out.sum().backward()
+    assert [seen.count(phase) for phase in Phase] == [computed] * 3
+    assert [idles.count(phase) for phase in Phase] == [idle] * 3
 
 
 @pytest.mark.gpu
