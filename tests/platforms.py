@@ -13,6 +13,7 @@ CPU = Platform(
     transformer_engine=None,
     transformer_engine_problem=None,
     recipe_variables={},
+    multicast_variables={},
     apex_layer_norm=False,
     apex_optimizer=False,
     apex_softmax=False,

@@ -10,6 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_state import sharded_optimizer_state
@@ -49,13 +50,16 @@ class Trainable:
     scheduler: OptimizerParamScheduler
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """This rank's generators: what `restore_random_states` takes."""
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        # With CUDA graphs they are generators: written down like the others, a run may go on without graphs.
+        "tracker": {name: convert_cuda_rng_state(state) for name, state in tracked.items()},
     }
 
 
@@ -65,7 +69,15 @@ def restore_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    present = tracker.get_states()
+    for name, state in states["tracker"].items():
+        if isinstance(present[name], torch.Generator):
+            # In place: graphs that have been recorded draw from this one.
+            present[name].set_state(state)
+        else:
+            present[name] = state
+    tracker.set_states(present)
 
 
 def model_keys(num_chunks: int) -> list[str]:
@@ -86,5 +98,5 @@ def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
     state = sharded_model(trainable.model)
     state["optimizer"] = sharded_optimizer_state(trainable.optimizer, state, metadata=METADATA, is_loading=is_loading)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, _random_states(), (world_size,), (rank,), replica_id=0)
+    state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, random_states(), (world_size,), (rank,), replica_id=0)
     return state

@@ -4,16 +4,8 @@ from collections.abc import Iterator
 
 from gpt_pretrain.doctor.facts import Facts, Torch
 from gpt_pretrain.doctor.finding import Blocks, Finding
+from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF, NO_MULTICAST
 
-# Each keeps one library from NVLink multicast (NVLS): NCCL, PyTorch's symmetric memory, NVSHMEM, and Transformer
-# Engine's user buffers.
-MULTICAST_OFF = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "UB_SKIPMC": "1",
-}
-_NO_MULTICAST = "NCCL_NVLS_ENABLE"
 # Docker gives a container 64 MiB unless told otherwise; NCCL's ranks of a node exchange buffers there.
 _SHARED_MEMORY_GIB = 1.0
 _BLACKWELL = (10, 0)
@@ -25,9 +17,9 @@ def surroundings(facts: Facts) -> Iterator[Finding]:
     if not isinstance(torch, Torch) or not torch.gpus:
         return
     still_on = [name for name, value in MULTICAST_OFF.items() if environment.get(name) != value]
-    if environment.get(_NO_MULTICAST) == MULTICAST_OFF[_NO_MULTICAST] and still_on:
+    if environment.get(NO_MULTICAST) == MULTICAST_OFF[NO_MULTICAST] and still_on:
         yield Finding(
-            about=f"{_NO_MULTICAST}={MULTICAST_OFF[_NO_MULTICAST]}",
+            about=f"{NO_MULTICAST}={MULTICAST_OFF[NO_MULTICAST]}",
             what="says that this host has no NVLink multicast, and other libraries than NCCL may still try it",
             fix="export " + " ".join(f"{name}={MULTICAST_OFF[name]}" for name in still_on),
             blocks=Blocks.nothing,

@@ -12,6 +12,7 @@ from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.megatron.platform import Platform, why_no_transformer_engine
 from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, recipe_variable_problems, why_no_recipe
+from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF
 
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
 
@@ -76,6 +77,7 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
         recipe_variables={name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment},
+        multicast_variables={name: facts.environment[name] for name in MULTICAST_OFF if name in facts.environment},
         apex_layer_norm=parts.get("apex_layer_norm", False),
         apex_optimizer=parts.get("apex_optimizer", False),
         apex_softmax=parts.get("apex_softmax", False),

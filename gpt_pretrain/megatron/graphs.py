@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+from megatron.core import tensor_parallel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
@@ -38,9 +40,29 @@ def prepare_graphs(seed: int) -> None:
     An earlier job of a sweep may have left graphs of its own. Dropout draws from generators that graphs can hold; the
     numbers are the same.
     """
-    delete_cuda_graphs()
+    cuda_graphs.delete_cuda_graphs()
+    # The console belongs to the run.
+    cuda_graphs.HAVE_TQDM = False
+    schedules.create_cudagraphs = _create_graphs
     track_random_states(in_graphs=True)
     seed_dropout(seed)
+
+
+def _create_graphs() -> None:
+    """megatron-core's, called at the end of each step; what it does beside recording is undone.
+
+    Its passes before a recording draw random numbers, which without graphs, or in a run that is resumed elsewhere,
+    would not have been drawn. The memory of the first step, which no later one needs, was taken on another stream.
+    """
+    if not cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
+        return
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states().values()
+    generators = [torch.cuda.default_generators[torch.cuda.current_device()], *tracked]
+    states = [generator.get_state() for generator in generators]
+    cuda_graphs.create_cudagraphs()
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -3,12 +3,17 @@
 **Gradient norm and clipping.** megatron-core 0.19 computes them on the device only with a Transformer Engine that has
 `multi_tensor_scale_tensor`, which 2.12 has not. Otherwise it reads the norm of every single gradient back to the host:
 148 waits in each step of GPT-2 small. torch's foreach kernels compute the same on any device without a wait.
+
+**Queries, keys and values.** Their gradients come from the attention as parts of one tensor, which Transformer Engine's
+split takes as it is. megatron-core 0.19 looks for that split under a name that TE 2.12 no longer has, and falls back to
+torch's, which copies the three together: 14 ms of 312 in a step of GPT-2 small on an H200.
 """
 
 from collections.abc import Sequence
 
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.transformer import attention
 
 
 def _l2_norm(
@@ -31,3 +36,11 @@ def install_gradient_norm() -> None:
     if clip_grads.multi_tensor_scale_tensor_impl is None:
         clip_grads.l2_norm_impl = _l2_norm
         clip_grads.multi_tensor_scale_tensor_impl = _scale_by_tensor
+
+
+def install_split() -> None:
+    """Gives megatron-core Transformer Engine's split of queries, keys and values. A second call does nothing."""
+    if attention.SplitAlongDim is None:
+        from transformer_engine.pytorch.utils import SplitAlongDim
+
+        attention.SplitAlongDim = SplitAlongDim.apply

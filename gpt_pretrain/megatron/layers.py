@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from gpt_pretrain.megatron.graphs import GraphedLayer
 from gpt_pretrain.megatron.platform import Kernels
 
 
@@ -90,7 +91,7 @@ def build_layer_spec(
     return TransformerBlockSubmodules(
         layer_specs=[
             ModuleSpec(
-                module=layer.module,
+                module=layer.module if kernels.cuda_graph_impl is None else GraphedLayer,
                 submodules=layer.submodules,
                 params={**layer.params, "name": _layer_name(first + index)},
             )

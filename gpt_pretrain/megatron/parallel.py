@@ -18,11 +18,12 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.agreement import check_ranks_agree
 from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.user_buffers import user_buffers
 
 
 @contextmanager
 def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> Iterator[None]:
-    """Opens torch.distributed and megatron-core's groups, and closes them at the end.
+    """Opens torch.distributed, megatron-core's groups and Transformer Engine's user buffers; closes them at the end.
 
     Rank order is Megatron-LM's (TP fastest, then CP, DP, PP): the ranks of a tensor parallel group sit on one node.
     A single process takes no port: its store lives in memory.
@@ -52,7 +53,8 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
         # Before the groups: ranks that do not agree on these would wait for each other.
         check_ranks_agree(dict(flatten(config_to_dict(model), "model")))
         lay_out_ranks(model)
-        yield
+        with user_buffers(model):
+            yield
     except BaseException:
         # Other ranks may wait in a collective that this one will never join: closing NCCL's groups would wait for them,
         # and the error would never be printed. The end of the process closes them.
@@ -79,7 +81,13 @@ def lay_out_ranks(model: ModelConfig) -> None:
         # Second groups for CPU tensors beside NCCL; under gloo the first ones serve.
         create_gloo_process_groups=False,
     )
+    track_random_states(in_graphs=False)
     seed_dropout(model.seed)
+
+
+def track_random_states(*, in_graphs: bool) -> None:
+    """Chooses what keeps the random states of dropout; with `in_graphs` CUDA graphs can draw from them (TE's does)."""
+    tensor_parallel.random.initialize_rng_tracker(use_te_rng_tracker=in_graphs, force_reset=True)
 
 
 def seed_dropout(seed: int) -> None:
@@ -87,9 +95,7 @@ def seed_dropout(seed: int) -> None:
 
     It differs between tensor parallel ranks where activations are split, and between pipeline stages.
     """
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed + 100 * parallel_state.get_pipeline_model_parallel_rank(), force_reset_rng=True
-    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 def on_rank_zero[Result](function: Callable[[], Result]) -> Result:

@@ -39,12 +39,9 @@ def multicast_problems(config: Config, platform: Platform) -> Iterator[str]:
     variables = platform.multicast_variables
     if variables.get(NO_MULTICAST) != MULTICAST_OFF[NO_MULTICAST]:
         return
-    host = (
-        f"{NO_MULTICAST}={MULTICAST_OFF[NO_MULTICAST]} in the environment says that this host has no NVLink multicast"
-    )
-    skips = variables.get(USER_BUFFERS_WITHOUT) == MULTICAST_OFF[USER_BUFFERS_WITHOUT]
-    if config.model.tp_comm_overlap and not skips:
+    if config.model.tp_comm_overlap and variables.get(USER_BUFFERS_WITHOUT) != MULTICAST_OFF[USER_BUFFERS_WITHOUT]:
         yield (
-            f"model.tp_comm_overlap=true makes user buffers with multicast, and {host}; export "
+            f"model.tp_comm_overlap=true makes user buffers with NVLink multicast, and {NO_MULTICAST}="
+            f"{MULTICAST_OFF[NO_MULTICAST]} in the environment says that this host has none; export "
             f"{USER_BUFFERS_WITHOUT}={MULTICAST_OFF[USER_BUFFERS_WITHOUT]}, which makes them without, or use false"
         )

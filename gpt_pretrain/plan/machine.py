@@ -10,6 +10,7 @@ from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform import Platform, check_platform
 from gpt_pretrain.megatron.platform_fp8 import recipe_variables
+from gpt_pretrain.megatron.platform_multicast import multicast_variables
 from gpt_pretrain.plan.hardware import GPUS
 
 # What this project is tested with (pyproject.toml, constraints.txt).
@@ -28,6 +29,7 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         transformer_engine=TRANSFORMER_ENGINE,
         transformer_engine_problem=None,
         recipe_variables=recipe_variables(),
+        multicast_variables=multicast_variables(),
         apex_layer_norm=False,
         apex_optimizer=False,
         apex_softmax=False,

@@ -1,0 +1,61 @@
+"""What would use NVLink multicast, on hosts that have none and say so."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import rank_zero_of
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.platform import check_platform, detect_platform
+from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
+
+OVERLAP = ("data=mock", "parallelism=tp2_sp", "model.tp_comm_overlap=true")
+
+
+def refusals(platform, *overrides):
+    try:
+        check_platform(load_config(overrides), platform, rank_zero_of(2, local_world_size=2, launcher="torchrun"))
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({}, id="a host that says nothing"),
+        pytest.param({"NCCL_NVLS_ENABLE": "1"}, id="a host with multicast"),
+        pytest.param({"NCCL_NVLS_ENABLE": "0", "UB_SKIPMC": "1"}, id="without it, and user buffers know"),
+    ],
+)
+def test_user_buffers_are_made_where_the_host_allows_them(variables):
+    assert refusals(replace(H200, multicast_variables=variables), *OVERLAP) == []
+
+
+@pytest.mark.parametrize("skips", [{}, {"UB_SKIPMC": "0"}])
+def test_user_buffers_with_multicast_are_refused_on_a_host_without(skips):
+    platform = replace(H200, multicast_variables={"NCCL_NVLS_ENABLE": "0", **skips})
+    assert refusals(platform, *OVERLAP) == [
+        "model.tp_comm_overlap=true makes user buffers with NVLink multicast, and NCCL_NVLS_ENABLE=0 in the "
+        "environment says that this host has none; export UB_SKIPMC=1, which makes them without, or use false"
+    ]
+    assert refusals(platform, "data=mock", "parallelism=tp2_sp") == []
+
+
+def test_the_environment_is_where_a_run_looks(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.delenv("UB_SKIPMC", raising=False)
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    monkeypatch.delenv("NVSHMEM_DISABLE_NVLS", raising=False)
+    assert detect_platform().multicast_variables == {"NCCL_NVLS_ENABLE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [("model.tp_comm_overlap=true", "false"), ("model.cuda_graph_impl=local", "null or none")],
+)
+def test_what_transformer_engine_does_is_refused_without_it(override, instead):
+    for platform, why in ((H200_WITHOUT_TE, f"it is not installed; {INSTALL_TE}"), (CPU, "there is no CUDA device")):
+        expected = f"{override} needs Transformer Engine layers: {why}; use {instead}"
+        assert refusals(platform, "data=mock", override) == [expected]
