@@ -39,6 +39,10 @@ OVERLAP = "model.tp_comm_overlap=true"
             "not at every pass",
         ),
         (
+            ("fp8=tensorwise", "model.fp8_params=true"),
+            "model.fp8_params=true: a graph reads weights where they were recorded, and transposes of FP8 weights move",
+        ),
+        (
             ("fp8=tensorwise", "logging.fp8_statistics_interval=10"),
             "logging.fp8_statistics_interval=10: a replay computes its products without telling of them",
         ),

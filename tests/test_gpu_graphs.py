@@ -58,7 +58,6 @@ def trained(weights, *overrides):
     [
         pytest.param(DROPOUT, id="bf16"),
         pytest.param((*DROPOUT, "fp8=tensorwise"), id="tensorwise"),
-        pytest.param(("fp8=tensorwise", "model.fp8_params=true"), id="tensorwise params"),
         pytest.param(("fp8=blockwise",), id="blockwise"),
     ],
 )

@@ -46,6 +46,11 @@ def graph_problems(config: Config) -> Iterator[str]:
             "model.fp8_recipe=delayed",
             "megatron-core 0.19 moves the amax history of gradients on at every layer and not at every pass",
         )
+    if model.fp8_params:
+        yield refused(
+            "model.fp8_params=true",
+            "a graph reads weights where they were recorded, and transposes of FP8 weights move",
+        )
     interval = config.logging.fp8_statistics_interval
     if interval is not None:
         yield refused(

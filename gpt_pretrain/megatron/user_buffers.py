@@ -2,12 +2,15 @@
 
 With `model.tp_comm_overlap` a product of TE's linear layers and the exchange of its input or output over the tensor
 parallel ranks run at the same time, in pieces (`initialize_ub` of TE 2.12, pytorch/module/base.py). The buffers hold
-one microbatch's activations, and belong to the run: made before the layers, which look them up at their first pass.
+one microbatch's activations, and belong to the run: made before the layers, which look them up at every pass.
 """
 
+import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,6 +18,8 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF, USER_BUFFERS_WITHOUT
+
+_STANDARD_OUTPUT = 1
 
 
 @contextmanager
@@ -37,8 +42,7 @@ def user_buffers(model: ModelConfig) -> Iterator[None]:
         )
     precisions = {linear.precision == "fp8" for linear in linears(model) if linear.layer >= 0}
     modes = base.UserBufferQuantizationMode
-    # TE prints who shares them on the standard output, which belongs to the run.
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+    with silent_output():
         base.initialize_ub(
             shape=[model.encoder_seq_length * model.micro_batch_size // model.context_parallel_size, model.hidden_size],
             tp_size=model.tensor_model_parallel_size,
@@ -50,3 +54,40 @@ def user_buffers(model: ModelConfig) -> Iterator[None]:
         yield
     finally:
         base.destroy_ub()
+
+
+@contextmanager
+def silent_output() -> Iterator[None]:
+    """What is written to the standard output inside is lost, also what a library of C writes.
+
+    TE tells of every buffer there, and it belongs to the run.
+    """
+    sys.stdout.flush()
+    kept = os.dup(_STANDARD_OUTPUT)
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), _STANDARD_OUTPUT)
+        yield
+    finally:
+        sys.stdout.flush()
+        # C keeps its own buffer of lines.
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, _STANDARD_OUTPUT)
+        os.close(kept)
+
+
+@contextmanager
+def without_user_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, exchanges follow the products of a forward pass without gradients, which may have any length.
+
+    TE cuts the output of a row parallel product into pieces of the buffer's shape, gradients or not.
+    """
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+    overlapped = [module for module in modules if getattr(module, "ub_overlap_rs_fprop", False)]
+    for module in overlapped:
+        module.ub_overlap_rs_fprop = False
+    try:
+        yield
+    finally:
+        for module in overlapped:
+            module.ub_overlap_rs_fprop = True

@@ -38,6 +38,7 @@ from gpt_pretrain.megatron.platform import (
     plan_kernels,
     platform_notes,
 )
+from gpt_pretrain.megatron.user_buffers import without_user_buffers
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import EndReason, Record
@@ -308,9 +309,10 @@ class _Run:
         sample, tokenizer = self._config.sample, self._corpus.tokenizer
         if tokenizer is None or sample.max_new_tokens == 0:
             return None
-        with self._trainable.model.gathered_parameters():
+        model = self._trainable.model
+        with model.gathered_parameters(), without_user_buffers(model.gpt_chunks):
             tokens = generate_tokens(
-                self._trainable.model.chunks,
+                model.chunks,
                 self._config.model,
                 tokenizer.encode(sample.prompt),
                 vocab_size=tokenizer.vocab_size,
