@@ -323,6 +323,12 @@ RULES = {
         "model.optim.sched.min_lr=3e-05 is not between 0 and model.optim.lr=1e-05",
         ["model.optim.lr=3e-5", MIN_LR],
     ),
+    "min_lr without decay": (
+        ["model.optim.sched.name=constant", MIN_LR],
+        1,
+        "model.optim.sched.min_lr=3e-05 has no effect with model.optim.sched.name=constant; use null, or name=cosine",
+        ["model.optim.sched.name=linear", MIN_LR],
+    ),
     "init_lr above lr": (
         ["model.optim.sched.init_lr=1", "model.optim.lr=0.5"],
         1,

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import flatten, is_known, unknown_key
 from gpt_pretrain.config.overrides import CommandLine, lines_of, parse_overrides, single_value, without_sweeps
+from gpt_pretrain.config.rules_inert import inert_problems
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import (
     Source,
@@ -158,7 +159,7 @@ class _Gate:
     source: Source
     repository: CachingConfigRepository
     given: frozenset[str]
-    """Keys that the command line sets: their wrong values are not a file's."""
+    """Keys that the command line sets: their wrong values are not a file's, and they are meant to have an effect."""
     multirun: bool
     complete: bool
     submission: Submission | None
@@ -185,7 +186,7 @@ class _Gate:
         named = {problem.partition(": ")[2] for problem in problems}
         problems += [problem for problem in wrong if problem not in named]
         if config is not None and not problems and self.rules is not None:
-            problems = self.rules(config, self.submission)
+            problems = [*inert_problems(config, self.given), *self.rules(config, self.submission)]
         if config is None:
             return None, problems
         arguments = () if self.submission is None else _alone(composed, config)

@@ -81,6 +81,11 @@ def schedule(config: Config) -> Iterator[str]:
             f"model.optim.sched.wsd_decay_steps={phase} has no effect with model.optim.sched.name={sched.name.name}; "
             "use name=wsd, or wsd_decay_steps=null"
         )
+    if sched.name is ScheduleName.constant and sched.min_lr is not None:
+        yield (
+            f"model.optim.sched.min_lr={sched.min_lr} has no effect with model.optim.sched.name=constant; use null, or "
+            "name=cosine, linear or wsd"
+        )
     if wsd and phase is not None and phase > decay - warmup > 0:
         yield (
             f"model.optim.sched.wsd_decay_steps={phase} is longer than what the warmup leaves of {decay_key}; "

@@ -1,0 +1,73 @@
+"""A key on the command line that nothing reads is refused; the same value from the files of conf/ is nobody's wish."""
+
+import pytest
+
+from gpt_pretrain.config.cli import check_request, parse_command_line
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import read_launch
+
+SGD = ("model.optim.name=sgd",)
+WSD = ("optimizer=adam_wsd", "model.optim.sched.wsd_decay_steps=5")
+
+
+def jobs(*arguments):
+    return check_request(parse_command_line(list(arguments)), read_launch({}))
+
+
+@pytest.mark.parametrize(
+    ("key", "told", "without", "with_effect"),
+    [
+        (
+            "model.optim.momentum=0.5",
+            "model.optim.momentum=0.5 has no effect with model.optim.name=adam, whose momentum is the first of "
+            "model.optim.betas; leave it out",
+            (),
+            SGD,
+        ),
+        (
+            "model.optim.betas=[0.8,0.9]",
+            "model.optim.betas=[0.8, 0.9] has no effect with model.optim.name=sgd: it is Adam's; leave it out",
+            SGD,
+            (),
+        ),
+        ("model.optim.betas.0=0.5", "model.optim.betas=[0.5, 0.95] has no effect with model.optim.name=sgd", SGD, ()),
+        ("++model.optim.eps=1e-6", "model.optim.eps=1e-06 has no effect with model.optim.name=sgd", SGD, ()),
+        (
+            "model.optim.sched.wsd_decay_style=cosine",
+            "model.optim.sched.wsd_decay_style=cosine has no effect with model.optim.sched.name=cosine: it is that of",
+            (),
+            WSD,
+        ),
+        (
+            "model.optim.sched.decay_steps=7",
+            "model.optim.sched.decay_steps=7 has no effect with model.optim.sched.name=constant, and the warmup has",
+            ("model.optim.sched.name=constant", "model.optim.sched.warmup_steps=2"),
+            ("model.optim.sched.name=constant",),
+        ),
+        (
+            "model.optim.sched.init_lr=1e-5",
+            "model.optim.sched.init_lr=1e-05 has no effect with no warmup (model.optim.sched.warmup_steps)",
+            ("model.optim.sched.warmup_steps=0",),
+            (),
+        ),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(key, told, without, with_effect):
+    assert len(jobs(*without)) == len(jobs(*with_effect, key)) == 1
+    with pytest.raises(ConfigError) as refused:
+        jobs(*without, key)
+    (problem,) = refused.value.problems
+    assert problem.startswith(told)
+
+
+def test_of_a_sweep_the_runs_that_do_not_read_it_are_named():
+    with pytest.raises(ConfigError) as refused:
+        jobs("-m", "model.optim.name=adam,sgd", "model.optim.momentum=0.5,0.9")
+    assert [problem.partition("leave it out ")[2] for problem in refused.value.problems] == [
+        "[model.optim.name=adam model.optim.momentum=0.5]",
+        "[model.optim.name=adam model.optim.momentum=0.9]",
+    ]
+
+
+def test_what_is_only_shown_is_not_refused():
+    assert len(jobs("--cfg", "job", *SGD, "model.optim.eps=1e-6")) == 1
