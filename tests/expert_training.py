@@ -50,6 +50,8 @@ MODELS: dict[str, Sequence[str]] = {
     "bf16": ("trainer.precision=bf16",),
     "allgather": ("model.moe_token_dispatcher_type=allgather",),
     "recomputed": _FULL_RECOMPUTATION,
+    # So that two stages can have two chunks each.
+    "deep": ("model.num_layers=4",),
 }
 # How, on two ranks, by the name behind it.
 LAYOUTS: dict[str, Sequence[str]] = {
@@ -59,6 +61,9 @@ LAYOUTS: dict[str, Sequence[str]] = {
     "pp2": ("parallelism=pp2",),
     # The ranks share each expert's matrices, too.
     "tp2_sp": ("parallelism=tp2_sp",),
+    "pp2_vp2": ("parallelism=pp2_vp2",),
+    # They share each expert's matrices, and nothing else.
+    "etp2": ("parallelism=single", "model.expert_tensor_parallel_size=2"),
     # They share the experts out, and the matrices of the rest.
     "tp2_sp_ep2": ("parallelism=tp2_sp", "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"),
 }

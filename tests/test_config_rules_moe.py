@@ -109,6 +109,13 @@ RULES = {
         "route all tokens; use parallelism=tp2_sp, or tensor_model_parallel_size=1",
         [MOE, "parallelism=tp2_sp"],
     ),
+    "parts of a sequence": (
+        [MOE, "parallelism=cp2"],
+        2,
+        "model.context_parallel_size=2 with experts (model.num_moe_experts) is not proven: routers would balance each "
+        "part of a sequence by itself; use context_parallel_size=1",
+        [MOE, "parallelism=ep2"],
+    ),
     "grouped local layers": (
         [MOE, "model.moe_grouped_gemm=true", "model.transformer_engine=false"],
         1,

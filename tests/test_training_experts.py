@@ -14,7 +14,8 @@ from tests.expert_training import LAYOUTS, MODELS, SPOILT, config_of, run_cases
 from tests.forked_runs import fork_ranks
 from tests.runs import run_small
 
-CASES = [f"plain.{layout}" for layout in LAYOUTS] + [
+CASES = [f"{'deep' if layout == 'pp2_vp2' else 'plain'}.{layout}" for layout in LAYOUTS]
+CASES += [
     "seq.tp2_sp",
     "masked.ep2",
     "bf16.ep2",
@@ -65,7 +66,7 @@ def test_bad_weight_of_one_expert_stops_all_ranks_and_is_named(case, one_process
         assert f"the first bad tensor is the weight {SPOILT} (1 NaN, 0 infinite)" in seen["finding"]
 
 
-@pytest.mark.parametrize("case", [f"plain.{layout}" for layout in LAYOUTS])
+@pytest.mark.parametrize("case", CASES[: len(LAYOUTS)])
 def test_plan_knows_what_each_rank_has(case, two_ranks):
     config = config_of(case)
     launch = replace(read_launch({}), world_size=2, local_world_size=2)

@@ -80,6 +80,11 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
             f"model.tensor_model_parallel_size={tp} with experts needs model.sequence_parallel=true: all of its ranks "
             "would route all tokens; use parallelism=tp2_sp, or tensor_model_parallel_size=1"
         )
+    if model.context_parallel_size > 1:
+        yield (
+            f"model.context_parallel_size={model.context_parallel_size} with experts (model.num_moe_experts) is not "
+            "proven: routers would balance each part of a sequence by itself; use context_parallel_size=1"
+        )
     if model.moe_grouped_gemm and model.transformer_engine is False:
         yield (
             "model.moe_grouped_gemm=true is a product of Transformer Engine's, and model.transformer_engine=false; "
