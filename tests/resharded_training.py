@@ -32,6 +32,7 @@ from gpt_pretrain.megatron.parallel import data_parallel_rank, lay_out_ranks, pr
 from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
 from tests.emulated_training import TINY, Training, build_training_of, emulate
+from tests.optimizer_states import LEAN, SMALLEST
 
 STEPS = 3
 # A step is four microbatches of one sequence.
@@ -66,6 +67,10 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "single.bf16": (1, _BF16),
     "dp2.bf16": (2, ["parallelism=dp", *_BF16]),
     "dp2_plain.bf16": (2, ["parallelism=single", *_BF16]),
+    # States in fewer bytes: all of fp32, and what fits.
+    "dp2_remainders.bf16": (2, ["parallelism=dp", *LEAN]),
+    "tp2_remainders.bf16": (2, ["parallelism=tp2", *LEAN]),
+    "dp2_small.bf16": (2, ["parallelism=dp", *LEAN, *SMALLEST]),
     "single.moe": (1, _EXPERTS),
     "ep2.moe": (2, ["parallelism=ep2", *_EXPERTS]),
     # Two ranks of a distributed optimizer share each expert, and two others the attention.

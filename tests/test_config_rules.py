@@ -250,7 +250,8 @@ RULES = {
     "small states of SGD": (
         [LEAN, DISTRIBUTED, "model.optim.name=sgd"],
         1,
-        "model.optim.use_precision_aware_optimizer=true is a form of Adam, and model.optim.name=sgd; use adam, or false",
+        "model.optim.use_precision_aware_optimizer=true is a form of Adam, and model.optim.name=sgd; use adam, "
+        "or false",
         [LEAN, DISTRIBUTED],
     ),
     "small states without masters": (

@@ -18,6 +18,8 @@ EXPERIMENTS = {
     "llama3_8b_4gpu": (4, True),
     "llama3_8b_8gpu": (8, True),
     "llama3_8b_8layers_1gpu": (1, True),
+    "llama3_8b_1gpu": (1, True),
+    "gpt_12_8b_1gpu": (1, True),
     "mixtral_8x7b_8gpu": (8, True),
 }
 CLUSTER = ("llama3_8b_8gpu", "llama3_70b_64gpu", "gpt3_175b_512gpu")

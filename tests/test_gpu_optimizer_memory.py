@@ -1,5 +1,8 @@
 """The precision-aware optimizer on a GPU: its kernel against torch, a skipped step, and a resumed run, bit for bit."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 
@@ -41,20 +44,28 @@ def test_the_kernel_computes_what_torch_does(master, moments):
 
     num = 1_000_007
     generator = torch.Generator(device="cuda").manual_seed(5)
-    weight = (torch.randn(num, device="cuda", generator=generator) * 0.02).bfloat16()
-    expected, state = fresh_state(weight, master, moments), fresh_state(weight, master, moments)
+    state = fresh_state((torch.randn(num, device="cuda", generator=generator) * 0.02).bfloat16(), master, moments)
     for number in (1, 2, 3):
         gradient = torch.randn(num, device="cuda", generator=generator).bfloat16() * 1e-3
-        values = torch.tensor([0, 0.5, 1 - 0.9**number, 1 - 0.95**number], device="cuda")
+        values = torch.tensor([0, 0.5, 1 - 0.9**number, 1 - 0.95**number, number], device="cuda")
         step = AdamStep(device_values=values, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        expected = copy.deepcopy(state)
         update(gradient, expected, step)
         update_on_gpu(gradient, state, step)
-    for name, values in expected.by_name.items():
-        read, aim = state.by_name[name].read(0, num), values.read(0, num)
-        # Products and sums in one go are rounded once less, which takes a value to the neighbour of its small type.
-        assert (read != aim).float().mean() < 0.01, name
-        torch.testing.assert_close(read, aim, rtol=0.13, atol=1e-5 * float(aim.abs().max()), msg=name)
-    assert torch.equal(state.master.weight, state.master.read(0, num).bfloat16()) or master is torch.int16
+        for name, kept in expected.by_name.items():
+            aim, read = kept.read(0, num), state.by_name[name].read(0, num)
+            # Products and sums in one go are rounded once less: seldom, a value falls to its type's next neighbour.
+            step_to_next = {torch.float8_e4m3fn: 2**-3, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+            small = kept.values.dtype in step_to_next
+            largest = float(aim.abs().max())
+            torch.testing.assert_close(
+                read,
+                aim,
+                rtol=step_to_next.get(kept.values.dtype, 1e-5),
+                atol=largest * (2e-5 if kept.values.dtype is torch.float8_e4m3fn else 1e-6),
+                msg=partial("{} of step {}: {}".format, name, number),
+            )
+            assert not small or (read != aim).float().mean() < 0.05, name
 
 
 @pytest.mark.parametrize("fp8", [(), FP8_WEIGHTS], ids=["bf16", "fp8"])

@@ -128,6 +128,14 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
         ),
         (
             CPU,
+            ["model.optim.use_precision_aware_optimizer=true", "model.use_distributed_optimizer=true"],
+            [
+                "model.optim.use_precision_aware_optimizer=true is for weights in BF16, and trainer.precision=auto is "
+                "fp32 without a CUDA device; use trainer.precision=bf16, or false"
+            ],
+        ),
+        (
+            CPU,
             [f"model.{ROPE}=true"],
             ["model.apply_rope_fusion=true needs Transformer Engine layers; use null or false"],
         ),

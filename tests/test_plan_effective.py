@@ -14,6 +14,7 @@ from tests.platforms import H200
 
 FP8 = ("fp8=delayed", "model.use_distributed_optimizer=true")
 TENSORWISE = ("fp8=tensorwise", "model.use_distributed_optimizer=true")
+LEAN = ("model.use_distributed_optimizer=true", "model.optim.use_precision_aware_optimizer=true")
 PP2 = "model.pipeline_model_parallel_size=2"
 TP2 = "model.tensor_model_parallel_size=2"
 FULL = "model.activations_checkpoint_granularity=full"
@@ -46,7 +47,13 @@ CHANGES = [
     ("model.use_distributed_optimizer=true", ()),
     ("model.overlap_grad_reduce=true", ()),
     ("model.overlap_param_gather=true", ("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true")),
+    ("model.tp_comm_overlap=true", (TP2, "model.sequence_parallel=true")),
     ("model.grad_reduce_in_fp32=false", ()),
+    ("model.optim.use_precision_aware_optimizer=true", ()),
+    ("model.optim.main_params_dtype=fp16", LEAN),
+    ("model.optim.store_param_remainders=false", LEAN),
+    ("model.optim.exp_avg_dtype=fp8", LEAN),
+    ("model.optim.exp_avg_sq_dtype=bf16", LEAN),
     ("model.activations_checkpoint_granularity=selective", ()),
     ("model.activations_checkpoint_method=block", (FULL, UNIFORM, ONE)),
     ("model.activations_checkpoint_num_layers=2", (FULL, UNIFORM, ONE)),
@@ -112,7 +119,9 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
         or key.endswith(("_parallel_size", "_bf16", "sequence_parallel"))
     }
     expected |= {"trainer.precision", "model.transformer_engine", "model.use_distributed_optimizer"}
-    assert set(FIELDS) == expected | {"model.grad_reduce_in_fp32"}
+    expected |= {key for key in schema_keys() if key.startswith("model.optim.") and key.endswith("_dtype")}
+    expected |= {"model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"}
+    assert set(FIELDS) == expected | {"model.grad_reduce_in_fp32", "model.tp_comm_overlap"}
 
 
 TC, DDP, OPT = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
@@ -161,6 +170,13 @@ def test_nemos_override_string_lands_where_it_should():
         (("parallelism=dp", "plan.num_gpus=2"), "model.overlap_grad_reduce", ""),
         ((), "model.fp8", ""),
         ((), "model.expert_model_parallel_size", "model.num_moe_experts=null"),
+        ((), "model.optim.exp_avg_dtype", "model.optim.use_precision_aware_optimizer=false"),
+        (LEAN, "model.optim.store_param_remainders", ""),
+        (
+            (*LEAN, "model.optim.main_params_dtype=fp16"),
+            "model.optim.store_param_remainders",
+            "fp16 masters are stored whole",
+        ),
     ],
 )
 def test_inert_keys_are_named_with_the_reason(overrides, key, why):

@@ -21,6 +21,7 @@ MEASURED = {
     "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 32.5),
     "8B, DP 4, BF16": (EIGHT_BILLION, 113.0),
     "8B, DP 4, delayed": ((*EIGHT_BILLION, "fp8=delayed"), 121.0),
+    "8B, FP8 weights and small states": (("experiment=llama3_8b_1gpu",), 106.1),
     "8B, DP 4, tensorwise, FP8 parameters": ((*EIGHT_BILLION, "fp8=tensorwise", "model.fp8_params=true"), 107.0),
 }
 
@@ -39,6 +40,11 @@ def test_parameters_are_the_published_ones_with_the_vocabulary_padded(preset, co
     assert plan_of(f"model={preset}").num_parameters == count
 
 
+LEAN = ("model.use_distributed_optimizer=true", "model.optim.use_precision_aware_optimizer=true")
+BF16_MOMENTS = ("model.optim.exp_avg_dtype=bf16", "model.optim.exp_avg_sq_dtype=bf16")
+FP8_MOMENT = ("model.optim.exp_avg_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp16")
+
+
 @pytest.mark.parametrize(
     ("overrides", "bytes_per_parameter"),
     [
@@ -49,6 +55,11 @@ def test_parameters_are_the_published_ones_with_the_vocabulary_padded(preset, co
         (("plan.num_gpus=4",), 2 + 4 + 4 + 8),
         (("model.optim.name=sgd",), 2 + 4 + 4 + 4),
         (("trainer.precision=fp32", "model.transformer_engine=false"), 4 + 4 + 8),
+        ((*LEAN,), 2 + 4 + 2 + 8),
+        ((*LEAN, "model.optim.store_param_remainders=false"), 2 + 4 + 4 + 8),
+        ((*LEAN, "model.grad_reduce_in_fp32=false", *BF16_MOMENTS), 2 + 2 + 2 + 4),
+        ((*LEAN, "model.optim.main_params_dtype=fp16", *FP8_MOMENT), 2 + 4 + 2 + 3 + 8 / 256),
+        ((*LEAN, *BF16_MOMENTS, "plan.num_gpus=4"), 2 + 4 + (2 + 4) / 4),
     ],
 )
 def test_bytes_per_parameter(overrides, bytes_per_parameter):
@@ -76,6 +87,14 @@ LAYER_WEIGHTS = 218_103_808
 def test_bytes_per_fp8_weight(overrides, name, bytes_per_weight):
     items = plan_of("model=llama3_8b", *overrides).memory.worst.items
     assert items[name] == 32 * LAYER_WEIGHTS * bytes_per_weight
+
+
+def test_fp8_weights_with_small_states_take_nine_bytes_and_gradients_are_not_copied():
+    small = (*LEAN, "model.grad_reduce_in_fp32=false", "model.optim.main_params_dtype=fp16", *FP8_MOMENT)
+    items = plan_of("model=llama3_8b", "fp8=delayed", "model.fp8_params=true", *small).memory.worst.items
+    held = sum(items[name] for name in ("weights", "FP8 weights", "gradients", "masters", "moments"))
+    assert held == pytest.approx(8_030_261_248 * (2 + 2 + 2 + 3 + 8 / 256))
+    assert "gradients in fp32" not in items
 
 
 def test_fp8_parameters_replace_bf16_ones_and_excluded_layers_keep_theirs():

@@ -113,7 +113,7 @@ class OptimConfig:
     """Adam keeps masters and moments in the types of the four keys below and reads gradients as they were reduced
     (`model.grad_reduce_in_fp32`); needs BF16 parameters and the distributed optimizer. docs/optimizer_memory.md."""
     main_params_dtype: MainParamsDtype
-    """Masters: fp32 or fp16, which loses what an update changes by less than 1/2048 of a weight."""
+    """Masters: fp32, or fp16, to which updates are rounded at random."""
     store_param_remainders: bool
     """Of an fp32 master of a BF16 weight, keeps the 16 bits that the weight has not: 2 bytes, and nothing is lost."""
     exp_avg_dtype: MomentDtype

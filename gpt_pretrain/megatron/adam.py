@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.megatron.adam_states import BLOCK, Master, Moment
+from gpt_pretrain.megatron.adam_states import BLOCK, Master, Moment, rounded_to_fp16
 
 # Values updated at once without a GPU: what bounds the memory of a step.
 _CHUNK = 4096 * BLOCK
@@ -24,8 +24,8 @@ class AdamStep:
     """What one update depends on besides the states."""
 
     device_values: torch.Tensor
-    """fp32 [4], on the device: 1 to skip the update or 0, what gradients are multiplied with, and the two bias
-    corrections 1 - beta^step."""
+    """fp32 [5], on the device: 1 to skip the update or 0, what gradients are multiplied with, the two bias corrections
+    1 - beta^step, and the number of the step."""
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -102,7 +102,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             corrections = [1 - beta**self.steps_taken for beta in (beta1, beta2)]
             step = AdamStep(
-                device_values=torch.stack([self.found_inf, self.grad_scale, *corrections]).float(),
+                device_values=torch.stack([self.found_inf, self.grad_scale, *corrections, self.steps_taken]).float(),
                 lr=group["lr"],
                 betas=(beta1, beta2),
                 eps=group["eps"],
@@ -131,7 +131,7 @@ def update(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
         state: Its states.
         step: The step.
     """
-    skip, scale, correction1, correction2 = step.device_values.tolist()
+    skip, scale, correction1, correction2, number = step.device_values.tolist()
     if skip:
         return
     beta1, beta2 = step.betas
@@ -142,6 +142,9 @@ def update(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
         exp_avg_sq = state.exp_avg_sq.read(start, end) * beta2 + grad * grad * (1 - beta2)
         master = state.master.read(start, end)
         direction = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + step.eps)
-        state.master.write(start, master - step.lr * (direction + step.weight_decay * master))
+        master -= step.lr * (direction + step.weight_decay * master)
+        if state.master.values.dtype is torch.float16:
+            master = rounded_to_fp16(master, start, int(number))
+        state.master.write(start, master)
         state.exp_avg.write(start, exp_avg)
         state.exp_avg_sq.write(start, exp_avg_sq)

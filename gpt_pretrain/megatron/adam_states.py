@@ -10,7 +10,9 @@ in fp32 at once: 12 bytes for every parameter at the peak of a step.)
 A second moment that is not zero does not become zero: the update divides by its root.
 
 **Masters** are fp32, fp16, or, beside a BF16 weight, the 16 bits of an fp32 number that the weight has not: added to
-the weight's bits as a signed number they are the master, exactly. The weight is the master rounded to the nearest.
+the weight's bits as a signed number they are the master, exactly. The weight is the master rounded to the nearest. To
+fp16 an update is rounded at random, up as often as it is nearer to above: most updates are smaller than half of what
+lies between two fp16 numbers, and to the nearest they would all be lost (Gupta et al. 2015).
 
 Everything here works on any device; `adam_triton` computes the same on a GPU in one pass.
 """
@@ -42,6 +44,11 @@ SCALED = {
     torch.float16: ScaledFormat(mantissa_bits=10, headroom=14, smallest=2.0**-24, saved_as=torch.float32),
     torch.float8_e4m3fn: ScaledFormat(mantissa_bits=3, headroom=7, smallest=2.0**-9, saved_as=torch.bfloat16),
 }
+# Multipliers of a hash, below 2 to the 32.
+_HASH = (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35)
+_LOWER = 0xFFFFFFFF
+# Biased exponent, in fp32, of 2^-14: what is smaller lies as dense as that.
+_SMALLEST_NORMAL_FP16 = 113
 # Biased exponent of the smallest scale: what it is multiplied with stays a normal number of fp32 and bf16.
 SMALLEST_EXPONENT = 32
 
@@ -58,6 +65,25 @@ def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
     rounded_up = largest.view(torch.int32) + (1 << (22 - scaled.mantissa_bits))
     exponents = ((rounded_up >> 23) - scaled.headroom).clamp(min=SMALLEST_EXPONENT)
     return (exponents << 23).view(torch.float32)
+
+
+def rounded_to_fp16(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
+    """Values between two fp16 numbers, moved at random so that the nearest is right in the mean; the same for a seed.
+
+    Args:
+        values: fp32 [n].
+        start: Index of the first in its parameter.
+        seed: Another in each step.
+    """
+    index = torch.arange(start, start + values.numel(), device=values.device)
+    # fmix32 (Appleby's MurmurHash3) of index and seed, in the lower half of 64 bits.
+    mixed = (index * _HASH[0] + seed * _HASH[1]) & _LOWER
+    for shift, factor in ((16, _HASH[1]), (13, _HASH[2])):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _LOWER
+    chance = ((mixed ^ (mixed >> 16)) >> 8).float() * 2.0**-24
+    exponents = ((values.view(torch.int32) >> 23) & 0xFF).clamp(min=_SMALLEST_NORMAL_FP16)
+    spacing = ((exponents - SCALED[torch.float16].mantissa_bits) << 23).view(torch.float32)
+    return values + (chance - 0.5) * spacing
 
 
 @dataclass(slots=True)

@@ -55,6 +55,18 @@ def _write_moment(  # type: ignore[no-untyped-def]
     tl.store(values + offsets, moment.to(values.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _rounded_to_fp16(values, offsets, number):  # type: ignore[no-untyped-def]
+    # `adam_states.rounded_to_fp16`; products of 32 bits without a sign keep their lower half.
+    mixed = offsets.to(tl.uint32) * 0x9E3779B9 + number.to(tl.uint32) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+    chance = ((mixed ^ (mixed >> 16)) >> 8).to(tl.float32) * 5.9604644775390625e-08
+    exponents = tl.maximum((values.to(tl.int32, bitcast=True) >> 23) & 0xFF, 113)
+    spacing = ((exponents - 10) << 23).to(tl.float32, bitcast=True)
+    return values + (chance - 0.5) * spacing
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
     gradient,
@@ -112,6 +124,8 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(master + offsets, (bits - (high << 16)).to(tl.int16), mask=inside)
         tl.store(weight + offsets, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
     else:
+        if master.dtype.element_ty == tl.float16:
+            value = _rounded_to_fp16(value, offsets, tl.load(device_values + 4))
         rounded = value.to(master.dtype.element_ty)
         tl.store(master + offsets, rounded, mask=inside)
         if HAS_WEIGHT:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from megatron.core.quantization.quant_config import RecipeConfig
 
-from gpt_pretrain.config.choices import Fp8RecipeName, Precision
+from gpt_pretrain.config.choices import Fp8RecipeName, MainParamsDtype, Precision
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, fp8_settings
-from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig
 from gpt_pretrain.config.typed import show
 from gpt_pretrain.megatron.platform import Kernels, Platform
 from gpt_pretrain.megatron.translate import expert_fields, translate_ddp, translate_optimizer, translate_transformer
@@ -68,7 +68,13 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model.use_distributed_optimizer": (f"{DDP}.use_distributed_optimizer", f"{OPTIMIZER}.use_distributed_optimizer"),
     "model.overlap_grad_reduce": (f"{DDP}.overlap_grad_reduce",),
     "model.overlap_param_gather": (f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.overlap_param_gather"),
+    "model.tp_comm_overlap": (f"{TRANSFORMER}.tp_comm_overlap",),
     "model.grad_reduce_in_fp32": (f"{DDP}.grad_reduce_in_fp32",),
+    "model.optim.use_precision_aware_optimizer": (f"{OPTIMIZER}.use_precision_aware_optimizer",),
+    "model.optim.main_params_dtype": (f"{OPTIMIZER}.main_params_dtype",),
+    "model.optim.store_param_remainders": (f"{OPTIMIZER}.store_param_remainders",),
+    "model.optim.exp_avg_dtype": (f"{OPTIMIZER}.exp_avg_dtype",),
+    "model.optim.exp_avg_sq_dtype": (f"{OPTIMIZER}.exp_avg_sq_dtype",),
     "model.activations_checkpoint_granularity": (f"{TRANSFORMER}.recompute_granularity",),
     "model.activations_checkpoint_method": (f"{TRANSFORMER}.recompute_method",),
     "model.activations_checkpoint_num_layers": (f"{TRANSFORMER}.recompute_num_layers",),
@@ -76,6 +82,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 FP8_KEYS = tuple(key for key in FIELDS if key.startswith("model.fp8_") or key.endswith("_bf16"))
 _OVERLAPS = ("model.overlap_grad_reduce", "model.overlap_param_gather")
 _OF_EXPERTS = ("model.expert_model_parallel_size", "model.expert_tensor_parallel_size")
+_PRECISION_AWARE, _REMAINDERS = "model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"
 _KEPT_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 # What emulated layers read instead of megatron-core's field, from `config.fp8.Fp8Settings`.
 _EMULATED = {
@@ -147,6 +154,8 @@ def _why_inert(model: ModelConfig, settings: Fp8Settings | None, key: str, num_s
         return "one data-parallel rank has nothing to exchange"
     if key in _OF_EXPERTS and model.num_moe_experts is None:
         return "model.num_moe_experts=null"
+    if key.startswith("model.optim."):
+        return _why_inert_of_states(model.optim, key)
     if key not in FP8_KEYS:
         return ""
     if settings is None:
@@ -163,6 +172,13 @@ def _why_inert(model: ModelConfig, settings: Fp8Settings | None, key: str, num_s
     if not model.first_last_layers_bf16:
         reasons |= dict.fromkeys(_KEPT_LAYERS, "model.first_last_layers_bf16=false")
     return reasons.get(name, "")
+
+
+def _why_inert_of_states(optim: OptimConfig, key: str) -> str:
+    if key != _PRECISION_AWARE and not optim.use_precision_aware_optimizer:
+        return f"{_PRECISION_AWARE}=false"
+    fp16 = optim.main_params_dtype is MainParamsDtype.fp16
+    return "fp16 masters are stored whole" if fp16 and key == _REMAINDERS else ""
 
 
 def _resolved_null(config: Config, key: str, settings: Fp8Settings | None, kernels: Kernels) -> str:
