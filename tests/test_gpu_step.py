@@ -15,6 +15,7 @@ from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import Watchdog
+from tests.optimizer_states import LEAN, SMALLEST
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +48,7 @@ FULL_RECOMPUTE = (
         pytest.param(["model=tiny"], id="llama"),
         pytest.param(["model=gpt2_124m"], id="gpt2"),
         pytest.param(["model=tiny", "parallelism=dp"], id="distributed optimizer"),
+        pytest.param(["model=tiny", *LEAN, *SMALLEST], id="small states"),
         pytest.param(["model=tiny", "parallelism=dp", "model.cuda_graph_impl=local"], id="graphs"),
         pytest.param(["model=tiny", *FULL_RECOMPUTE], id="full recompute"),
         pytest.param(["model=tiny", "model.data.num_workers=2"], id="workers"),

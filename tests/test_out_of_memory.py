@@ -92,6 +92,7 @@ def test_the_remedies_are_sorted_and_are_the_plans_own_forecasts():
         assert peak_gib < plan_of(*ON_EIGHT, "fp8=delayed").memory.worst.peak / GIB
     assert {"model.use_distributed_optimizer=true", "model.micro_batch_size=1"} <= set(found)
     assert any("model.fp8_params=true" in overrides for overrides in found)
+    assert any("model.optim.use_precision_aware_optimizer=true" in overrides for overrides in found)
 
 
 def test_what_is_on_already_or_breaks_a_rule_is_not_offered():

@@ -118,6 +118,12 @@ def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
         yield {"activations_checkpoint_granularity": RecomputeGranularity.selective}
     if not uses_distributed_optimizer(model):
         yield {"use_distributed_optimizer": True}
+    if not model.optim.use_precision_aware_optimizer:
+        # With fp32 states and remainders, as they are by default, nothing is rounded that was not rounded before.
+        yield {
+            **({} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}),
+            "optim": replace(model.optim, use_precision_aware_optimizer=True),
+        }
     if model.fp8 and not model.fp8_params and not model.fp8_emulate:
         yield {"fp8_params": True, "use_distributed_optimizer": True}
     if data_parallel_size(model, launch.world_size) % 2 == 0:
@@ -130,7 +136,12 @@ def _as_typed(changes: dict[str, Any]) -> str:
     def value(given: Any) -> str:
         return str(given.name if isinstance(given, Enum) else given)
 
-    return " ".join(f"model.{name}={value(given).replace('True', 'true')}" for name, given in changes.items())
+    # Of the optimizer one key alone is changed.
+    flat = {
+        **{name: given for name, given in changes.items() if name != "optim"},
+        **({"optim.use_precision_aware_optimizer": True} if "optim" in changes else {}),
+    }
+    return " ".join(f"model.{name}={value(given).replace('True', 'true')}" for name, given in flat.items())
 
 
 def _forecast(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
