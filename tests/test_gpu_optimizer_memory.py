@@ -16,6 +16,7 @@ from gpt_pretrain.megatron.update import conditional_update
 from gpt_pretrain.training.step import compute_gradients
 from tests.emulated_training import build_training_of, emulated_training
 from tests.optimizer_states import LEAN, SMALLEST, states
+from tests.runs import SMALL_GPU_RUN, run_small
 
 pytestmark = pytest.mark.gpu
 
@@ -103,3 +104,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, monkeypatch):
         load_checkpoint(verify_checkpoint(path), again.trainable, again.config, {})
         assert all(map(torch.equal, states(again), saved))
         assert [again.step() for _ in range(3)] == expected
+
+
+def test_the_application_proves_fp8_weights_of_fp16_masters_and_learns(tmp_path, cache_dir):
+    metrics = run_small(1, tmp_path, cache_dir, [*SMALL_GPU_RUN, *LEAN, *SMALLEST, *FP8_WEIGHTS], on_gpus=True)
+    losses = [record.loss for record in metrics.train]
+    assert losses[-1] < losses[0] - 0.5

@@ -26,7 +26,7 @@ _RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shard:
-    """A rank's part of an FP8 weight, and the fp32 master of that part."""
+    """A rank's part of an FP8 weight, and the master of that part, fp32 or fp16."""
 
     weight: Any
     master: torch.Tensor
@@ -96,7 +96,7 @@ class MasterCheck:
             name = self._names.get(id(shard.weight), "a weight")
             scale_inv = shard.scale_inv
             limit = FORMAT_MAX["e4m3"] * scale_inv
-            master = shard.master.view(-1)
+            master = shard.master.view(-1).float()
             # A delayed scale may be too large for the newest values, which then saturate.
             aim = master.clamp(-limit, limit)
             step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
