@@ -2,6 +2,12 @@
 
 import pytest
 
+from gpt_pretrain.config.choices import CudaGraphImpl
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.rules_graphs import graphs_pay
+from gpt_pretrain.megatron.platform import plan_kernels
+from tests.platforms import CPU, H200
+
 TP2_SP = ("parallelism=tp2_sp", "model.global_batch_size=16")
 OVERLAP = "model.tp_comm_overlap=true"
 
@@ -114,3 +120,30 @@ def test_registered_buffers_of_nccl_are_refused_with_the_reason(broken_rules):
     (problem,) = broken_rules("model.nccl_ub=true", "parallelism=dp", "model.global_batch_size=16", world_size=2)
     assert problem.startswith("model.nccl_ub=true is refused: megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it")
     assert problem.endswith("; use false")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "pays"),
+    [
+        ((), True),
+        (("model.micro_batch_size=16",), True),
+        (("fp8=none",), False),
+        (("fp8=delayed",), False),
+        (("fp8=blockwise",), False),
+        (("model.micro_batch_size=64",), False),
+        (("model.hidden_size=384",), False),
+        (("model.hidden_size=1536",), False),
+        (("model.hidden_size=1536", "model.micro_batch_size=8"), True),
+        (("parallelism=dp",), False),
+        (("model.fp8_params=true",), False),
+        (("logging.fp8_statistics_interval=10",), False),
+        (("model.transformer_engine=false",), False),
+    ],
+)
+def test_graphs_are_chosen_where_they_were_measured_to_pay(overrides, pays):
+    config = load_config(["model=gpt2_124m", "fp8=tensorwise", "data=mock", *overrides])
+    assert graphs_pay(config) == pays
+    assert plan_kernels(config, H200).cuda_graph_impl is (CudaGraphImpl.local if pays else None)
+    assert plan_kernels(config, CPU).cuda_graph_impl is None
+    plain = load_config(["model=gpt2_124m", "fp8=tensorwise", "data=mock", *overrides, "model.cuda_graph_impl=none"])
+    assert plan_kernels(plain, H200).cuda_graph_impl is None

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gpt_pretrain.checkpoint.state import random_states
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.save import save_checkpoint
+from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.state import Progress, random_states
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.graphs import without_graphs
 from gpt_pretrain.training.step import mean_loss, validate
-from tests.resharded_training import saved_state
-from tests.runs import SMALL_GPU_RUN, run_small
 from tests.transformers_reference import build_reference, built_training, gpt2, map_weights, te_names
 
 pytestmark = pytest.mark.gpu
@@ -21,11 +22,17 @@ DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 CASE = gpt2("gpt2_124m", width=256, head_width=64, inner_width=512, length=128, weight_scale=1.0)
 # What varies from run to run is left out, so that equal means equal; NVTE_… below does the same for attention.
 SAME = ("model.transformer_engine=true", "trainer.precision=bf16", "model.cross_entropy_loss_fusion=false")
+DATA = {"tokenizer": "none"}
 
 
 @pytest.fixture(scope="module")
 def weights():
     return te_names(map_weights(build_reference(CASE), CASE))
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 
 def validation_loss(training):
@@ -34,25 +41,36 @@ def validation_loss(training):
         return validate(model, [iter(batches)], training.config.model, len(batches), 1, on_batch=lambda: None)
 
 
+def train(training, steps):
+    """Losses and gradient norms of these steps, the first of them proven, and of a validation before each third."""
+    config, trainable = training.config, training.trainable
+    proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
+    curve = []
+    for step in steps:
+        if step % 3 == 0:
+            curve.append(validation_loss(training))
+        with nullcontext() if proof is None else proof.watching():
+            result = training.step()
+        if proof is not None:
+            proof.judge(config.model.optim.lr)
+            proof = None
+        curve += [mean_loss(result.loss_sum_and_tokens), float(result.grad_norm)]
+    return curve
+
+
+def state(training):
+    (chunk,) = training.trainable.model.gpt_chunks
+    parameters = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+    return parameters, random_states()["tracker"]
+
+
 def trained(weights, *overrides):
-    """Losses and norms of six steps and of validations before and between them; what is left at the end."""
+    """Six steps, and what is left at their end."""
     with built_training(CASE, weights, *SAME, *overrides) as training:
-        fp8 = training.config.model.fp8
-        model = training.trainable.model
-        proof = Proof(training.config, model, training.trainable.optimizer) if fp8 else None
-        curve = [validation_loss(training)]
-        for number in range(6):
-            with proof.watching() if proof is not None and number == 0 else nullcontext():
-                result = training.step()
-            curve += [mean_loss(result.loss_sum_and_tokens), float(result.grad_norm)]
-            if number == 2:
-                curve.append(validation_loss(training))
-            if proof is not None and number == 0:
-                proof.judge(training.config.model.optim.lr)
-        left = [parameter.float() for chunk in model.gpt_chunks for parameter in chunk.parameters()]
-        return curve, left, random_states()["tracker"]
+        return train(training, range(6)), state(training)
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -61,11 +79,29 @@ def trained(weights, *overrides):
         pytest.param(("fp8=blockwise",), id="blockwise"),
     ],
 )
-def test_graphs_change_no_bit(overrides, weights, monkeypatch):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    expected, graphed = trained(weights, *overrides), trained(weights, *overrides, GRAPHS)
-    assert graphed[0] == expected[0]
-    torch.testing.assert_close(graphed[1:], expected[1:], rtol=0, atol=0)
+def test_graphs_change_no_bit(overrides, weights):
+    (expected, left), (curve, graphed) = trained(weights, *overrides), trained(weights, *overrides, GRAPHS)
+    assert curve == expected
+    torch.testing.assert_close(graphed, left, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_run_resumed_with_graphs_is_the_uncut_one_without(weights, tmp_path):
+    overrides = (*DROPOUT, "fp8=tensorwise")
+    expected, left = trained(weights, *overrides)
+    with built_training(CASE, weights, *SAME, *overrides, GRAPHS) as training:
+        curve = train(training, range(3))
+        progress = Progress(step=3, consumed_samples=3 * training.config.model.global_batch_size)
+        saved = save_checkpoint(tmp_path, training.trainable, progress, training.config, DATA)
+    with built_training(CASE, weights, *SAME, *overrides, GRAPHS) as training:
+        load_checkpoint(verify_checkpoint(saved), training.trainable, training.config, DATA)
+        curve += train(training, range(3, 6))
+        # Once more from there, now that the graphs are recorded: what is restored reaches their weights and dropout.
+        load_checkpoint(verify_checkpoint(saved), training.trainable, training.config, DATA)
+        again = train(training, range(3, 6))
+        assert curve == expected
+        assert again == curve[-len(again) :]
+        torch.testing.assert_close(state(training), left, rtol=0, atol=0)
 
 
 def graph_launches(function):
@@ -86,24 +122,3 @@ def test_training_steps_replay_each_layer_and_nothing_else_does(weights):
         with without_graphs(training.trainable.model.gpt_chunks):
             assert graph_launches(training.step) == 0
         assert graph_launches(training.step) == replays
-
-
-def test_a_resumed_run_with_graphs_is_the_uncut_one_without(tmp_path, cache_dir):
-    cut, end = 4, 14
-    overrides = [
-        *SMALL_GPU_RUN,
-        *DROPOUT,
-        "fp8=tensorwise",
-        "checkpoint.save_at_end=true",
-        "trainer.deterministic=true",
-        f"model.optim.sched.decay_steps={end}",
-    ]
-    eager, graphed = tmp_path / "eager", tmp_path / "graphed"
-    uncut = run_small(1, eager, cache_dir, [*overrides, f"trainer.max_steps={end}"], on_gpus=True)
-    run_small(1, graphed, cache_dir, [*overrides, GRAPHS, f"trainer.max_steps={cut}"], on_gpus=True)
-    resumed = run_small(1, graphed, cache_dir, [*overrides, GRAPHS, f"trainer.max_steps={end}"], on_gpus=True)
-    assert [start.step for start in resumed.starts] == [0, cut]
-    curves = [[(step.loss, step.grad_norm) for step in metrics.train] for metrics in (resumed, uncut)]
-    assert curves[0] == curves[1]
-    state, expected = (saved_state(each / "checkpoints" / f"step_{end:08d}") for each in (graphed, eager))
-    torch.testing.assert_close(state, expected, rtol=0, atol=0)

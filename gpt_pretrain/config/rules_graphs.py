@@ -1,59 +1,82 @@
-"""Cross-field rules about CUDA graphs: what a step that is recorded once and replayed cannot do.
+"""Cross-field rules about CUDA graphs: what a step that is recorded once and replayed cannot do, and where it wins.
 
-megatron-core 0.19 asserts some of this when the first step has run, and computes something else in other cases.
+megatron-core 0.19 asserts some of the former when the first step has run, and computes something else in other cases.
 """
 
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import CudaGraphImpl, Fp8RecipeName
+from gpt_pretrain.config.derived import matmul_parameters_per_layer
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.schema import Config
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+# GPT-2 small's layer and microbatch, which tensorwise scaling computes 1.37 times as fast with graphs on an H200, as
+# the host is what it waits for without (benchmarks/gpt2_124m_graphs_h200_2026-11-22.md).
+_WEIGHTS_OF_A_LAYER, _TOKENS = 12 * 768**2, 32 * 1024
 
 
-def graph_problems(config: Config) -> Iterator[str]:
-    """What `model.cuda_graph_impl` does not go with."""
+def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that graphs do not go with, and why."""
     model = config.model
-    if model.cuda_graph_impl is not CudaGraphImpl.local:
-        return
-
-    def refused(setting: str, why: str) -> str:
-        return f"model.cuda_graph_impl=local does not go with {setting}: {why}; use null or none"
-
     for name in _SIZES:
         size = getattr(model, name)
         if size > 1:
-            yield refused(f"model.{name}={size}", "graphs are for models that fit one GPU, and untried across several")
+            yield f"model.{name}={size}", "graphs are for models that fit one GPU, and untried across several"
     if model.transformer_engine is False:
-        yield refused("model.transformer_engine=false", "graphs hold Transformer Engine's layers")
+        yield "model.transformer_engine=false", "graphs hold Transformer Engine's layers"
     if model.fp8_emulate:
-        yield refused("model.fp8_emulate=true", "emulated layers decide in Python what a replay would not decide again")
+        yield "model.fp8_emulate=true", "emulated layers decide in Python what a replay would not decide again"
     if model.num_moe_experts is not None:
-        yield refused(
+        yield (
             f"model.num_moe_experts={model.num_moe_experts}",
             "a router gives each expert another number of tokens, and a graph has one shape",
         )
     granularity = model.activations_checkpoint_granularity
     if granularity is not None:
-        yield refused(
+        yield (
             f"model.activations_checkpoint_granularity={granularity.name}",
             "a graph keeps what its backward pass needs",
         )
     settings = fp8_settings(model)
     if settings is not None and settings.recipe is Fp8RecipeName.delayed:
-        yield refused(
+        yield (
             "model.fp8_recipe=delayed",
             "megatron-core 0.19 moves the amax history of gradients on at every layer and not at every pass",
         )
     if model.fp8_params:
-        yield refused(
+        yield (
             "model.fp8_params=true",
             "a graph reads weights where they were recorded, and transposes of FP8 weights move",
         )
     interval = config.logging.fp8_statistics_interval
     if interval is not None:
-        yield refused(
+        yield (
             f"logging.fp8_statistics_interval={interval}",
             "a replay computes its products without telling of them",
         )
+
+
+def graph_problems(config: Config) -> Iterator[str]:
+    """What `model.cuda_graph_impl` does not go with."""
+    if config.model.cuda_graph_impl is CudaGraphImpl.local:
+        for setting, why in _obstacles(config):
+            yield f"model.cuda_graph_impl=local does not go with {setting}: {why}; use null or none"
+
+
+def graphs_pay(config: Config) -> bool:
+    """Whether the host would launch a layer's kernels more slowly than a GPU computes them, as far as was measured.
+
+    That is with tensorwise scaling, whose layers launch the most kernels, and no more work in a layer and microbatch
+    than was measured. Narrower layers are untried, and so is the reduction of gradients while graphs are replayed.
+    """
+    model, settings = config.model, fp8_settings(config.model)
+    weights, tokens = matmul_parameters_per_layer(model), model.micro_batch_size * model.encoder_seq_length
+    return (
+        settings is not None
+        and settings.recipe is Fp8RecipeName.tensorwise
+        and weights >= _WEIGHTS_OF_A_LAYER
+        and weights * tokens <= _WEIGHTS_OF_A_LAYER * _TOKENS
+        and not model.overlap_grad_reduce
+        and not any(_obstacles(config))
+    )
