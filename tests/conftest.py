@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpt_pretrain.config.launch import rank_zero_of
+from gpt_pretrain.config.launch import rank_zero_of, without_launcher
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
@@ -37,10 +37,10 @@ def _gpu_marks(item):
 @pytest.fixture
 def no_launcher(monkeypatch):
     """The environment of a process that no launcher started, whatever started pytest."""
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
         monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")

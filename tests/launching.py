@@ -2,24 +2,20 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gpt_pretrain.config.launch import start_command, without_launcher
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# What a launcher around pytest itself would have set; the ranks of a test are none of its ranks.
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun gives its ranks 30 s to end before it kills them.
 SHUTDOWN_S = 40
 
 
 def clean_environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(("SLURM_", "TORCHELASTIC_"))
-    }
+    # The ranks of a test are none of a launcher's around pytest itself.
+    inherited = {name: value for name, value in without_launcher(os.environ).items() if not name.startswith("SLURM_")}
     # Programs find the package and `tests` as pytest does, from the repository's root.
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # Ranks share few cores; a GPU, where there is one, is for tests that ask for it.
@@ -53,12 +49,7 @@ def run_ranks(
     Raises:
         subprocess.TimeoutExpired: It did not end in time; carries what it printed.
     """
-    command = [sys.executable]
-    if num_ranks > 1:
-        # A rendezvous at a port that the system picks: tests may run side by side.
-        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += ["--nproc-per-node", str(num_ranks)]
-    command += list(arguments)
+    command = [*start_command(num_ranks), *arguments]
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,

@@ -9,7 +9,7 @@ import pytest
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
-from gpt_pretrain.config.launch import first_host, read_launch
+from gpt_pretrain.config.launch import first_host, read_launch, without_launcher
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 
@@ -555,10 +555,16 @@ RULES = {
     ),
     "no time": (["trainer.max_time='00:00:00:00'"], 1, "trainer.max_time='00:00:00:00' leaves no time to train", []),
     "deterministic with a fusion that is not": (
-        ["trainer.deterministic=true", "model.cross_entropy_loss_fusion=true"],
+        ["trainer.deterministic=true", "model.cross_entropy_fusion_impl=native"],
         1,
-        "trainer.deterministic=true excludes megatron-core's fused cross entropy",
-        ["trainer.deterministic=true"],
+        "trainer.deterministic=true excludes model.cross_entropy_fusion_impl=native",
+        ["trainer.deterministic=true", "model.cross_entropy_fusion_impl=linear"],
+    ),
+    "an implementation of what is off": (
+        ["model.cross_entropy_loss_fusion=false", "model.cross_entropy_fusion_impl=linear"],
+        1,
+        "model.cross_entropy_fusion_impl=linear says which fused cross entropy computes the loss",
+        ["model.cross_entropy_loss_fusion=true", "model.cross_entropy_fusion_impl=linear"],
     ),
     "save interval": (
         ["checkpoint.save_interval=0"],
@@ -747,6 +753,10 @@ def test_the_launcher_is_read_from_its_variables(env, expected):
     launch = read_launch(env)
     shown = (launch.launcher, launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
     assert (*shown, launch.num_nodes) == expected
+    alone = without_launcher({**env, "SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "x"})
+    assert read_launch(alone).launcher == "none"
+    assert alone["SLURM_JOB_ID"] == "77", "the job of a step is still the process's"
+    assert "TORCHELASTIC_RUN_ID" not in alone
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
+from gpt_pretrain.config.launch import start_command
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.stop import StopRequest
 from tests.emulated_training import emulated_training
@@ -88,10 +88,9 @@ def test_the_checkpoint_is_on_the_disk_within_30_s_of_the_signal(run, tmp_path):
 def test_torchrun_hands_signals_on(number, to_all, reason, tmp_path, cache_dir):
     """Its own exit code is 1 whatever the ranks' are: the last record has theirs."""
     run_dir = tmp_path / "run"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    launcher = [*start_command(2), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     process = subprocess.Popen(
-        [sys.executable, *launcher, *small_run_arguments(run_dir, cache_dir, SMALL)],
+        [*launcher, *small_run_arguments(run_dir, cache_dir, SMALL)],
         cwd=REPOSITORY,
         env=clean_environment(None),
         stdout=subprocess.PIPE,

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from pathlib import Path
 
 from gpt_pretrain.benchmark.results import Failure
 from gpt_pretrain.benchmark.worker import Task, failure_path, result_path
+from gpt_pretrain.config.launch import start_command, without_launcher
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.report.json_object import JsonObject
 
 TASK, OUTPUT = "task.json", "output.txt"
-# What a launcher around this process has set; the processes of a benchmark are no ranks of its run.
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,17 +75,8 @@ def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> 
 
 
 def _run_processes(task: Path, output: Path, num_processes: int) -> int:
-    command = [sys.executable]
-    if num_processes > 1:
-        # A rendezvous at a port that the system picks.
-        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += ["--nproc-per-node", str(num_processes)]
-    command += ["-m", "gpt_pretrain.benchmark.worker", str(task)]
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(("SLURM_STEP_", "TORCHELASTIC_"))
-    }
+    command = [*start_command(num_processes), "-m", "gpt_pretrain.benchmark.worker", str(task)]
+    env = without_launcher(os.environ)
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
         try:

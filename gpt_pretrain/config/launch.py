@@ -7,10 +7,14 @@ about the world size runs before anything expensive.
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt_pretrain.config.errors import ConfigError
+
+# The variables of torchrun and `accelerate launch`.
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,3 +143,21 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
     if not 0 <= launch.rank < launch.world_size:
         raise ConfigError([f"rank {launch.rank} is not below the world size {launch.world_size} the launcher states"])
     return launch
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what a launcher has set, for processes that are no ranks of its run."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _OF_A_LAUNCHER and not name.startswith(("SLURM_STEP_", "TORCHELASTIC_"))
+    }
+
+
+def start_command(num_processes: int) -> list[str]:
+    """What starts ranks on this machine, before `-m MODULE …`: this Python, by torchrun where there are several."""
+    if num_processes == 1:
+        return [sys.executable]
+    # A rendezvous at a port that the system picks: several may run side by side.
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*launcher, "--nproc-per-node", str(num_processes)]
