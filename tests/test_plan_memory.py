@@ -10,7 +10,7 @@ from tests.planning import plan_of
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8")
 EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", "model.global_batch_size=16", "plan.num_gpus=4")
 ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
-# Peaks of torch's allocator on rank 0. The first six are the application's, in benchmarks/*.md; the last three a bare
+# Peaks of torch's allocator on rank 0. The first seven are the application's, in benchmarks/*.md; the last three a bare
 # megatron-core loop's under the same knobs, before this project existed.
 MEASURED = {
     "GPT-2 124M": (("model=gpt2_124m",), 26.7),
@@ -19,9 +19,9 @@ MEASURED = {
     "8 layers, DP 2": ((*EIGHT_LAYERS, "parallelism=dp", *ON_TWO), 49.8),
     "8 layers, TP 2 + SP": ((*EIGHT_LAYERS, "parallelism=tp2_sp"), 32.8),
     "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 32.5),
+    "8B, FP8 weights and small states": (("experiment=llama3_8b_1gpu",), 106.1),
     "8B, DP 4, BF16": (EIGHT_BILLION, 113.0),
     "8B, DP 4, delayed": ((*EIGHT_BILLION, "fp8=delayed"), 121.0),
-    "8B, FP8 weights and small states": (("experiment=llama3_8b_1gpu",), 106.1),
     "8B, DP 4, tensorwise, FP8 parameters": ((*EIGHT_BILLION, "fp8=tensorwise", "model.fp8_params=true"), 107.0),
 }
 
@@ -157,10 +157,26 @@ def test_without_transformer_engine_the_scores_are_kept():
     assert local - fused == 12 * 32 * 12 * 1024 * (1024 * (4 + 2) - 4)
 
 
-@pytest.mark.parametrize(("fused", "bytes_per_logit"), [("true", 10), ("false", 6)])
-def test_bytes_of_logits(fused, bytes_per_logit):
-    items = plan_of("model=gpt2_124m", f"model.cross_entropy_loss_fusion={fused}").memory.worst.items
+@pytest.mark.parametrize(("key", "bytes_per_logit"), [("fusion_impl=native", 10), ("loss_fusion=false", 6)])
+def test_bytes_of_logits(key, bytes_per_logit):
+    items = plan_of("model=gpt2_124m", f"model.cross_entropy_{key}").memory.worst.items
     assert items["logits and loss"] == 32 * 1024 * 50_304 * bytes_per_logit
+
+
+@pytest.mark.parametrize(("fused", "weight_gradient"), [("true", 0), ("false", 4 * 50_304 * 768)])
+def test_bytes_of_a_linear_loss(fused, weight_gradient):
+    """8,192 tokens' logits and all hidden states' gradients in BF16, and the head's gradient in fp32 unless it is main."""
+    items = plan_of(
+        "model=gpt2_124m",
+        "model.cross_entropy_fusion_impl=linear",
+        f"model.gradient_accumulation_fusion={fused}",
+        "model.micro_batch_size=64",
+        "model.activations_checkpoint_granularity=full",
+        "model.activations_checkpoint_method=uniform",
+        "model.activations_checkpoint_num_layers=1",
+    ).memory.worst.items
+    name = "logits and loss" if "logits and loss" in items else "backward pass"
+    assert items[name] == 2 * (8192 * 50_304 + 64 * 1024 * 768) + weight_gradient, items
 
 
 @pytest.mark.parametrize(
