@@ -24,6 +24,10 @@ OVERLAP = "model.tp_comm_overlap=true"
             "model.pipeline_model_parallel_size=2: graphs are for models that fit one GPU, and untried across several",
         ),
         (
+            ("model.overlap_grad_reduce=true",),
+            "model.overlap_grad_reduce=true: gradients that are reduced behind replays are untried",
+        ),
+        (
             ("model.transformer_engine=false",),
             "model.transformer_engine=false: graphs hold Transformer Engine's layers",
         ),
@@ -65,9 +69,10 @@ def test_graphs_are_refused_beside_what_a_replay_cannot_do(broken_rules, overrid
 
 
 @pytest.mark.parametrize("fp8", ["none", "tensorwise", "blockwise"])
-def test_graphs_go_with_dense_models_on_data_parallel_gpus(broken_rules, fp8):
-    overrides = ("model=gpt2_124m", "model.cuda_graph_impl=local", "parallelism=dp", "model.hidden_dropout=0.1")
-    assert broken_rules(*overrides, f"fp8={fp8}", world_size=2) == []
+def test_graphs_go_with_dense_models_that_reduce_gradients_at_the_end(broken_rules, fp8):
+    overrides = ("model=gpt2_124m", "model.cuda_graph_impl=local", "model.hidden_dropout=0.1")
+    for layout in ("model.use_distributed_optimizer=true", "model.use_distributed_optimizer=false"):
+        assert broken_rules(*overrides, f"fp8={fp8}", layout, world_size=2) == []
 
 
 @pytest.mark.parametrize(

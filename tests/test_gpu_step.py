@@ -49,7 +49,7 @@ FULL_RECOMPUTE = (
         pytest.param(["model=gpt2_124m"], id="gpt2"),
         pytest.param(["model=tiny", "parallelism=dp"], id="distributed optimizer"),
         pytest.param(["model=tiny", *LEAN, *SMALLEST], id="small states"),
-        pytest.param(["model=tiny", "parallelism=dp", "model.cuda_graph_impl=local"], id="graphs"),
+        pytest.param(["model=tiny", "model.cuda_graph_impl=local"], id="graphs"),
         pytest.param(["model=tiny", *FULL_RECOMPUTE], id="full recompute"),
         pytest.param(["model=tiny", "model.data.num_workers=2"], id="workers"),
     ],

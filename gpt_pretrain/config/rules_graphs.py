@@ -23,6 +23,8 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         size = getattr(model, name)
         if size > 1:
             yield f"model.{name}={size}", "graphs are for models that fit one GPU, and untried across several"
+    if model.overlap_grad_reduce:
+        yield "model.overlap_grad_reduce=true", "gradients that are reduced behind replays are untried"
     if model.transformer_engine is False:
         yield "model.transformer_engine=false", "graphs hold Transformer Engine's layers"
     if model.fp8_emulate:
@@ -68,7 +70,7 @@ def graphs_pay(config: Config) -> bool:
     """Whether the host would launch a layer's kernels more slowly than a GPU computes them, as far as was measured.
 
     That is with tensorwise scaling, whose layers launch the most kernels, and no more work in a layer and microbatch
-    than was measured. Narrower layers are untried, and so is the reduction of gradients while graphs are replayed.
+    than was measured. Narrower layers are untried.
     """
     model, settings = config.model, fp8_settings(config.model)
     weights, tokens = matmul_parameters_per_layer(model), model.micro_batch_size * model.encoder_seq_length
@@ -77,6 +79,5 @@ def graphs_pay(config: Config) -> bool:
         and settings.recipe is Fp8RecipeName.tensorwise
         and weights >= _WEIGHTS_OF_A_LAYER
         and weights * tokens <= _WEIGHTS_OF_A_LAYER * _TOKENS
-        and not model.overlap_grad_reduce
         and not any(_obstacles(config))
     )
