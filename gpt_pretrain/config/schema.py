@@ -277,7 +277,8 @@ class ModelConfig:
     cross_entropy_fusion_impl: CrossEntropyFusion | None
     """Which: native (of all logits) or linear (with the LM head, without all logits at once); null: native."""
     cuda_graph_impl: CudaGraphImpl | None
-    """Replay each layer as CUDA graphs: none, or local (megatron-core's; one GPU per replica, TE layers); null: none."""
+    """Replay each layer as CUDA graphs: none, or local (megatron-core's; one GPU per replica, TE layers); null: local
+    where it was measured to pay, which is in small models with tensorwise scaling (docs/speed.md)."""
     activations_checkpoint_granularity: RecomputeGranularity | None
     """Activation recomputation: null (none), selective, full."""
     activations_checkpoint_method: RecomputeMethod | None
