@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.numbers import format_bytes
-from gpt_pretrain.report.chart import VALIDATION_MARKER, draw_loss_chart
 from gpt_pretrain.report.fp8_lines import coverage_sentence, fp8_table, plain_coverage_line, plain_fp8_lines
 from gpt_pretrain.report.live import (
     MAX_WIDTH,
@@ -28,10 +27,9 @@ from gpt_pretrain.report.live import (
     plain_validation_line,
 )
 from gpt_pretrain.report.metrics_file import Metrics
-from gpt_pretrain.report.numbers import UNKNOWN, format_count, format_duration, format_loss
+from gpt_pretrain.report.numbers import format_loss
 from gpt_pretrain.report.records import (
     CheckpointRecord,
-    EndReason,
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
@@ -43,16 +41,7 @@ from gpt_pretrain.report.records import (
     TrainRecord,
     ValidationRecord,
 )
-
-_END_REASONS: dict[EndReason, str] = {
-    "max_steps": "all steps done",
-    "max_time": "stopped: trainer.max_time is used up",
-    "interrupted": "stopped by Ctrl-C",
-    "terminated": "stopped by SIGTERM",
-    "warned": "stopped by SIGUSR1",
-    "not_finite": "stopped: loss or gradient is not finite",
-    "loss_spike": "stopped: the loss spikes again and again",
-}
+from gpt_pretrain.report.summary_lines import plain_summary_lines, summary_panels
 
 
 class RunConsole:
@@ -235,44 +224,12 @@ class RunConsole:
             places: Name → path or command: where things are.
         """
         self.stop_live()
-        done = f"step {summary.step}/{self._max_steps}"
-        reason = _END_REASONS[summary.end_reason]
-        facts = self._summary_facts(summary)
-        chart = draw_loss_chart(metrics.train, metrics.validation, width=self._width - 4)
-        if not self.is_terminal:
-            self._print_plain(f"end {done}: {reason}")
-            for key, value in (facts | dict(places)).items():
-                self._print_plain(f"  {key}: {value}")
-            if chart is not None:
-                self._print_plain(f"loss over steps (line: train, {VALIDATION_MARKER}: validation)\n{chart}")
-            if summary.sample_text is not None:
-                sample = _printable((summary.sample_prompt or "") + summary.sample_text)
-                self._print_plain(f"sample\n{sample}")
+        if self.is_terminal:
+            for panel in summary_panels(summary, metrics, places, max_steps=self._max_steps, width=self._width):
+                self._out.print(panel)
             return
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for key, value in (facts | dict(places)).items():
-            table.add_row(Text(key), Text(value))
-        parts = [table] if chart is None else [_colored(chart), Text(), table]
-        title = Text.assemble(("loss  ", "bold"), ("─ train", "cyan"), (f"  {VALIDATION_MARKER} validation", "green"))
-        subtitle = Text(f"{done}, {reason}", style="bold green" if summary.end_reason == "max_steps" else "bold yellow")
-        panel = Panel(
-            Group(*parts),
-            title=Text("summary", style="bold") if chart is None else title,
-            title_align="left",
-            subtitle=subtitle,
-            subtitle_align="right",
-            width=self._width,
-        )
-        self._out.print(panel)
-        if summary.sample_text is not None:
-            sample_text = Text.assemble(
-                (_printable(summary.sample_prompt or ""), "bold"), _printable(summary.sample_text), overflow="fold"
-            )
-            self._out.print(
-                Panel(sample_text, title=Text("sample", style="bold"), title_align="left", width=self._width)
-            )
+        for line in plain_summary_lines(summary, metrics, places, max_steps=self._max_steps, width=self._width):
+            self._print_plain(line)
 
     @property
     def _width(self) -> int:
@@ -294,27 +251,6 @@ class RunConsole:
     def _print_plain(self, line: str) -> None:
         # Neither wrapped nor interpreted: a record stays one line, and brackets in a path stay brackets.
         self._out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
-
-    def _summary_facts(self, summary: SummaryRecord) -> dict[str, str]:
-        facts = {
-            "train loss": f"{format_loss(summary.first_loss)} → {format_loss(summary.last_loss)}"
-            f"  (best {format_loss(summary.best_loss)})"
-        }
-        if summary.last_validation_loss is not None:
-            facts["validation loss"] = (
-                f"{format_loss(summary.first_validation_loss)} → {format_loss(summary.last_validation_loss)}"
-                f"  (best {format_loss(summary.best_validation_loss)})"
-            )
-        per_gpu = summary.tokens_per_s_per_gpu
-        rate = format_count(summary.tokens_per_s)
-        if rate != UNKNOWN and per_gpu != summary.tokens_per_s:
-            rate += f"  ({format_count(per_gpu)} per GPU)"
-        facts["tokens/s"] = rate
-        facts["tokens"] = format_count(summary.consumed_tokens)
-        facts["time"] = format_duration(summary.wall_time_s)
-        if summary.skipped_steps:
-            facts["skipped steps"] = f"{summary.skipped_steps}, loss or gradient not finite"
-        return facts
 
 
 def _bad_step_sentence(record: SkippedStepRecord | LossSpikeRecord) -> str:
@@ -338,15 +274,3 @@ def _rewind_sentence(record: RewindRecord) -> str:
         f"back to step {record.step}, behind the spike of step {record.spike_step}, in {record.time_s:.1f} s; samples "
         f"{record.first_sample} to {last_sample} are passed over; rewinds so far: {record.rewinds}"
     )
-
-
-def _printable(text: str) -> str:
-    """Text with control characters replaced: a model that writes an escape sequence must not steer the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def _colored(chart: str) -> Text:
-    text = Text(chart, style="dim", no_wrap=True, overflow="crop")
-    text.highlight_regex(r"[\u2801-\u28ff]+", "not dim cyan")
-    text.highlight_regex(VALIDATION_MARKER, "not dim bold green")
-    return text

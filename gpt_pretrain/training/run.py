@@ -15,7 +15,7 @@ from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.start import Start, choose_start
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import max_time_s, num_train_samples
-from gpt_pretrain.config.errors import ConfigError, RunError
+from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.launch import Launch
@@ -38,15 +38,14 @@ from gpt_pretrain.megatron.platform import (
     plan_kernels,
     platform_notes,
 )
-from gpt_pretrain.megatron.user_buffers import without_user_buffers
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
-from gpt_pretrain.training.generation import generate_tokens
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
 from gpt_pretrain.training.rewind import Rewinds
+from gpt_pretrain.training.sample import check_prompt, write_sample
 from gpt_pretrain.training.stop import EXIT_CODES, StopRequest
 from gpt_pretrain.training.trainer import AfterStep, Trainer
 from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
@@ -76,7 +75,7 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
     platform = detect_platform()
     check_platform(config, platform, launch)
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
-    _check_prompt(config, corpus)
+    check_prompt(config, corpus)
     with process_groups(config.model, launch, platform), ExitStack() as stack:
         # A default run directory is named by the clock, and rank 0's counts.
         check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
@@ -85,20 +84,6 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         start = choose_start(config.checkpoint, run_dir / "checkpoints")
         run = _Run(config, launch, platform, corpus, watchdog, run_dir=run_dir, start=start)
         return run.run(lock_note, after_step)
-
-
-def _check_prompt(config: Config, corpus: Corpus) -> None:
-    """The text sample comes last: what it cannot start from is refused first."""
-    if corpus.tokenizer is None or config.sample.max_new_tokens == 0:
-        return
-    num_tokens, limit = len(corpus.tokenizer.encode(config.sample.prompt)), config.model.encoder_seq_length
-    if not 0 < num_tokens < limit:
-        raise ConfigError(
-            [
-                f"sample.prompt={config.sample.prompt!r} is {num_tokens} tokens, and the model continues 1 to "
-                f"{limit - 1} (model.encoder_seq_length={limit}); give another, or sample.max_new_tokens=0"
-            ]
-        )
 
 
 def _open_run_dir(config: Config, stack: ExitStack) -> tuple[Path, str | None]:
@@ -233,7 +218,9 @@ class _Run:
             if console is not None:
                 console.stop_live()
             with self._watchdog.busy("writing the text sample"):
-                sample = self._sample() if reason == "max_steps" else None
+                sample = None
+                if reason == "max_steps":
+                    sample = write_sample(self._config, self._corpus, self._trainable.model)
             if console is not None:
                 self._sum_up(
                     console,
@@ -303,25 +290,6 @@ class _Run:
         if self._corpus.tokenizer is None and config.sample.max_new_tokens > 0:
             console.note("no text sample at the end: model.tokenizer.library=none has no text")
         return console
-
-    def _sample(self) -> str | None:
-        """What the model writes after `sample.prompt`; every rank takes part."""
-        sample, tokenizer = self._config.sample, self._corpus.tokenizer
-        if tokenizer is None or sample.max_new_tokens == 0:
-            return None
-        model = self._trainable.model
-        with model.gathered_parameters(), without_user_buffers(model.gpt_chunks):
-            tokens = generate_tokens(
-                model.chunks,
-                self._config.model,
-                tokenizer.encode(sample.prompt),
-                vocab_size=tokenizer.vocab_size,
-                max_new_tokens=sample.max_new_tokens,
-                temperature=sample.temperature,
-                end_token=tokenizer.eod,
-                seed=self._config.model.seed,
-            )
-        return tokenizer.decode(tokens)
 
     def _sum_up(
         self,

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +29,6 @@ from gpt_pretrain.report.records import (
     LossSpikeRecord,
     Record,
     SkippedStepRecord,
-    ValidationRecord,
 )
 from gpt_pretrain.training.dump import write_dump
 from gpt_pretrain.training.expert_watch import ExpertWatch
@@ -40,8 +38,9 @@ from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, 
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.rewind import GoBack, Rewinds
 from gpt_pretrain.training.saves import Saves
-from gpt_pretrain.training.step import data_iterators, train_step, validate
+from gpt_pretrain.training.step import data_iterators, train_step
 from gpt_pretrain.training.stop import StopRequest
+from gpt_pretrain.training.validation import Validation
 from gpt_pretrain.training.watchdog import Watchdog
 
 type AfterStep = Callable[[int, StepResult], None]
@@ -116,10 +115,18 @@ class Trainer:
 
         self._batches_from = batches_from
         self._train_batches = batches_from(progress.consumed_samples)
-        self._valid_batches = (
+        self._validation = (
             None
             if valid_data is None
-            else data_iterators(trainable.model, lambda: build_validation_iterator(valid_data, **source))
+            else Validation(
+                config,
+                trainable.model,
+                data_iterators(trainable.model, lambda: build_validation_iterator(valid_data, **source)),
+                self._num_microbatches,
+                log=log,
+                meter=self._meter,
+                watchdog=watchdog,
+            )
         )
 
     def train(self, stop: StopRequest) -> EndReason:
@@ -211,31 +218,10 @@ class Trainer:
         )
 
     def validate(self) -> None:
-        """Logs the loss over the first `trainer.limit_val_batches` global batches of the validation split."""
-        if self._valid_batches is None:
-            return
-        self._log_fp8()
-        num_batches = self.config.trainer.limit_val_batches
-        with self._meter.paused(), self.trainable.model.gathered_parameters():
-            began = time.monotonic()
-            loss = validate(
-                self.trainable.model,
-                self._valid_batches,
-                self.config.model,
-                self._num_microbatches,
-                num_batches,
-                on_batch=lambda: self._watchdog.progress("a batch of the validation"),
-            )
-            self._watchdog.progress("what follows the validation")
-            self._log(
-                ValidationRecord(
-                    step=self.progress.step,
-                    loss=loss,
-                    perplexity=math.inf if loss > 700 else math.exp(loss),
-                    num_samples=num_batches * self.config.model.global_batch_size,
-                    time_s=time.monotonic() - began,
-                )
-            )
+        """Logs the loss on the validation split, where there is one."""
+        if self._validation is not None:
+            self._log_fp8()
+            self._validation.run(self.progress.step)
 
     def save(self) -> None:
         """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones.
