@@ -6,6 +6,9 @@ from gpt_pretrain.config.load import load_config
 from gpt_pretrain.plan.forecast import Plan, build_plan
 from gpt_pretrain.plan.world import planned_launch
 
+# What ran by default up to 2026-11-21: measurements of those days are of it.
+SEPARATE_LOSS = ("model.cross_entropy_fusion_impl=native", "model.gradient_accumulation_fusion=false")
+
 
 @cache
 def plan_of(*overrides: str) -> Plan:

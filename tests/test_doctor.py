@@ -394,7 +394,7 @@ def test_blackwell_runs_every_recipe():
         ),
         (
             replace(HEALTHY, transformer_engine=replace(TE, scales_on_device=True)),
-            {"gradient clipping": "Transformer Engine", "weight gradient sums": "PyTorch, after the product"},
+            {"gradient clipping": "Transformer Engine", "weight gradient sums": "Transformer Engine, in the product"},
         ),
         (
             replace(
@@ -406,14 +406,23 @@ def test_blackwell_runs_every_recipe():
                 "transformer layers": "megatron-core's local layers",
                 "attention": "PyTorch with apex's softmax",
                 "layer norm": "apex",
-                "weight gradient sums": "PyTorch, after the product",
+                "weight gradient sums": "PyTorch, in the product",
             },
         ),
         (
-            replace(HEALTHY, apex=Apex(version="0.1", parts={"apex_weight_gradient": True})),
+            replace(
+                HEALTHY, transformer_engine=MISSING, apex=Apex(version="0.1", parts={"apex_weight_gradient": True})
+            ),
             {"weight gradient sums": "apex, in the product"},
         ),
-        (LAPTOP, {"layer norm": "PyTorch", "optimizer": "PyTorch's Adam"}),
+        (
+            LAPTOP,
+            {
+                "layer norm": "PyTorch",
+                "optimizer": "PyTorch's Adam",
+                "weight gradient sums": "PyTorch, after the product",
+            },
+        ),
     ],
 )
 def test_each_part_says_what_it_runs_on(facts, here):

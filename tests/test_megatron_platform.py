@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import load_config
@@ -34,6 +35,7 @@ TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS = (
     "gradient_accumulation_fusion",
     "cross_entropy_loss_fusion",
 )
+NATIVE, LINEAR = (f"model.cross_entropy_fusion_impl={name}" for name in ("native", "linear"))
 
 
 def launched(local_rank: int = 0, local_world_size: int = 1) -> Launch:
@@ -55,16 +57,19 @@ def active(kernels: Kernels) -> set[str]:
     [
         (CPU, [], set()),
         (CPU, ["model=gpt2_124m"], set()),
-        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, LOSS}),
+        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
         # A learned position table: no rope to fuse.
-        (GPU, ["model=gpt2_124m"], {TE, ACTIVATION, DROPOUT, LOSS}),
+        (GPU, ["model=gpt2_124m"], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
         # The fused GELU adds a bias and is the tanh form.
-        (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, LOSS}),
-        (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, LOSS}),
-        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE}),
-        (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, LOSS}),
-        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, LOSS}),
-        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, LOSS}),
+        (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
+        (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, LOSS}),
+        # To be compared with: the plain loss.
+        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT}),
+        # Emulated layers compute their weight gradients themselves.
+        (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, LOSS}),
+        (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),
         # TE has its own attention, so apex's softmax serves layers without TE alone.
         (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
         (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, SOFTMAX, GRADIENT, LOSS}),
@@ -77,10 +82,28 @@ def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[s
     check_platform(config, platform, launched())
 
 
-def test_fp32_keeps_its_gradients_from_the_fused_loss() -> None:
-    """megatron-core's fused cross entropy hands back BF16 gradients whatever the precision."""
-    config = load_config(["data=mock", "trainer.precision=fp32", f"model.{TE}=false"])
-    assert LOSS not in active(plan_kernels(config, GPU))
+@pytest.mark.parametrize(
+    ("platform", "overrides", "expected"),
+    [
+        (GPU, [], CrossEntropyFusion.linear),
+        (GPU, [NATIVE], CrossEntropyFusion.native),
+        (GPU, [f"model.{LOSS}=false"], None),
+        # To be compared with: the plain loss, unless another is asked for.
+        (GPU, ["trainer.precision=fp32", f"model.{TE}=false"], None),
+        (GPU, ["trainer.precision=fp32", f"model.{TE}=false", f"model.{LOSS}=true"], CrossEntropyFusion.linear),
+        (GPU, ["trainer.deterministic=true"], None),
+        (GPU, ["trainer.deterministic=true", LINEAR], CrossEntropyFusion.linear),
+        (CPU, [], None),
+        (CPU, [LINEAR], CrossEntropyFusion.linear),
+        (CPU, [f"model.{LOSS}=true"], CrossEntropyFusion.linear),
+    ],
+)
+def test_the_loss_is_linear_where_nothing_speaks_against_it(
+    platform: Platform, overrides: list[str], expected: CrossEntropyFusion | None
+) -> None:
+    config = load_config(["data=mock", *overrides])
+    assert plan_kernels(config, platform).cross_entropy_loss_fusion is expected
+    check_platform(config, platform, launched())
 
 
 @pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS])
@@ -123,8 +146,11 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
         ),
         (
             CPU,
-            [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", f"model.{LOSS}=true"],
-            [f"model.{key}=true {NO_CUDA}" for key in (ACTIVATION, DROPOUT, LOSS)],
+            [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", NATIVE],
+            [
+                *(f"model.{key}=true {NO_CUDA}" for key in (ACTIVATION, DROPOUT)),
+                f"{NATIVE} is compiled for a GPU, and there is no CUDA device; use null or linear",
+            ],
         ),
         (
             CPU,
@@ -141,12 +167,10 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
         ),
         (
             GPU_WITHOUT_TE,
-            [f"model.{SOFTMAX}=true", f"model.{GRADIENT}=true"],
+            [f"model.{SOFTMAX}=true"],
             [
                 "model.masked_softmax_fusion=true has no effect: apex's softmax kernels are not installed; "
                 "use null or false",
-                "model.gradient_accumulation_fusion=true needs apex's fused_weight_gradient_mlp_cuda, which is not "
-                "installed; use null or false",
             ],
         ),
         (
@@ -183,11 +207,8 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
         ),
         (
             GPU_WITHOUT_TE,
-            ["trainer.precision=fp32", f"model.{LOSS}=true"],
-            [
-                "model.cross_entropy_loss_fusion=true rounds the gradient of the logits to BF16, and "
-                "trainer.precision=fp32; use null or false"
-            ],
+            ["trainer.precision=fp32", NATIVE],
+            [f"{NATIVE} rounds the gradient of the logits to BF16, and trainer.precision=fp32; use null or linear"],
         ),
     ],
 )
@@ -235,14 +256,15 @@ def test_more_processes_than_gpus_are_refused() -> None:
         (
             GPU,
             "Transformer Engine 2.12.0",
-            "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, cross_entropy_loss_fusion",
+            "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, gradient_accumulation_fusion, "
+            "cross_entropy_loss_fusion (linear)",
             "not installed: nothing is lost but speed",
         ),
         (
             APEX_WITHOUT_TE,
             "megatron-core local",
             "bias_activation_fusion, bias_dropout_add_fusion, masked_softmax_fusion, gradient_accumulation_fusion, "
-            "cross_entropy_loss_fusion",
+            "cross_entropy_loss_fusion (linear)",
             "layer norm, optimizer, softmax, weight gradient",
         ),
     ],

@@ -183,11 +183,11 @@ ROWS = [
     # megatron-core's config refuses it where TE is not installed.
     Row(override="model.apply_rope_fusion=true", transformer={"apply_rope_fusion": True}, needs_te=True),
     Row(override="model.gradient_accumulation_fusion=true", transformer={"gradient_accumulation_fusion": True}),
-    Row(override="model.cross_entropy_loss_fusion=true", transformer={"cross_entropy_loss_fusion": True}),
-    # megatron-core 0.19 has no linear, and must not compile its own beside ours.
+    # megatron-core 0.19 has no linear, and does not compute the loss then.
+    Row(override="model.cross_entropy_fusion_impl=native", transformer={"cross_entropy_loss_fusion": True}),
     Row(
-        override="model.cross_entropy_fusion_impl=linear",
-        context=("model.cross_entropy_loss_fusion=true",),
+        override="model.cross_entropy_loss_fusion=false",
+        context=("model.cross_entropy_fusion_impl=native",),
         transformer={"cross_entropy_loss_fusion": False},
     ),
     Row(
@@ -558,7 +558,7 @@ def test_precision_decides_the_parameters_type(precision: str, cuda: bool, expec
 
 def test_nothing_known_to_be_wrong_is_ever_chosen() -> None:
     """TE's fused cross entropy is known to be wrong; a precision-aware optimizer may hold masters in FP16."""
-    for overrides in ((), (FP8,), (FP8, "model.fp8_params=true"), ("model.cross_entropy_loss_fusion=true",)):
+    for overrides in ((), (FP8,), (FP8, "model.fp8_params=true"), ("model.cross_entropy_fusion_impl=native",)):
         fields_of_run = translated(*overrides)
         assert fields_of_run["transformer.cross_entropy_fusion_impl"] == "native"
         assert fields_of_run["optimizer.use_precision_aware_optimizer"] is False

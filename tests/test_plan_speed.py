@@ -8,14 +8,15 @@ from gpt_pretrain.config.choices import Fp8RecipeName, PlanGpu
 from gpt_pretrain.config.gemms import Gemm, linears
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
-from gpt_pretrain.plan.kernels import Machine
-from tests.planning import plan_of
+from gpt_pretrain.plan.kernels import Machine, head_s
+from tests.planning import SEPARATE_LOSS, plan_of
 
-EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8")
-EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", "model.global_batch_size=16", "plan.num_gpus=4")
+EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_LOSS)
+EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", "model.global_batch_size=16", "plan.num_gpus=4", *SEPARATE_LOSS)
 ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
 FP8_PARAMS = "model.fp8_params=true"
-XL, SMALL = ("model=gpt3_1_3b", "model.global_batch_size=64"), ("model=gpt2_124m",)
+XL = ("model=gpt3_1_3b", "model.global_batch_size=64", *SEPARATE_LOSS)
+SMALL = ("model=gpt2_124m", *SEPARATE_LOSS)
 # Tokens per second and GPU on H200s. BF16 at 124M, 1.3B and 8 layers and the three layouts of two GPUs: the
 # application's, in benchmarks/*.md. The rest: a bare megatron-core loop's, before this project existed.
 # What the shares of the peaks (hardware.EFFICIENCY) were fitted to:
@@ -56,6 +57,23 @@ def test_speed_of_what_it_was_calibrated_on(overrides, measured):
 def test_speed_of_what_it_was_not_calibrated_on(overrides, measured):
     # Within 15% is what a prediction has to keep; these have been within 7%.
     assert plan_of(*overrides).speed.run.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.10)
+
+
+# On an H200, head and loss of one microbatch, forward and backward: benchmarks/lm_head_h200_2026-11-22.md.
+HEADS = {
+    "124M": ("model=gpt2_124m", 14.34),
+    "1.3B": ("model=gpt3_1_3b", 16.45),
+    "8B": ("model=llama3_8b", 39.97),
+}
+
+
+@pytest.mark.parametrize(("model", "milliseconds"), HEADS.values(), ids=HEADS)
+def test_time_of_head_and_linear_loss(model, milliseconds):
+    plan = plan_of(model)
+    machine = Machine(gpu=plan.gpu, efficiency=EFFICIENCY)
+    seconds = head_s(machine, plan.config.model, plan.stages[-1].linears[-1], plan.kernels)
+    # Not fitted to these; within 3%.
+    assert 1e3 * sum(seconds.values()) == pytest.approx(milliseconds, rel=0.05)
 
 
 @pytest.mark.parametrize(("overrides", "measured"), RATIOS.values(), ids=RATIOS)

@@ -3,10 +3,12 @@
 The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration; the
 loop is as bare as it gets: one batch of random tokens that stays on the device, no data loading, no logging, no
 validation, no schedule, no signal handling. The optimizer is megatron-core's as it comes, without the kernels of
-`gpt_pretrain/megatron/kernels.py`: what those bring shows in the comparison. One model chunk, no context parallelism.
+`gpt_pretrain/megatron/kernels.py`, and so is the loss, without `linear_loss.py`: what those bring shows in the
+comparison. One model chunk, no context parallelism.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.derived import num_microbatches
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.fp8 import fp8_settings
@@ -56,7 +59,10 @@ def build_bare_step(config: Config, launch: Launch, platform: Platform) -> Calla
         raise ConfigError(["the bare loop knows neither virtual pipeline stages nor context parallelism"])
     settings = fp8_settings(config.model)
     emulated = emulated_layers(config, settings) if settings is not None and settings.emulate else None
-    model = build_model(config, platform, plan_kernels(config, platform), emulated)
+    kernels = plan_kernels(config, platform)
+    if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
+        kernels = replace(kernels, cross_entropy_loss_fusion=CrossEntropyFusion.native if platform.cuda else None)
+    model = build_model(config, platform, kernels, emulated)
     assert model.transformer_config.finalize_model_grads_func is finalize_model_grads
     optimizer = get_megatron_optimizer(
         translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False

@@ -243,13 +243,10 @@ def launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
 
 def determinism(config: Config) -> Iterator[str]:
     """Kernels that are asked for by name and vary from run to run."""
-    model = config.model
-    linear = model.cross_entropy_fusion_impl is CrossEntropyFusion.linear
-    asked = model.cross_entropy_loss_fusion or model.cross_entropy_fusion_impl is not None
-    if config.trainer.deterministic and asked and not linear and model.cross_entropy_loss_fusion is not False:
+    if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
         yield (
-            "trainer.deterministic=true excludes megatron-core's fused cross entropy, whose result varies from run "
-            "to run; use model.cross_entropy_fusion_impl=linear, or model.cross_entropy_loss_fusion=false"
+            "trainer.deterministic=true excludes model.cross_entropy_fusion_impl=native, whose result varies from run "
+            "to run; use null or linear"
         )
 
 

@@ -271,11 +271,11 @@ class ModelConfig:
     apply_rope_fusion: bool | None
     """TE's fused rope; null: with rope on TE layers."""
     gradient_accumulation_fusion: bool | None
-    """Add weight gradients into the main gradient inside the GEMM; null: where apex's kernel is present."""
+    """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, unless fp8_emulate."""
     cross_entropy_loss_fusion: bool | None
     """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     cross_entropy_fusion_impl: CrossEntropyFusion | None
-    """Which: native (of all logits) or linear (with the LM head, without all logits at once); null: native."""
+    """Which: native (of all logits) or linear (with the LM head, without all logits at once); null: linear."""
     cuda_graph_impl: CudaGraphImpl | None
     """Replay each layer as CUDA graphs: none, or local (megatron-core's; one GPU per replica, TE layers); null: local
     where it was measured to pay, which is in small models with tensorwise scaling (docs/speed.md)."""

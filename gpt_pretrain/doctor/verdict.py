@@ -124,8 +124,13 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
         ),
         Part(
             name="weight gradient sums",
-            here=first((platform.apex_weight_gradient, "apex, in the product"), otherwise="PyTorch, after the product"),
-            order="apex (fused_weight_gradient_mlp_cuda); PyTorch",
+            here=first(
+                (has_te, "Transformer Engine, in the product"),
+                (platform.apex_weight_gradient, "apex, in the product"),
+                (platform.cuda, "PyTorch, in the product"),
+                otherwise="PyTorch, after the product",
+            ),
+            order="Transformer Engine; apex (fused_weight_gradient_mlp_cuda); PyTorch",
         ),
         Part(
             name="gradient clipping",

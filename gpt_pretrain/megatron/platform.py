@@ -163,7 +163,10 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
-        gradient_accumulation_fusion=choose(model.gradient_accumulation_fusion, platform.apex_weight_gradient),
+        # Emulated layers compute their weight gradients themselves.
+        gradient_accumulation_fusion=choose(
+            model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate
+        ),
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
         cuda_graph_impl=_plan_graphs(config, te),
@@ -180,10 +183,10 @@ def _plan_graphs(config: Config, te: bool) -> CudaGraphImpl | None:
 def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
     fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
     if fused is None:
-        # megatron-core's varies from run to run, and rounds its gradient to BF16 whatever the precision.
-        native_fits = not config.trainer.deterministic and config.trainer.precision is not Precision.fp32
-        fused = implementation is not None or (platform.cuda and native_fits)
-    return (implementation or CrossEntropyFusion.native) if fused else None
+        # Runs that are deterministic or in fp32 are there to be compared with: they keep the plain loss.
+        to_compare = config.trainer.deterministic or config.trainer.precision is Precision.fp32
+        fused = implementation is not None or (platform.cuda and not to_compare)
+    return (implementation or CrossEntropyFusion.linear) if fused else None
 
 
 def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
@@ -229,15 +232,13 @@ def why_no_transformer_engine(platform: Platform) -> str:
 
 
 def _loss_problems(config: Config, platform: Platform) -> list[str]:
-    if plan_kernels(config, platform).cross_entropy_loss_fusion is not CrossEntropyFusion.native:
+    if config.model.cross_entropy_fusion_impl is not CrossEntropyFusion.native:
         return []
-    named = config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native
-    asked = "model.cross_entropy_" + ("fusion_impl=native" if named else "loss_fusion=true")
-    instead = "use null or model.cross_entropy_fusion_impl=linear"
+    native = "model.cross_entropy_fusion_impl=native"
     if not platform.cuda:
-        return [f"{asked} is compiled for a GPU, and there is no CUDA device; {instead}"]
+        return [f"{native} is compiled for a GPU, and there is no CUDA device; use null or linear"]
     if config.trainer.precision is Precision.fp32:
-        return [f"{asked} rounds the gradient of the logits to BF16, and trainer.precision=fp32; {instead}"]
+        return [f"{native} rounds the gradient of the logits to BF16, and trainer.precision=fp32; use null or linear"]
     return []
 
 
