@@ -63,7 +63,7 @@ def test_the_kernel_computes_what_torch_does(master, moments):
                 read,
                 aim,
                 rtol=step_to_next.get(kept.values.dtype, 1e-5),
-                atol=largest * (2e-5 if kept.values.dtype is torch.float8_e4m3fn else 1e-6),
+                atol=largest * (5e-5 if kept.values.dtype is torch.float8_e4m3fn else 1e-6),
                 msg=partial("{} of step {}: {}".format, name, number),
             )
             assert not small or (read != aim).float().mean() < 0.05, name
