@@ -59,10 +59,7 @@ def _display(path: Path) -> str:
 
 
 def _check_files(
-    loader: ConfigLoaderImpl,
-    source: Source,
-    repository: CachingConfigRepository,
-    overrides: Sequence[str],
+    source: Source, repository: CachingConfigRepository, overrides: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """Checks the keys of every YAML file that takes part.
 
@@ -71,7 +68,7 @@ def _check_files(
     """
     problems: list[str] = []
     origins: dict[str, str] = {}
-    for default in list_used_files(loader, source, overrides):
+    for default in list_used_files(repository, source, overrides):
         package = "" if default.package in (None, "_global_") else str(default.package)
         if default.config_path is None or package.partition(".")[0] == "hydra":
             continue
@@ -174,7 +171,7 @@ class _Gate:
             overrides: Those that distinguish it.
         """
         try:
-            problems, origins = _check_files(self.loader, self.source, self.repository, lines)
+            problems, origins = _check_files(self.source, self.repository, lines)
             composed = compose(self.loader, self.source, lines)
         except ConfigError as error:
             return None, list(error.problems)
@@ -252,7 +249,7 @@ def check_command(
     loader = build_loader(source)
     parsed, problems = parse_overrides(overrides)
     repository = open_repository(loader, source, parsed)
-    command_line = CommandLine(loader, source, repository)
+    command_line = CommandLine(source, repository)
     accepted = [override for override in parsed if command_line.accepts(override)]
     problems += command_line.problems
     submission = None

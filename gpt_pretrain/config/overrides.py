@@ -6,7 +6,6 @@ Hydra lets a typo behind `+` or `++` compose silently, and its own errors name i
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.override_parser.types import Override, Transformer
 
@@ -32,8 +31,7 @@ def lines_of(overrides: Iterable[Override]) -> list[str]:
 class CommandLine:
     """Checks the overrides of a command line one by one; keeps those that Hydra may have."""
 
-    def __init__(self, loader: ConfigLoaderImpl, source: Source, repository: CachingConfigRepository) -> None:
-        self.loader = loader
+    def __init__(self, source: Source, repository: CachingConfigRepository) -> None:
         self.source = source
         self.repository = repository
         self.groups = list_groups(repository)
@@ -80,7 +78,7 @@ class CommandLine:
 
     def _is_chosen(self, group: str) -> bool:
         """Whether the defaults list has the group; `+` adds one that it does not have (a user's own)."""
-        return group in list_chosen_groups(self.loader, self.source)
+        return group in list_chosen_groups(self.repository, self.source)
 
     def _check_keys(self, override: Override) -> None:
         line = str(override.input_line)

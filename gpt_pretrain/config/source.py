@@ -13,6 +13,7 @@ import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.default_element import ResultDefault
@@ -166,26 +167,31 @@ def compose(
         raise ConfigError([composition_problem(error)]) from error
 
 
-def list_used_files(loader: ConfigLoaderImpl, source: Source, overrides: Sequence[str]) -> list[ResultDefault]:
-    """The YAML files of a composition in the order in which they are merged.
+def list_used_files(
+    repository: CachingConfigRepository, source: Source, overrides: Sequence[str]
+) -> list[ResultDefault]:
+    """The YAML files of a composition in the order in which they are merged; each is read once.
 
     Raises:
         ConfigError: The defaults list names something that does not exist.
     """
-    try:
-        return loader.compute_defaults_list(source.config_name, list(overrides), RunMode.RUN).defaults
-    except COMPOSITION_ERRORS as error:
-        raise ConfigError([composition_problem(error)]) from error
+    return _defaults_list(repository, source, overrides).defaults
 
 
-def list_chosen_groups(loader: ConfigLoaderImpl, source: Source) -> list[str]:
+def list_chosen_groups(repository: CachingConfigRepository, source: Source) -> list[str]:
     """The groups of the defaults list, of which a command line chooses other options.
 
     Raises:
         ConfigError: The defaults list names something that does not exist.
     """
+    return list(_defaults_list(repository, source, []).overrides.known_choices)
+
+
+def _defaults_list(repository: CachingConfigRepository, source: Source, overrides: Sequence[str]) -> DefaultsList:
+    """What Hydra's loader computes, which would read all files anew."""
     try:
-        return list(loader.compute_defaults_list(source.config_name, [], RunMode.RUN).overrides.known_choices)
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        return create_defaults_list(repository, source.config_name, parsed, prepend_hydra=True, skip_missing=False)
     except COMPOSITION_ERRORS as error:
         raise ConfigError([composition_problem(error)]) from error
 
