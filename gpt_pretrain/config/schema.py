@@ -277,8 +277,7 @@ class ModelConfig:
     cross_entropy_fusion_impl: CrossEntropyFusion | None
     """Which: native (of all logits) or linear (with the LM head, without all logits at once); null: linear."""
     cuda_graph_impl: CudaGraphImpl | None
-    """Replay each layer as CUDA graphs: none, or local (megatron-core's; one GPU per replica, TE layers); null: local
-    where it was measured to pay, which is in small models with tensorwise scaling (docs/speed.md)."""
+    """Replay each layer as CUDA graphs: none, or local (megatron-core's, for replicas on one GPU each); null: none."""
     activations_checkpoint_granularity: RecomputeGranularity | None
     """Activation recomputation: null (none), selective, full."""
     activations_checkpoint_method: RecomputeMethod | None

@@ -6,8 +6,8 @@ forward and of its backward pass at the step's end, and replays them in the step
 the exchange of gradients and the optimizer stay outside.
 
 A replay reads and writes the addresses that were recorded and calls no Python. So only training steps are replayed,
-with their one shape and their dropout; whatever looks into the layers has them computed by their modules
-(`without_graphs`). The proof of FP8 (`fp8/proof.py`) watches the first step, the recording included.
+with their one shape; whatever looks into the layers has them computed by their modules (`without_graphs`). The proof of
+FP8 (`fp8/proof.py`) watches the first step, the recording included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,15 +30,14 @@ class GraphedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has
     """Whether training steps take the graphs."""
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        # megatron-core would replay a validation too, with the dropout of training.
+        # megatron-core would replay a validation, too, and has no graph for a text's length.
         return self.training and self.is_replayed and super()._should_call_local_cudagraph(*args, **kwargs)
 
 
 def prepare_graphs(seed: int) -> None:
     """Called before the layers are built, on a GPU.
 
-    An earlier job of a sweep may have left graphs of its own. Dropout draws from generators that graphs can hold; the
-    numbers are the same.
+    An earlier job of a sweep may have left graphs of its own. megatron-core wants random states that graphs can hold.
     """
     cuda_graphs.delete_cuda_graphs()
     # The console belongs to the run.

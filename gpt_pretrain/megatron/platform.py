@@ -19,7 +19,6 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Posit
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.rules_graphs import graphs_pay
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import fp8_platform_problems, has_fp8, recipe_variables
 from gpt_pretrain.megatron.platform_multicast import multicast_problems, multicast_variables
@@ -169,15 +168,8 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
         ),
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
-        cuda_graph_impl=_plan_graphs(config, te),
+        cuda_graph_impl=None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl,
     )
-
-
-def _plan_graphs(config: Config, te: bool) -> CudaGraphImpl | None:
-    asked = config.model.cuda_graph_impl
-    if asked is None:
-        return CudaGraphImpl.local if te and graphs_pay(config) else None
-    return None if asked is CudaGraphImpl.none else asked
 
 
 def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:

@@ -1,0 +1,21 @@
+"""Exchanges of tensor parallelism behind their products: losses as without, validations and text included."""
+
+import pytest
+
+from tests.runs import SMALL_GPU_RUN, run_small
+
+# Rows enough for the four pieces that each rank cuts an output into.
+RUN = (*SMALL_GPU_RUN, "parallelism=tp2_sp", "model.optim.lr=3e-4", "trainer.limit_val_batches=1")
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("fp8", ["none", "tensorwise", "delayed"])
+def test_overlapped_exchanges_train_as_plain_ones_do(fp8, tmp_path, cache_dir):
+    overrides = [*RUN, f"fp8={fp8}", "sample.max_new_tokens=4"]
+    plain, overlapped = (
+        run_small(2, tmp_path / name, cache_dir, [*overrides, f"model.tp_comm_overlap={name}"], on_gpus=True)
+        for name in ("false", "true")
+    )
+    for kind in ("train", "validation"):
+        losses, expected = ([record.loss for record in getattr(metrics, kind)] for metrics in (overlapped, plain))
+        assert losses == pytest.approx(expected, rel=5e-3)
