@@ -1,6 +1,12 @@
-"""The precision-aware optimizer in tests: overrides that turn it on, and the bits of all that it and the model hold."""
+"""The precision-aware optimizer in tests: overrides, the bits of all that it and the model hold, and its kernel."""
+
+import copy
+from functools import partial
 
 import torch
+
+from gpt_pretrain.megatron.adam import AdamState, AdamStep, update
+from gpt_pretrain.megatron.adam_states import Master, Moment
 
 LEAN = (
     "trainer.precision=bf16",
@@ -22,3 +28,38 @@ def states(training):
         tensors += [state.master.values, state.exp_avg.values, state.exp_avg_sq.values]
         tensors += [moment.scales for moment in (state.exp_avg, state.exp_avg_sq) if moment.scales is not None]
     return [tensor.clone().contiguous().flatten().view(torch.uint8) for tensor in tensors]
+
+
+def assert_kernel_computes_what_torch_does(device, num, master, moments):
+    """Three steps of one parameter, each from the same states."""
+    from gpt_pretrain.megatron.adam_triton import update_on_gpu
+
+    generator = torch.Generator(device=device).manual_seed(5)
+    state = _fresh_state((torch.randn(num, device=device, generator=generator) * 0.02).bfloat16(), master, moments)
+    for number in (1, 2, 3):
+        gradient = torch.randn(num, device=device, generator=generator).bfloat16() * 1e-3
+        values = torch.tensor([0, 0.5, 1 - 0.9**number, 1 - 0.95**number, number], device=device)
+        step = AdamStep(device_values=values, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        expected = copy.deepcopy(state)
+        update(gradient, expected, step)
+        update_on_gpu(gradient, state, step)
+        for name, kept in expected.by_name.items():
+            aim, read = kept.read(0, num), state.by_name[name].read(0, num)
+            # Products and sums in one go are rounded once less: seldom, a value falls to its type's next neighbour.
+            step_to_next = {torch.float8_e4m3fn: 2**-3, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+            small = kept.values.dtype in step_to_next
+            largest = float(aim.abs().max())
+            torch.testing.assert_close(
+                read,
+                aim,
+                rtol=step_to_next.get(kept.values.dtype, 1e-5),
+                atol=largest * (5e-5 if kept.values.dtype is torch.float8_e4m3fn else 1e-6),
+                msg=partial("{} of step {}: {}".format, name, number),
+            )
+            assert not small or (read != aim).float().mean() < 0.05, name
+
+
+def _fresh_state(weight, master, moments):
+    first, second = (Moment.zeros(weight, dtype, keeps_positive=second) for second, dtype in enumerate(moments))
+    values = torch.zeros_like(weight, dtype=torch.int16) if master is torch.int16 else weight.to(master)
+    return AdamState(master=Master(values, weight.clone()), exp_avg=first, exp_avg_sq=second)

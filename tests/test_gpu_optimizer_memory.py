@@ -1,8 +1,5 @@
 """The precision-aware optimizer on a GPU: its kernel against torch, a skipped step, and a resumed run, bit for bit."""
 
-import copy
-from functools import partial
-
 import pytest
 import torch
 
@@ -10,12 +7,10 @@ from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
-from gpt_pretrain.megatron.adam import AdamState, AdamStep, update
-from gpt_pretrain.megatron.adam_states import Master, Moment
 from gpt_pretrain.megatron.update import conditional_update
 from gpt_pretrain.training.step import compute_gradients
 from tests.emulated_training import build_training_of, emulated_training
-from tests.optimizer_states import LEAN, SMALLEST, states
+from tests.optimizer_states import LEAN, SMALLEST, assert_kernel_computes_what_torch_does, states
 from tests.runs import SMALL_GPU_RUN, run_small
 
 pytestmark = pytest.mark.gpu
@@ -23,12 +18,6 @@ pytestmark = pytest.mark.gpu
 # Heads of 64, everything a multiple of 16.
 ON_GPU = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.encoder_seq_length=128")
 FP8_WEIGHTS = ("fp8=tensorwise", "model.fp8_params=true")
-
-
-def fresh_state(weight, master, moments):
-    first, second = (Moment.zeros(weight, dtype, keeps_positive=second) for second, dtype in enumerate(moments))
-    values = torch.zeros_like(weight, dtype=torch.int16) if master is torch.int16 else weight.to(master)
-    return AdamState(master=Master(values, weight.clone()), exp_avg=first, exp_avg_sq=second)
 
 
 @pytest.mark.parametrize(
@@ -41,32 +30,7 @@ def fresh_state(weight, master, moments):
     ],
 )
 def test_the_kernel_computes_what_torch_does(master, moments):
-    from gpt_pretrain.megatron.adam_triton import update_on_gpu
-
-    num = 1_000_007
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    state = fresh_state((torch.randn(num, device="cuda", generator=generator) * 0.02).bfloat16(), master, moments)
-    for number in (1, 2, 3):
-        gradient = torch.randn(num, device="cuda", generator=generator).bfloat16() * 1e-3
-        values = torch.tensor([0, 0.5, 1 - 0.9**number, 1 - 0.95**number, number], device="cuda")
-        step = AdamStep(device_values=values, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-        expected = copy.deepcopy(state)
-        update(gradient, expected, step)
-        update_on_gpu(gradient, state, step)
-        for name, kept in expected.by_name.items():
-            aim, read = kept.read(0, num), state.by_name[name].read(0, num)
-            # Products and sums in one go are rounded once less: seldom, a value falls to its type's next neighbour.
-            step_to_next = {torch.float8_e4m3fn: 2**-3, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-            small = kept.values.dtype in step_to_next
-            largest = float(aim.abs().max())
-            torch.testing.assert_close(
-                read,
-                aim,
-                rtol=step_to_next.get(kept.values.dtype, 1e-5),
-                atol=largest * (5e-5 if kept.values.dtype is torch.float8_e4m3fn else 1e-6),
-                msg=partial("{} of step {}: {}".format, name, number),
-            )
-            assert not small or (read != aim).float().mean() < 0.05, name
+    assert_kernel_computes_what_torch_does("cuda", 1_000_007, master, moments)
 
 
 @pytest.mark.parametrize("fp8", [(), FP8_WEIGHTS], ids=["bf16", "fp8"])

@@ -1,5 +1,11 @@
 """The precision-aware optimizer: what it stores comes out as it went in, and it trains as one with fp32 states does."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+from functools import cache
+
 import pytest
 import torch
 
@@ -12,6 +18,7 @@ from gpt_pretrain.megatron.adam_states import BLOCK, SCALED, Master, Moment, Sto
 from gpt_pretrain.megatron.update import conditional_update
 from gpt_pretrain.training.step import compute_gradients
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
+from tests.launching import REPOSITORY
 from tests.optimizer_states import FP32, LEAN, SMALLEST, states
 
 
@@ -102,6 +109,31 @@ def test_states_to_be_saved_are_cut_without_being_read():
         _ = stored + 1
 
 
+# The types that Triton's interpreter rounds as GPUs do.
+INTERPRETED = """
+import torch
+from tests.optimizer_states import assert_kernel_computes_what_torch_does
+for master, moment in ((torch.int16, torch.float32), (torch.float16, torch.float16)):
+    assert_kernel_computes_what_torch_does("cpu", 5_007, master, (moment, moment))
+print("done")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_interpreted_computes_what_torch_does():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr[-4000:]
+
+
+@cache
 def losses(*overrides, steps=20):
     with emulated_training(*overrides) as training:
         return [training.step() for _ in range(steps)]
