@@ -65,6 +65,8 @@ def active(kernels: Kernels) -> set[str]:
         (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, LOSS}),
         # To be compared with: the plain loss.
         (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT}),
+        # In layers that are replayed it is untried to add gradients in products.
+        (GPU, ["model=gpt2_124m", "model.cuda_graph_impl=local"], {TE, ACTIVATION, DROPOUT, LOSS, "cuda_graph_impl"}),
         # Emulated layers compute their weight gradients themselves.
         (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, LOSS}),
         (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),

@@ -148,6 +148,7 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
         return otherwise if value is None else value
 
     te = choose(model.transformer_engine, otherwise_te)
+    graphs = None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl
     return Kernels(
         transformer_engine=te,
         # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
@@ -162,13 +163,13 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
-        # Emulated layers compute their weight gradients themselves.
+        # Emulated layers compute their weight gradients themselves; in recorded layers it is untried.
         gradient_accumulation_fusion=choose(
-            model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate
+            model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate and graphs is None
         ),
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
-        cuda_graph_impl=None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl,
+        cuda_graph_impl=graphs,
     )
 
 
