@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+# As the processes that tests start have it, and before torch is loaded: pytest's own processes share the cores, and the
+# threads of one would spin away the time that another one's wait for. Training in this process took ten times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 from gpt_pretrain.config.launch import rank_zero_of, without_launcher
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.rules import config_problems
