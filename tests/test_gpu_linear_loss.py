@@ -40,7 +40,7 @@ def distance(ours, expected):
 # What rounding the logits, and their gradient, to BF16 costs: 2.1e-3 and 1.3e-3 of the gradients' norms.
 @pytest.mark.parametrize(("dtype", "loss", "gradient"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 6e-3, 3e-3)])
 def test_losses_and_gradients_are_those_of_fp64(dtype, loss, gradient, one_rank, monkeypatch):
-    """Three chunks, a vocabulary that no block of columns divides, and tokens that do not count."""
+    """Three chunks, columns that no block divides, tokens that do not count; and the same bits each time."""
     tokens, width, vocabulary = 640, 256, 50_304
     monkeypatch.setattr(linear_loss, "_CHUNK_LOGITS", 256 * vocabulary)
     generator = torch.Generator("cuda").manual_seed(3)
@@ -50,8 +50,14 @@ def test_losses_and_gradients_are_those_of_fp64(dtype, loss, gradient, one_rank,
     weight.main_grad = torch.zeros(vocabulary, width, device="cuda")
     labels = torch.randint(vocabulary, (tokens,), generator=generator, device="cuda")
     loss_gradient = (torch.rand(tokens, generator=generator, device="cuda") > 0.3) / 1000.0
-    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
-    losses.backward(loss_gradient)
+    runs = []
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        weight.main_grad.zero_()
+        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+        losses.backward(loss_gradient)
+        runs.append((losses.detach(), hidden.grad, weight.main_grad.clone()))
+    assert all(torch.equal(first, again) for first, again in zip(*runs, strict=True))
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels, reduction="none")
     expected.backward(loss_gradient.double())
@@ -73,16 +79,13 @@ def test_training_in_fp32_follows_transformers_and_torch():
 
 @pytest.mark.parametrize("precision", [(), ("fp8=delayed",)], ids=["bf16", "fp8"])
 def test_te_layers_train_as_with_gradients_of_their_own(precision):
-    """Close to the plain loss and separate gradients, and the same to the bit in every run that asks for that."""
+    """The gradients of FP8 layers round what differs in their inputs up."""
     case = CASES["llama3"]
     weights = te_names(map_weights(build_reference(case), case))
     curves = {}
-    for name, overrides in {"plain": PLAIN, "linear": LINEAR, "again": LINEAR}.items():
-        with built_training(
-            case, weights, *TE_BF16, *precision, *overrides, "model.optim.lr=2e-4", "trainer.deterministic=true"
-        ) as training:
+    for name, overrides in {"plain": PLAIN, "linear": LINEAR}.items():
+        with built_training(case, weights, *TE_BF16, *precision, *overrides, "model.optim.lr=2e-4") as training:
             curves[name] = train_ours(training, 10)
-    assert curves["linear"] == curves["again"]
     assert curves["linear"][0] == pytest.approx(curves["plain"][0], rel=5e-3)
     assert curves["linear"][1] == pytest.approx(curves["plain"][1], rel=5e-2)
     assert curves["linear"] != curves["plain"], "the settings did not arrive"

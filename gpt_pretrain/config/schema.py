@@ -271,7 +271,7 @@ class ModelConfig:
     apply_rope_fusion: bool | None
     """TE's fused rope; null: with rope on TE layers."""
     gradient_accumulation_fusion: bool | None
-    """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, but not with graphs or fp8_emulate."""
+    """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, without graphs and emulation."""
     cross_entropy_loss_fusion: bool | None
     """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     cross_entropy_fusion_impl: CrossEntropyFusion | None
