@@ -9,7 +9,7 @@ import time
 import torch
 
 from gpt_pretrain.benchmark.profile import StepProfiler
-from gpt_pretrain.config.schema import BenchmarkConfig
+from gpt_pretrain.config.schema_run import BenchmarkConfig
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.training.performance import memory_gib

@@ -15,7 +15,8 @@ from pathlib import Path
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.overrides import single_value
-from gpt_pretrain.config.schema import BenchmarkConfig, Config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema_run import BenchmarkConfig
 from gpt_pretrain.config.source import parse_override
 
 PROFILED_STEPS = 3

@@ -4,7 +4,8 @@ import re
 
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
+from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig
+from gpt_pretrain.config.schema_run import TrainerConfig
 
 
 def model_parallel_size(model: ModelConfig) -> int:

@@ -16,7 +16,8 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules_optimizer_memory import optimizer_memory
-from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, TokenizerConfig, TrainerConfig
+from gpt_pretrain.config.schema import Config, DataConfig, TokenizerConfig
+from gpt_pretrain.config.schema_run import CheckpointConfig, TrainerConfig
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.install import how_to_install
-from gpt_pretrain.config.schema import LoggingConfig
+from gpt_pretrain.config.schema_run import LoggingConfig
 from gpt_pretrain.report.metrics_file import MetricsFile
 from gpt_pretrain.report.records import Fp8Record, Record, RewindRecord, StartRecord, SummaryRecord
 
