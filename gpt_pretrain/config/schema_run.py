@@ -1,4 +1,4 @@
-"""Every key of the sections beside `model`: how long a run trains and on what, what it saves, logs and writes, and plans.
+"""Every key of the sections beside `model`: how long a run trains and on what, what it saves and logs, what is planned.
 
 `config.schema` says how keys are written down.
 """
