@@ -20,6 +20,7 @@ VP2 = "model.virtual_pipeline_model_parallel_size=2"
 FULL = "model.activations_checkpoint_granularity=full"
 WSD = "model.optim.sched.name=wsd"
 LEAN, DISTRIBUTED = "model.optim.use_precision_aware_optimizer=true", "model.use_distributed_optimizer=true"
+TIED = "model.share_embeddings_and_output_weights=true"
 # Rows about the schedule state what they depend on: presets may tune theirs.
 WARMUP = "model.optim.sched.warmup_steps=20"
 STEPS = "trainer.max_steps=300"
@@ -238,6 +239,43 @@ RULES = {
         1,
         "model.optim.main_params_dtype=fp16 has no effect",
         [LEAN, DISTRIBUTED, "model.optim.main_params_dtype=fp16"],
+    ),
+    "second moments in FP8": (
+        [LEAN, DISTRIBUTED, "model.optim.exp_avg_sq_dtype=fp8"],
+        1,
+        "model.optim.exp_avg_sq_dtype=fp8: E4M3 has 4 bits, too few for a second moment with the betas that are usual: "
+        "rounded to the nearest in each step, it grows with the gradients and never falls again; use fp16, bf16 or "
+        "fp32",
+        [LEAN, DISTRIBUTED, "model.optim.exp_avg_sq_dtype=bf16"],
+    ),
+    "second moments that never fall": (
+        [LEAN, DISTRIBUTED, "model.optim.exp_avg_sq_dtype=bf16", "model.optim.betas=[0.9,0.999]"],
+        1,
+        "model.optim.exp_avg_sq_dtype=bf16 with a beta of 0.999 (model.optim.betas): the 0.001 that a step takes "
+        "of the average is less than half of what lies between two numbers of bf16, up to 2^-8; rounded to the nearest "
+        "in each step, it grows with the gradients and never falls again; use fp16, fp32, or a beta of at most "
+        "0.99609375",
+        [LEAN, DISTRIBUTED, "model.optim.exp_avg_sq_dtype=fp16", "model.optim.betas=[0.9,0.999]"],
+    ),
+    "first moments that never fall": (
+        [LEAN, DISTRIBUTED, "model.optim.exp_avg_dtype=fp8", "model.optim.betas=[0.95,0.95]"],
+        1,
+        "model.optim.exp_avg_dtype=fp8 with a beta of 0.95 (model.optim.betas): the 0.05 that a step takes of",
+        [LEAN, DISTRIBUTED, "model.optim.exp_avg_dtype=fp8", "model.optim.betas=[0.9375,0.95]"],
+    ),
+    "small states of weights in blocks": (
+        [LEAN, "fp8=blockwise", "model.fp8_params=true"],
+        1,
+        "model.optim.use_precision_aware_optimizer=true with model.fp8_params=true and model.fp8_recipe=blockwise",
+        [LEAN, "fp8=tensorwise", "model.fp8_params=true"],
+    ),
+    "small states of copies on two stages": (
+        [LEAN, "parallelism=pp2", TIED, "model.optim.main_params_dtype=fp16"],
+        2,
+        "model.optim.main_params_dtype=fp16 with model.share_embeddings_and_output_weights=true and "
+        "model.pipeline_model_parallel_size=2: it rounds by the place in a rank's part, and the copies on the first "
+        "and the last stage would part; use fp32, or one stage",
+        [LEAN, "parallelism=pp2", TIED, "model.optim.exp_avg_dtype=bf16"],
     ),
     "small states that are not distributed": (
         [LEAN],

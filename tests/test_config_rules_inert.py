@@ -6,6 +6,7 @@ from gpt_pretrain.config.cli import check_request, parse_command_line
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import read_launch
 
+LEAN = ("model.optim.use_precision_aware_optimizer=true", "model.use_distributed_optimizer=true")
 SGD = ("model.optim.name=sgd",)
 WSD = ("optimizer=adam_wsd", "model.optim.sched.wsd_decay_steps=5")
 
@@ -32,6 +33,18 @@ def jobs(*arguments):
         ),
         ("model.optim.betas.0=0.5", "model.optim.betas=[0.5, 0.95] has no effect with model.optim.name=sgd", SGD, ()),
         ("++model.optim.eps=1e-6", "model.optim.eps=1e-06 has no effect with model.optim.name=sgd", SGD, ()),
+        (
+            "model.optim.store_param_remainders=true",
+            "model.optim.store_param_remainders=true has no effect with model.optim.use_precision_aware_optimizer=fals",
+            (),
+            LEAN,
+        ),
+        (
+            "model.optim.store_param_remainders=false",
+            "model.optim.store_param_remainders=false has no effect with model.optim.main_params_dtype=fp16, which is",
+            (*LEAN, "model.optim.main_params_dtype=fp16"),
+            LEAN,
+        ),
         (
             "model.optim.sched.wsd_decay_style=cosine",
             "model.optim.sched.wsd_decay_style=cosine has no effect with model.optim.sched.name=cosine: it is that of",

@@ -128,7 +128,10 @@ class MainParamsDtype(Enum):
 
 
 class MomentDtype(Enum):
-    """Type that Adam keeps a moment in. `fp16` and `fp8` (E4M3) have a power of two as scale for every 256 values."""
+    """Type that Adam keeps a moment in. `fp16` and `fp8` (E4M3) have a power of two as scale for every 256 values.
+
+    `fp8` is for the first moment only.
+    """
 
     fp32 = "fp32"
     bf16 = "bf16"

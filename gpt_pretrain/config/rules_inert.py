@@ -7,7 +7,7 @@ Where null is the value of a key that nobody has set, its rule stands beside the
 from collections.abc import Iterator
 from functools import reduce
 
-from gpt_pretrain.config.choices import OptimizerName, ScheduleName
+from gpt_pretrain.config.choices import MainParamsDtype, OptimizerName, ScheduleName
 from gpt_pretrain.config.derived import warmup_steps
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.typed import show
@@ -22,6 +22,10 @@ def _inert(config: Config) -> Iterator[tuple[str, str]]:
     else:
         for key in ("betas", "eps"):
             yield f"model.optim.{key}", f"model.optim.name={optim.name.name}: it is Adam's"
+    if not optim.use_precision_aware_optimizer:
+        yield "model.optim.store_param_remainders", "model.optim.use_precision_aware_optimizer=false"
+    elif optim.main_params_dtype is MainParamsDtype.fp16:
+        yield "model.optim.store_param_remainders", "model.optim.main_params_dtype=fp16, which is stored whole"
     if sched.name is not ScheduleName.wsd:
         yield "model.optim.sched.wsd_decay_style", f"model.optim.sched.name={sched.name.name}: it is that of wsd"
     if sched.name is ScheduleName.constant and sched.warmup_steps is not None:

@@ -124,7 +124,7 @@ class OptimConfig:
     exp_avg_dtype: MomentDtype
     """Adam's first moment: fp32, bf16, fp16 or fp8."""
     exp_avg_sq_dtype: MomentDtype
-    """Adam's second moment: fp32, bf16, fp16 or fp8."""
+    """Adam's second moment: fp32, bf16 or fp16."""
     sched: ScheduleConfig
 
 
