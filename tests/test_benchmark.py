@@ -334,6 +334,7 @@ def test_kernels_are_those_of_the_device_the_longest_first():
         ("void transformer_engine::(anonymous namespace)::amax_kernel<8, true, float>(float const*)", "FP8 casts"),
         ("void transformer_engine::unary_kernel<16, true, float, __nv_bfloat16, __nv_fp8_e4m3>()", "FP8 casts"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("_adam_update", "optimizer"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norms, activations, loss"),
         ("triton_red_fused_copy__exp_sub_sum_unsqueeze_5", "norms, activations, loss"),

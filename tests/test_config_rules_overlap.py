@@ -48,6 +48,11 @@ OVERLAP = "model.tp_comm_overlap=true"
             "model.attention_dropout=0.1: random numbers that are drawn in replays are untried",
         ),
         (
+            ("fp8=tensorwise", "model.fp8_dot_product_attention=true"),
+            "model.fp8_dot_product_attention=true: attention's own products have delayed scales, which replays do not "
+            "move on",
+        ),
+        (
             ("fp8=tensorwise", "model.fp8_params=true"),
             "model.fp8_params=true: a graph reads weights where they were recorded, and transposes of FP8 weights move",
         ),
@@ -101,6 +106,31 @@ def test_graphs_go_with_dense_models_that_reduce_gradients_at_the_end(broken_rul
             "has no buffers for experts, and model.num_moe_experts=4; use false",
         ),
         (
+            (*TP2_SP, "fp8=delayed", "model.fp8_params=true"),
+            "is untried with model.fp8_params=true; use false",
+        ),
+        (
+            (*TP2_SP, "fp8=delayed", "model.fp8_exclude=['decoder.layers.0.*']"),
+            "is untried with model.fp8_exclude=['decoder.layers.0.*']; use false",
+        ),
+        (
+            (*TP2_SP, "fp8=tensorwise", "model.first_last_layers_bf16=true"),
+            "is untried with model.first_last_layers_bf16=true; use false",
+        ),
+        (
+            (*TP2_SP, "fp8=tensorwise", "model.fp8_dot_product_attention=true"),
+            "is untried with model.fp8_dot_product_attention=true; use false",
+        ),
+        (
+            (*TP2_SP, "model.activations_checkpoint_granularity=selective"),
+            "is untried with model.activations_checkpoint_granularity=selective; use false",
+        ),
+        (
+            (*TP2_SP, "model.hidden_size=90", "model.kv_channels=32"),
+            "cuts what a layer puts out into four pieces, and model.hidden_size=90 is not divisible by 4; use 88, "
+            "92 or false",
+        ),
+        (
             (*TP2_SP, "fp8=blockwise"),
             "exchanges tensors with one scale, and model.fp8_recipe=blockwise has one for each block; use false, "
             "fp8=delayed or fp8=tensorwise",
@@ -110,6 +140,11 @@ def test_graphs_go_with_dense_models_that_reduce_gradients_at_the_end(broken_rul
 def test_tensor_parallel_overlap_is_refused_where_nothing_could_do_it(broken_rules, overrides, message):
     assert broken_rules(OVERLAP, *overrides, world_size=2) == [f"{OVERLAP} {message}"]
     assert broken_rules(*overrides, world_size=2) == []
+
+
+@pytest.mark.parametrize("key", ["model.pipeline_model_parallel_size", "model.context_parallel_size"])
+def test_tensor_parallel_overlap_beside_other_layouts_is_untried(broken_rules, key):
+    assert broken_rules(OVERLAP, *TP2_SP, f"{key}=2", world_size=4) == [f"{OVERLAP} is untried with {key}=2; use false"]
 
 
 def test_tensor_parallel_overlap_stays_within_a_node(broken_rules):

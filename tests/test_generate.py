@@ -3,15 +3,18 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
+from gpt_pretrain.config.choices import CudaGraphImpl
 from gpt_pretrain.export.__main__ import main as export_main
+from gpt_pretrain.export.source import open_checkpoint
 from gpt_pretrain.generate.__main__ import main
 from gpt_pretrain.generate.arguments import GenerateArguments
-from gpt_pretrain.generate.text import continuations
+from gpt_pretrain.generate.text import continuations, inference_config, loaded_model
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks
 from tests.launching import REPOSITORY
@@ -89,6 +92,15 @@ def test_fp8_run_writes_in_bf16(tmp_path):
     (text,) = texts(saved.path, temperature=0.0, max_new_tokens=4)
     # In BF16 two libraries round differently: the first tokens are far apart enough.
     assert text[:1] == greedy_by_transformers(tmp_path / "hf", 4)[:1]
+
+
+def test_what_a_runs_gpus_did_faster_is_not_asked_of_this_machine(llama):
+    saved = open_checkpoint(llama)
+    model = replace(saved.config.model, cuda_graph_impl=CudaGraphImpl.local, tp_comm_overlap=True, nccl_ub=False)
+    config = inference_config(replace(saved, config=replace(saved.config, model=model)))
+    with loaded_model(saved, config) as loaded:
+        assert not loaded.config.tp_comm_overlap
+        assert loaded.config.cuda_graph_impl == "none"
 
 
 def test_draws_follow_the_seed(llama):

@@ -4,7 +4,6 @@ import pytest
 
 from tests.runs import SMALL_GPU_RUN, run_small
 
-# Rows enough for the four pieces that each rank cuts an output into.
 RUN = (*SMALL_GPU_RUN, "parallelism=tp2_sp", "model.optim.lr=3e-4", "trainer.limit_val_batches=1")
 
 

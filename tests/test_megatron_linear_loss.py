@@ -88,6 +88,23 @@ def test_the_main_gradient_grows_once_for_each_backward_pass(tied, one_rank, hea
         assert weight.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_a_main_gradient_in_bf16_is_rounded_once_for_each_backward_pass(chunks, one_rank, head, monkeypatch):
+    hidden, weight, labels, loss_gradient = head
+    if chunks == 1:
+        monkeypatch.setattr(linear_loss, "_CHUNK_LOGITS", 64 * VOCABULARY)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    weight = torch.nn.Parameter(weight.detach().bfloat16())
+    sums = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        # So large that what single chunks add would be lost.
+        weight.main_grad = torch.full((VOCABULARY, WIDTH), 64.0, dtype=dtype)
+        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+        losses.backward(loss_gradient)
+        sums[dtype] = weight.main_grad
+    assert torch.equal(sums[torch.bfloat16], sums[torch.float32].bfloat16())
+
+
 def test_another_gradient_than_was_told_is_an_error(one_rank, head):
     hidden, weight, labels, loss_gradient = head
     losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)

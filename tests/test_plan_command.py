@@ -139,6 +139,23 @@ def test_tables_are_readable_at_100_columns(overrides):
         assert sentence in " ".join(output.getvalue().split())
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("model=gpt2_124m", "model.cuda_graph_impl=local"), "; memory and speed are those without CUDA graphs."),
+        (
+            ("model=llama3_8b", "parallelism=tp2_sp", "plan.num_gpus=2", "model.tp_comm_overlap=true"),
+            "; memory and speed are those without overlapped exchanges.",
+        ),
+        (("model=gpt2_124m",), "calibrated on an H200."),
+    ],
+)
+def test_what_the_forecast_does_not_know_is_said(overrides, told):
+    output = io.StringIO()
+    print_plan(plan_of(*overrides), Console(file=output, width=WIDTH, highlight=False))
+    assert told in " ".join(output.getvalue().split())
+
+
 def run_plan(capsys, *arguments):
     code = main([*arguments])
     printed = capsys.readouterr()

@@ -168,10 +168,17 @@ def test_bytes_of_logits(key, bytes_per_logit):
     assert items["logits and loss"] == 32 * 1024 * 50_304 * bytes_per_logit
 
 
-@pytest.mark.parametrize(("fused", "weight_gradient"), [("true", 0), ("false", 4 * 128_256 * 4096)])
-def test_bytes_of_a_linear_loss(fused, weight_gradient):
+@pytest.mark.parametrize(
+    ("key", "weight_gradient"),
+    [
+        ("gradient_accumulation_fusion=true", 0),
+        ("gradient_accumulation_fusion=false", 4 * 128_256 * 4096),
+        ("grad_reduce_in_fp32=false", 4 * 128_256 * 4096),
+    ],
+)
+def test_bytes_of_a_linear_loss(key, weight_gradient):
     """4,096 tokens' logits and all hidden states' gradients in BF16, and the head's in fp32 if it is not main."""
-    items = plan_of("model=llama3_8b", f"model.gradient_accumulation_fusion={fused}").memory.worst.items
+    items = plan_of("model=llama3_8b", f"model.{key}").memory.worst.items
     assert items["logits and loss"] == 2 * (4096 * 128_256 + 8192 * 4096) + weight_gradient
 
 

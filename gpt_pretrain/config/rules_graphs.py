@@ -61,6 +61,11 @@ def _of_fp8(config: Config) -> Iterator[_Obstacle]:
         )
     elif settings is not None and settings.recipe is not Fp8RecipeName.tensorwise:
         yield f"model.fp8_recipe={settings.recipe.name}", "of FP8 only tensorwise scaling was tried"
+    if model.fp8_dot_product_attention:
+        yield (
+            "model.fp8_dot_product_attention=true",
+            "attention's own products have delayed scales, which replays do not move on",
+        )
     if model.fp8_params:
         yield (
             "model.fp8_params=true",

@@ -40,6 +40,12 @@ def tensor_parallel_overlap(model: ModelConfig, launch: Launch | None) -> Iterat
         yield f"{asked} is done by Transformer Engine's linear layers, and {cause} excludes them; use false"
     if model.num_moe_experts is not None:
         yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"
+    yield from (f"{asked} is untried with {setting}; use false" for setting in _untried_with_overlap(model))
+    if model.hidden_size % 4:
+        yield (
+            f"{asked} cuts what a layer puts out into four pieces, and model.hidden_size={model.hidden_size} is not "
+            f"divisible by 4; use {model.hidden_size // 4 * 4}, {(model.hidden_size // 4 + 1) * 4} or false"
+        )
     settings = fp8_settings(model)
     if settings is not None and settings.recipe in (Fp8RecipeName.blockwise, Fp8RecipeName.mxfp8):
         yield (
@@ -51,3 +57,19 @@ def tensor_parallel_overlap(model: ModelConfig, launch: Launch | None) -> Iterat
             f"{asked} reaches the GPUs of one node, and the {launch.local_world_size} of a node do not hold whole "
             f"groups of model.tensor_model_parallel_size={tp}; use false"
         )
+
+
+def _untried_with_overlap(model: ModelConfig) -> Iterator[str]:
+    """What no run with user buffers has had: layers of two precisions, other exchanges beside, products done again."""
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(model, name)
+        if size > 1:
+            yield f"model.{name}={size}"
+    granularity = model.activations_checkpoint_granularity
+    if granularity is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}"
+    for name in ("fp8_params", "fp8_dot_product_attention", "first_last_layers_bf16"):
+        if getattr(model, name):
+            yield f"model.{name}=true"
+    if model.fp8_exclude:
+        yield f"model.fp8_exclude={model.fp8_exclude}"

@@ -92,6 +92,9 @@ def inference_config(saved: SavedModel) -> Config:
         gradient_accumulation_fusion=None,
         cross_entropy_loss_fusion=None,
         cross_entropy_fusion_impl=None,
+        # Buffers and graphs have the shape of a microbatch.
+        tp_comm_overlap=False,
+        cuda_graph_impl=None,
     )
     precision = Precision.fp32 if is_fp32 else Precision.bf16
     return replace(saved.config, model=model, trainer=replace(saved.config.trainer, precision=precision))

@@ -68,7 +68,7 @@ def _rounded_to_fp16(values, offsets, number):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _update(  # type: ignore[no-untyped-def]
+def _adam_update(  # type: ignore[no-untyped-def]
     gradient,
     master,
     weight,
@@ -155,7 +155,7 @@ def update_on_gpu(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> N
     """
     master, first, second = state.master, state.exp_avg, state.exp_avg_sq
     programs = triton.cdiv(gradient.numel(), _BLOCK.value * _ROWS.value)
-    _update[(programs,)](
+    _adam_update[(programs,)](
         gradient,
         master.values,
         # What is not used has to be a tensor all the same.

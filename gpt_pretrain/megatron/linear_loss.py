@@ -147,13 +147,13 @@ class _Task:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, task: _Task) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: Any, task: _Task) -> torch.Tensor:
         num_tokens, num_columns = hidden.size(0), weight.size(0)
         chunk = chunk_tokens(num_tokens, num_columns)
         buffer = hidden.new_empty(chunk, num_columns)
         losses = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if task.wants_gradient else None
-        weight_gradient = _gradient_of(weight, task) if task.wants_gradient else None
+        weight_gradient = _gradient_of(weight, task, several=chunk < num_tokens) if task.wants_gradient else None
         for start in range(0, num_tokens, chunk):
             here = slice(start, min(start + chunk, num_tokens))
             logits, labels = buffer[: here.stop - start], task.labels[here]
@@ -163,6 +163,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 turn_into_gradient(logits, labels, log_sum, task.loss_gradient[here])
                 torch.mm(logits, weight, out=hidden_gradient[here])
                 accumulate_weight_gradient(hidden[here], logits, weight_gradient)
+        if weight_gradient is not None and task.accumulate and weight_gradient is not weight.main_grad:
+            weight.main_grad.add_(weight_gradient)
         ctx.weight, ctx.task = weight, task
         ctx.save_for_backward(hidden_gradient, None if task.accumulate else weight_gradient)
         return losses
@@ -184,10 +186,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden_gradient, torch.zeros_like(weight) if tied else torch.empty_like(weight), None
 
 
-def _gradient_of(weight: torch.Tensor, task: _Task) -> torch.Tensor:
-    """Where the weight's gradient is summed up over the chunks."""
-    if task.accumulate:
-        main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+def _gradient_of(weight: Any, task: _Task, *, several: bool) -> torch.Tensor:
+    """Where the weight's gradient is summed up over the chunks.
+
+    A main gradient in BF16 is not where several are: it is rounded once for each microbatch, as without chunks.
+    """
+    if task.accumulate and not (several and weight.main_grad.dtype is not torch.float32):
+        main_grad: torch.Tensor = weight.main_grad
         return main_grad
     return torch.zeros_like(weight, dtype=torch.float32)
 

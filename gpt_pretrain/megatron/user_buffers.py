@@ -35,10 +35,11 @@ def user_buffers(model: ModelConfig) -> Iterator[None]:
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.module import base
 
-    if not tex.device_supports_multicast() and USER_BUFFERS_WITHOUT not in os.environ:
+    without = MULTICAST_OFF[USER_BUFFERS_WITHOUT]
+    if not tex.device_supports_multicast() and os.environ.get(USER_BUFFERS_WITHOUT) != without:
         raise UserError(
             "model.tp_comm_overlap=true makes user buffers with NVLink multicast, which these GPUs or their driver do "
-            f"not have; export {USER_BUFFERS_WITHOUT}={MULTICAST_OFF[USER_BUFFERS_WITHOUT]}, or use false"
+            f"not have; export {USER_BUFFERS_WITHOUT}={without}, or use false"
         )
     precisions = {linear.precision == "fp8" for linear in linears(model) if linear.layer >= 0}
     modes = base.UserBufferQuantizationMode
@@ -50,10 +51,9 @@ def user_buffers(model: ModelConfig) -> Iterator[None]:
             dtype=torch.bfloat16,
             bootstrap_backend="nccl",
         )
-    try:
-        yield
-    finally:
-        base.destroy_ub()
+    yield
+    # Not after an error: that would wait for the GPU, and the GPU perhaps for a rank that will never come.
+    base.destroy_ub()
 
 
 @contextmanager

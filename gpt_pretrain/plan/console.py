@@ -165,6 +165,14 @@ def _stage(plan: Plan, stage: int) -> str:
     return "GiB" if plan.layout.pp == 1 else f"stage {stage}{' *' if stage == plan.memory.worst.stage else ''}"
 
 
+def _not_forecast(plan: Plan) -> str:
+    """What the run has and the forecasts of memory and speed do not know."""
+    model = plan.config.model
+    there = {"CUDA graphs": plan.kernels.cuda_graph_impl is not None, "overlapped exchanges": model.tp_comm_overlap}
+    names = " and ".join(name for name, is_there in there.items() if is_there)
+    return f"; memory and speed are those without {names}" if names else ""
+
+
 def _speed(plan: Plan) -> Table:
     speed = plan.speed
     assert speed is not None, "asked only where there is a prediction"
@@ -210,10 +218,11 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(Text(f"{FLOPS_FORMULA}\n", style="dim"))
     if plan.speed is not None:
         console.print(_speed(plan))
+        unknown = _not_forecast(plan)
         console.print(
             Text(
                 f"Roofline with {EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's "
-                "bandwidth, calibrated on an H200.\n",
+                f"bandwidth, calibrated on an H200{unknown}.\n",
                 style="dim",
             )
         )

@@ -165,13 +165,15 @@ def _logits_bytes(model: ModelConfig, stage: Stage, storage: Storage, kernels: K
     In the run's precision as the LM head makes them, as the fp32 softmax that is kept for the gradient, and, compiled
     (fusions/fused_cross_entropy.py), as a second fp32 tensor: what the code changes in place the compiler writes anew.
     `megatron.linear_loss` has the logits of one chunk and the gradients of all hidden states, and the head's in fp32
-    unless it goes into the main gradient.
+    unless it goes into the main gradient, which of several chunks it does where that is fp32, too.
     """
     head = stage.linears[-1]
     columns = padded_vocab_size(model) // model.tensor_model_parallel_size
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
-        values = chunk_tokens(head.tokens, columns) * columns + head.tokens * model.hidden_size
-        weight_gradient = 0 if kernels.gradient_accumulation_fusion else 4 * columns * model.hidden_size
+        chunk = chunk_tokens(head.tokens, columns)
+        values = chunk * columns + head.tokens * model.hidden_size
+        in_place = kernels.gradient_accumulation_fusion and (model.grad_reduce_in_fp32 or chunk == head.tokens)
+        weight_gradient = 0 if in_place else 4 * columns * model.hidden_size
         return values * storage.element + weight_gradient
     compiled = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native
     per_logit = storage.element if storage.element == 4 else 2 + 4 + (4 if compiled else 0)
