@@ -25,7 +25,7 @@ FP8_WEIGHTS = ("fp8=tensorwise", "model.fp8_params=true")
     [
         (torch.int16, (torch.float32, torch.float32)),
         (torch.float16, (torch.float8_e4m3fn, torch.float16)),
-        (torch.float32, (torch.bfloat16, torch.float8_e4m3fn)),
+        (torch.float32, (torch.float8_e4m3fn, torch.float32)),
         (torch.float16, (torch.float16, torch.bfloat16)),
     ],
 )

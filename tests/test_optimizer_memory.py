@@ -13,8 +13,10 @@ from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
-from gpt_pretrain.megatron.adam import AdamState, AdamStep, update
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.megatron.adam import AdamState, AdamStep, PrecisionAwareAdam, _kernel, update
 from gpt_pretrain.megatron.adam_states import BLOCK, SCALED, Master, Moment, StoredValues
+from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.update import conditional_update
 from gpt_pretrain.training.step import compute_gradients
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
@@ -59,10 +61,9 @@ def test_what_is_read_and_stored_again_is_what_it_was_and_the_plain_type_holds_i
     assert torch.equal(again.read(BLOCK + 3, 3 * BLOCK), values[BLOCK + 3 : 3 * BLOCK])
 
 
-@pytest.mark.parametrize("dtype", SCALED)
-def test_a_second_moment_that_is_not_zero_does_not_become_zero(dtype):
+def test_a_second_moment_that_is_not_zero_does_not_become_zero():
     values = torch.tensor([1.0, 1e-20, 0.0])
-    moment = Moment.zeros(values, dtype, keeps_positive=True)
+    moment = Moment.zeros(values, torch.float16, keeps_positive=True)
     moment.write(0, values)
     read = moment.read(0, 3)
     assert read[1] > 0
@@ -78,6 +79,83 @@ def test_remainders_and_weight_make_the_master_exactly():
     assert torch.equal(master.read(0, 1000), values)
     nearest = (master.weight.float() - values).abs() <= (values.bfloat16().float() - values).abs()
     assert nearest.all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "falls", "stands_still"),
+    [
+        (torch.float8_e4m3fn, 0.9375, 0.97),
+        (torch.bfloat16, 1 - 2**-8, 0.999),
+        (torch.float16, 1 - 2**-11, 1 - 2**-13),
+    ],
+)
+def test_moments_fall_with_the_betas_that_the_rules_allow_and_not_with_larger_ones(dtype, falls, stands_still):
+    """What lies next to a power of two has the least to lose, relative to what lies between two numbers."""
+    for beta in (falls, stands_still):
+        moment = Moment.zeros(torch.empty(BLOCK), dtype, keeps_positive=True)
+        before = torch.linspace(1, 2, BLOCK).to(dtype).float()
+        moment.write(0, before)
+        for _ in range(int(4 / (1 - beta))):
+            moment.write(0, moment.read(0, BLOCK) * beta)
+        after = moment.read(0, BLOCK)
+        assert (after < before / 5).all() if beta == falls else torch.equal(after, before)
+
+
+def reference(weight, gradients, group):
+    """torch's AdamW in 64 bits."""
+    weight = weight.double().requires_grad_()
+    adam = torch.optim.AdamW([weight], **group, foreach=False)
+    for gradient in gradients:
+        weight.grad = gradient.double()
+        adam.step()
+    return weight.detach()
+
+
+def test_adam_is_torchs_in_every_group_and_remainders_change_no_bit_of_it():
+    """With much weight decay, and gradients that `eps` shows beside."""
+    install_cpu_device()
+    generator = torch.Generator().manual_seed(11)
+    groups = [
+        {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 3.0},
+        {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0},
+    ]
+    num, scale = 3 * BLOCK + 11, 0.5
+    start = [torch.randn(num, generator=generator).bfloat16() for _ in groups]
+    gradients = [[torch.randn(num, generator=generator) * 3e-8 for _ in range(5)] for _ in groups]
+    results = {}
+    for kept in (torch.float32, torch.int16):
+        masters = [torch.nn.Parameter(weight.to(kept) * (kept is torch.float32), False) for weight in start]
+        adam = PrecisionAwareAdam(
+            [{"params": [master], **group} for master, group in zip(masters, groups, strict=True)],
+            **groups[0],
+            adam_w_mode=True,
+            capturable=False,
+            exp_avg_dtype=torch.float32,
+            exp_avg_sq_dtype=torch.float32,
+        )
+        adam.grad_scale.fill_(scale)
+        for master, weight in zip(masters, start, strict=True):
+            adam.allocate(master, weight.clone())
+        for step in range(5):
+            for master, of_group in zip(masters, gradients, strict=True):
+                master.decoupled_grad = of_group[step]
+            adam.step()
+        results[kept] = [adam.states[master].master.read(0, num) for master in masters]
+        assert all(
+            torch.equal(adam.states[master].master.weight, result.bfloat16())
+            for master, result in zip(masters, results[kept], strict=True)
+        )
+    assert all(map(torch.equal, results[torch.int16], results[torch.float32]))
+    for result, weight, of_group, group in zip(results[torch.float32], start, gradients, groups, strict=True):
+        expected = reference(weight, [gradient * scale for gradient in of_group], group)
+        torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_without_triton_a_gpu_has_no_such_optimizer(monkeypatch):
+    monkeypatch.delitem(sys.modules, "gpt_pretrain.megatron.adam_triton", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(UserError, match=r"model\.optim\.use_precision_aware_optimizer=true updates in a Triton kernel"):
+        _kernel()
 
 
 def test_updates_smaller_than_the_spacing_of_fp16_add_up():
@@ -194,7 +272,7 @@ def load(path, training):
     load_checkpoint(verify_checkpoint(path), training.trainable, training.config, {})
 
 
-@pytest.mark.parametrize("small", [SMALLEST, ("model.optim.exp_avg_dtype=fp16", "model.optim.exp_avg_sq_dtype=fp8")])
+@pytest.mark.parametrize("small", [SMALLEST, ("model.optim.exp_avg_dtype=bf16", "model.optim.exp_avg_sq_dtype=fp16")])
 def test_a_resumed_run_goes_on_bit_for_bit(small, tmp_path):
     with emulated_training(*LEAN, *small) as training:
         for _ in range(3):

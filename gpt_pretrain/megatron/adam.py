@@ -7,12 +7,13 @@ It asks the device whether to update at all, and by how much to scale gradients:
 skipped changes no bit. The arithmetic is FusedAdam's, with decoupled weight decay (Loshchilov and Hutter 2019).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.megatron.adam_states import BLOCK, Master, Moment, rounded_to_fp16
 
 # Values updated at once without a GPU: what bounds the memory of a step.
@@ -67,7 +68,11 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype,
         store_param_remainders: bool = False,
     ) -> None:
-        """megatron-core names the arguments; the last is for `PrecisionAwareOptimizer`, which makes the masters."""
+        """megatron-core names the arguments; the last is for `PrecisionAwareOptimizer`, which makes the masters.
+
+        Raises:
+            UserError: On a GPU, Triton is not installed.
+        """
         assert adam_w_mode, "weight decay is decoupled"
         assert not capturable, "steps are not captured"
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
@@ -79,6 +84,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.grad_scale = torch.ones((), device=device)
         self.steps_taken = torch.zeros((), dtype=torch.float64, device=device)
         self.states: dict[torch.Tensor, AdamState] = {}
+        self._update = _kernel() if self.found_inf.is_cuda else update
 
     def allocate(self, master: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Gives a parameter its states: moments of zero.
@@ -109,12 +115,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
             )
             for gradient, state in self._to_update(group["params"]):
-                if gradient.is_cuda:
-                    from gpt_pretrain.megatron.adam_triton import update_on_gpu
-
-                    update_on_gpu(gradient, state, step)
-                else:
-                    update(gradient, state, step)
+                self._update(gradient, state, step)
 
     def _to_update(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, AdamState]]:
         for parameter in parameters:
@@ -148,3 +149,17 @@ def update(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
         state.master.write(start, master)
         state.exp_avg.write(start, exp_avg)
         state.exp_avg_sq.write(start, exp_avg_sq)
+
+
+def _kernel() -> Callable[[torch.Tensor, AdamState, AdamStep], None]:
+    """`update` on a GPU, imported before the first step: without Triton the run does not start."""
+    try:
+        from gpt_pretrain.megatron.adam_triton import update_on_gpu
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise UserError(
+            "model.optim.use_precision_aware_optimizer=true updates in a Triton kernel on a GPU, and Triton is not "
+            "installed, which comes with torch for CUDA; install it (python -m pip install triton), or use false"
+        ) from None
+    return update_on_gpu
