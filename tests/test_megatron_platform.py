@@ -163,6 +163,18 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
             ],
         ),
         (
+            replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0)),
+            [
+                "model.optim.use_precision_aware_optimizer=true",
+                "model.use_distributed_optimizer=true",
+                "model.optim.exp_avg_dtype=fp8",
+            ],
+            [
+                "model.optim.exp_avg_dtype=fp8 needs a GPU with E4M3 (compute capability 8.9 or newer), and this is "
+                "NVIDIA A100, compute capability 8.0; use fp16, bf16 or fp32"
+            ],
+        ),
+        (
             CPU,
             [f"model.{ROPE}=true"],
             ["model.apply_rope_fusion=true needs Transformer Engine layers; use null or false"],

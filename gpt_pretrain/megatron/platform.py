@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, PositionEmbedding, Precision
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, PositionEmbedding, Precision
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform_fp8 import fp8_platform_problems, has_fp8, recipe_variables
+from gpt_pretrain.megatron.platform_fp8 import describe_gpu, fp8_platform_problems, has_fp8, recipe_variables
 from gpt_pretrain.megatron.platform_multicast import multicast_problems, multicast_variables
 
 if TYPE_CHECKING:
@@ -235,6 +235,24 @@ def _loss_problems(config: Config, platform: Platform) -> list[str]:
     return []
 
 
+def _optimizer_problems(config: Config, platform: Platform) -> list[str]:
+    optim = config.model.optim
+    if not optim.use_precision_aware_optimizer:
+        return []
+    if not platform.cuda and config.trainer.precision is Precision.auto:
+        return [
+            "model.optim.use_precision_aware_optimizer=true is for weights in BF16, and trainer.precision=auto is fp32 "
+            "without a CUDA device; use trainer.precision=bf16, or false"
+        ]
+    if platform.cuda and optim.exp_avg_dtype is MomentDtype.fp8 and not has_fp8(platform):
+        # What Triton can read and write.
+        return [
+            "model.optim.exp_avg_dtype=fp8 needs a GPU with E4M3 (compute capability 8.9 or newer), and this is "
+            f"{describe_gpu(platform)}; use fp16, bf16 or fp32"
+        ]
+    return []
+
+
 def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     """Refuses explicit settings that this machine cannot meet.
 
@@ -284,11 +302,7 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
             "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
             "model.transformer_engine=false"
         )
-    if not platform.cuda and config.trainer.precision is Precision.auto and model.optim.use_precision_aware_optimizer:
-        problems.append(
-            "model.optim.use_precision_aware_optimizer=true is for weights in BF16, and trainer.precision=auto is fp32 "
-            "without a CUDA device; use trainer.precision=bf16, or false"
-        )
+    problems += _optimizer_problems(config, platform)
     own_gpu = launch.launcher == "srun" and platform.num_gpus == 1
     if platform.cuda and launch.local_rank >= platform.num_gpus and not own_gpu:
         problems.append(

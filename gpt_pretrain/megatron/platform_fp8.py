@@ -55,7 +55,8 @@ def leading_version(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", text)[0])))
 
 
-def _gpu(platform: Platform) -> str:
+def describe_gpu(platform: Platform) -> str:
+    """Its name and compute capability, for messages."""
     assert platform.compute_capability is not None, "asked only of a GPU"
     major, minor = platform.compute_capability
     return f"{platform.device_name}, compute capability {major}.{minor}"
@@ -66,7 +67,7 @@ def _why_no_fp8(platform: Platform, no_te: str) -> str | None:
     if platform.compute_capability is None:
         return f"a GPU with FP8 (Ada, Hopper or newer) and Transformer Engine, but {no_te}"
     if not has_fp8(platform):
-        return f"a GPU with FP8 (compute capability 8.9 or newer), and this is {_gpu(platform)}"
+        return f"a GPU with FP8 (compute capability 8.9 or newer), and this is {describe_gpu(platform)}"
     if platform.transformer_engine is None:
         return f"Transformer Engine: {no_te}"
     if leading_version(platform.transformer_engine) < _OLDEST_TRANSFORMER_ENGINE:
@@ -81,9 +82,9 @@ def _why_no_scaling(platform: Platform, recipe: Fp8RecipeName) -> str | None:
     capability, cuda = platform.compute_capability, platform.torch_cuda
     assert capability is not None, "asked only of a GPU"
     if recipe is Fp8RecipeName.blockwise and (capability < _HOPPER or cuda is None or leading_version(cuda) < (12, 9)):
-        return f"compute capability 9.0 and CUDA 12.9 or newer, and this is {_gpu(platform)}, CUDA {cuda}"
+        return f"compute capability 9.0 and CUDA 12.9 or newer, and this is {describe_gpu(platform)}, CUDA {cuda}"
     if recipe is Fp8RecipeName.mxfp8 and not _BLACKWELL <= capability < _CONSUMER_BLACKWELL:
-        return f"compute capability 10.x (Blackwell of the data centre), and this is {_gpu(platform)}"
+        return f"compute capability 10.x (Blackwell of the data centre), and this is {describe_gpu(platform)}"
     return None
 
 
@@ -93,7 +94,7 @@ def _attention(config: Config, settings: Fp8Settings, platform: Platform) -> Ite
     assert capability is not None, "asked only of a GPU"
     key = "model.fp8_dot_product_attention=true"
     if not _HOPPER <= capability < _CONSUMER_BLACKWELL:
-        yield f"{key} needs compute capability 9.x or 10.x, and this is {_gpu(platform)}; use false"
+        yield f"{key} needs compute capability 9.x or 10.x, and this is {describe_gpu(platform)}; use false"
     elif capability < _BLACKWELL and width != 128:
         yield f"{key} needs heads of 128 channels to train on Hopper, and model.kv_channels={width}; use false"
     elif width > 128 or width % 16:
