@@ -4,6 +4,7 @@ A run takes `STEPS` steps, saves, and takes as many more; runs in other layouts 
 Each rank writes what it saw as JSON, under the name of the case.
 """
 
+import hashlib
 import io
 import json
 import pickle
@@ -71,6 +72,12 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "dp2_remainders.bf16": (2, ["parallelism=dp", *LEAN]),
     "tp2_remainders.bf16": (2, ["parallelism=tp2", *LEAN]),
     "dp2_small.bf16": (2, ["parallelism=dp", *LEAN, *SMALLEST]),
+    "dp2_small_late.bf16": (
+        2,
+        ["parallelism=dp", "model.overlap_param_gather=false", "model.overlap_grad_reduce=false", *LEAN, *SMALLEST],
+    ),
+    "pp2_small.bf16": (2, ["parallelism=pp2", *LEAN, *SMALLEST]),
+    "pp2_remainders.tied_bf16": (2, ["parallelism=pp2", "model.share_embeddings_and_output_weights=true", *LEAN]),
     "single.moe": (1, _EXPERTS),
     "ep2.moe": (2, ["parallelism=ep2", *_EXPERTS]),
     # Two ranks of a distributed optimizer share each expert, and two others the attention.
@@ -86,6 +93,7 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     ),
     "single.moe_bf16": (1, [*_EXPERTS, *_BF16]),
     "ep2_plain.moe_bf16": (2, ["model.expert_model_parallel_size=2", *_EXPERTS, *_BF16]),
+    "ep2_small.moe_bf16": (2, ["parallelism=ep2", *_EXPERTS, *LEAN, *SMALLEST]),
     "single.delayed": (1, _DELAYED),
     "tp2.delayed": (2, ["parallelism=tp2", *_DELAYED]),
     "single.sgd": (1, ["model.optim.name=sgd"]),
@@ -179,9 +187,19 @@ def load_in(config: Config, source: str, folder: Path, name: str, *, again: bool
     training = build_training_of(config)
     checkpoint = verify_checkpoint(folder / source / f"step_{STEPS:08d}")
     restored = load_checkpoint(checkpoint, training.trainable, config, _fingerprints(config))
+    loaded = {"notes": list(restored.notes), "weights": _digest(training)}
     if again:
         _save(training, folder / f"{name}.again", restored.progress)
-    _write(folder, name, {**run_steps(training, restored.progress), "notes": list(restored.notes)})
+    _write(folder, name, {**run_steps(training, restored.progress), **loaded})
+
+
+def _digest(training: Training) -> str:
+    """Of the bits of this rank's weights."""
+    digest = hashlib.sha256()
+    for chunk in training.chunks:
+        for weight in chunk.parameters():
+            digest.update(weight.detach().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _save(training: Training, directory: Path, progress: Progress) -> None:

@@ -40,6 +40,9 @@ OTHER_PAIRS = [
     ("single.bf16", "dp2_remainders.bf16", False),
     ("dp2_remainders.bf16", "tp2_remainders.bf16", True),
     ("dp2_small.bf16", "dp2_small.bf16", True),
+    ("pp2_small.bf16", "pp2_small.bf16", True),
+    ("pp2_remainders.tied_bf16", "pp2_remainders.tied_bf16", True),
+    ("ep2_small.moe_bf16", "ep2_small.moe_bf16", True),
     ("single.sgd", "tp2_plain.sgd", True),
     ("tp2_plain.sgd", "single.sgd", False),
     ("single.moe", "ep2.moe", True),
@@ -51,6 +54,8 @@ OTHER_PAIRS = [
     ("single.delayed", "tp2.delayed", True),
     ("tp2.delayed", "single.delayed", True),
 ]
+# Masters that are rounded as they are loaded.
+ROUNDED_PAIRS = [("dp2.bf16", "dp2_small_late.bf16")]
 ALL_LAYOUTS = {**LAYOUTS, **OTHERS}
 
 
@@ -60,7 +65,7 @@ def cases(num_ranks):
     pairs = [(*pair, pair == ("tp2_pp2", "dp2")) for pair in PAIRS]
     loaded = [
         f"{source}>{target}{'+' if again else ''}"
-        for source, target, again in [*pairs, *OTHER_PAIRS]
+        for source, target, again in [*pairs, *OTHER_PAIRS, *((*pair, False) for pair in ROUNDED_PAIRS)]
         if target in saved
     ]
     return saved, loaded
@@ -190,6 +195,28 @@ def test_weights_alone_come_from_any_layout(source, target, results):
     assert len(last) == 4, "norm, QKV, projection and second linear layer"
     for key, value in last.items():
         assert value.equal(saved[key][-1]), key
+
+
+@pytest.mark.parametrize(("source", "target"), ROUNDED_PAIRS)
+def test_ranks_share_the_weights_of_masters_that_were_rounded_as_they_were_loaded(source, target, results):
+    uncut, resumed = seen(results, f"{source}.uncut", source), seen(results, f"{source}.{target}", target)
+    first, second = (rank["weights"] for rank in resumed)
+    assert first == second
+    assert first != seen(results, "single.bf16.dp2.bf16", "dp2.bf16")[0]["weights"]
+    assert resumed[0]["losses"] == pytest.approx(uncut[0]["losses"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("small", "usual"),
+    [
+        ("pp2_small.bf16", "single.bf16"),
+        ("pp2_remainders.tied_bf16", "pp2.tied"),
+        ("ep2_small.moe_bf16", "ep2_plain.moe_bf16"),
+    ],
+)
+def test_small_states_train_in_stages_and_with_experts_as_fp32_states_do(small, usual, results):
+    losses, expected = (seen(results, f"{layout}.uncut", layout)[0]["losses"] for layout in (small, usual))
+    assert losses == pytest.approx(expected, rel=2e-2)
 
 
 def test_another_layout_is_said_and_a_distributed_optimizer_alone_is_none(results):

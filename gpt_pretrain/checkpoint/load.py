@@ -32,9 +32,9 @@ from gpt_pretrain.checkpoint.state import (
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.optimizer_state import (
-    cast_masters_to_fp8_weights,
     load_optimizer_state,
     make_masters_from_weights,
+    share_weights_of_masters,
 )
 from gpt_pretrain.megatron.parallel import seed_dropout
 
@@ -99,7 +99,7 @@ def load_checkpoint(
 
     state = _load(path, trainable, wanted, left_out)
     load_optimizer_state(trainable.optimizer, state["optimizer"])
-    cast_masters_to_fp8_weights(trainable.optimizer, trainable.model)
+    share_weights_of_masters(trainable.optimizer, trainable.model)
     # megatron-core adds the steps of the checkpoint to those that were taken.
     trainable.scheduler.num_steps = 0
     trainable.scheduler.load_state_dict(state["scheduler"])

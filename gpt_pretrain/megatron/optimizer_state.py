@@ -108,25 +108,28 @@ def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weight
             part.reload_model_params({key: dict(state) for key, state in weights.items()})
         else:
             part.reload_model_params()
-    cast_masters_to_fp8_weights(optimizer, model)
+    share_weights_of_masters(optimizer, model)
 
 
 @torch.no_grad()
-def cast_masters_to_fp8_weights(optimizer: MegatronOptimizer, model: Model) -> None:
-    """Makes weights stored in FP8 what their masters say, on all ranks; call it after masters and scales were loaded.
+def share_weights_of_masters(optimizer: MegatronOptimizer, model: Model) -> None:
+    """Makes weights what loaded masters say, on all ranks, where loading the weights did not; after scales were loaded.
 
-    megatron-core writes them into a checkpoint as BF16. Cast from there, each would take the scale that it happens to
-    have in a fresh model (delayed), or one from an amax that was rounded (tensorwise), and the run would go on from
-    other weights than it was saved with.
+    Weights stored in FP8: megatron-core writes them into a checkpoint as BF16. Cast from there, each would take the
+    scale that it happens to have in a fresh model (delayed), or one from an amax that was rounded (tensorwise), and the
+    run would go on from other weights than it was saved with.
+
+    BF16 weights of the precision-aware optimizer: each rank has rewritten its part with the masters that it took. Of
+    masters that were saved in another type they are others than the loaded ones, which the other ranks still have.
     """
-    parts = [
+    in_fp8 = [
         part
         for part in _parts(optimizer)
         if isinstance(part, DistributedOptimizer) and part.ddp_config.fp8_param_gather
     ]
-    for part in parts:
+    for part in in_fp8:
         part._copy_main_params_to_model_params()
-    if parts:
+    if in_fp8 or any(isinstance(part, PrecisionAwareOptimizer) for part in _parts(optimizer)):
         for chunk in model.chunks:
             chunk.start_param_sync(force_sync=True)
 
