@@ -62,6 +62,10 @@ def test_what_a_run_came_from_leaves_out_attempts_that_were_given_up(tmp_path):
     assert earlier_checkpoints(paths[50]) == [paths[30], paths[10]]
     assert earlier_checkpoints(paths[40]) == [paths[30], paths[10]]
     assert earlier_checkpoints(paths[20]) == [paths[10]]
+    # What the newest says of them is not the only word.
+    newest = publish(tmp_path, 60, saved_at=9.0, given_up=[[11, 4.0], [31, 7.0]])
+    (newest / MANIFEST).write_text("{")
+    assert earlier_checkpoints(newest) == [paths[50], paths[30], paths[10]]
 
 
 def test_a_clock_that_was_set_back_does_not_cost_the_new_checkpoint(tmp_path):

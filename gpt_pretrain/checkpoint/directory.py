@@ -4,6 +4,7 @@ A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300`, and `RUN_DIR/ch
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,11 +73,16 @@ def earlier_checkpoints(path: Path) -> list[Path]:
 
 
 def _given_up(path: Path) -> Sequence[Sequence[float]]:
-    """What a checkpoint's manifest says of others; nothing where it is garbled."""
+    """What a checkpoint's manifest says of others; where it is garbled, what all that can be read beside it say."""
     try:
         return read_manifest(path).given_up
     except UserError:
-        return ()
+        pass
+    found: list[Sequence[float]] = []
+    for other in complete_checkpoints(path.parent):
+        with suppress(UserError):
+            found += read_manifest(other).given_up
+    return found
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
