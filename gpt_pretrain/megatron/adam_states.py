@@ -72,7 +72,7 @@ def rounded_to_fp16(values: torch.Tensor, start: int, seed: int) -> torch.Tensor
 
     Args:
         values: fp32 [n].
-        start: Index of the first in its parameter.
+        start: Index of the first in the rank's part of its parameter; every parameter draws the same.
         seed: Another in each step.
     """
     index = torch.arange(start, start + values.numel(), device=values.device)

@@ -3,9 +3,10 @@
 megatron-core 0.19 clips by the gradient norm and updates whatever it is: one infinite gradient makes all weights NaN.
 Its own check (`check_for_nan_in_grad`) waits for the GPU and ends the run. Here the decision stays on the device: the
 ranks add up one number, and torch's fused Adam and SGD take the sum as `found_inf`, which automatic mixed precision
-made for them; `PrecisionAwareAdam` does the same. Where it is not zero they leave weights, moments and step counts as
-they are. The host goes on without waiting, and what it launches behind the update (the cast of masters, the gathering
-of weights) repeats what was there.
+made for them; `PrecisionAwareAdam` does the same. Where it is not zero they leave masters, moments and step counts as
+they are, and BF16 weights with them. The host goes on without waiting, and what it launches behind the update (the cast
+of masters, the gathering of weights) repeats what was there; but with delayed scaling the histories and scales of FP8
+have gone on with the step, and weights stored in FP8 are cast with them anew: the same masters, in other codes.
 """
 
 from collections.abc import Iterator
