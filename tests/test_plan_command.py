@@ -156,6 +156,15 @@ def test_what_the_forecast_does_not_know_is_said(overrides, told):
     assert told in " ".join(output.getvalue().split())
 
 
+def test_what_null_came_to_among_the_kernels_is_shown():
+    output = io.StringIO()
+    print_plan(plan_of("model=gpt2_124m", "model.cuda_graph_impl=local"), Console(file=output, width=WIDTH))
+    (fused,) = [line for line in output.getvalue().splitlines() if line.startswith("│ fused ")]
+    shown = " ".join(output.getvalue().replace("│", " ").split())
+    assert "bias_activation_fusion" in fused
+    assert "cross_entropy_loss_fusion (linear), cuda_graph_impl (local)" in shown
+
+
 def run_plan(capsys, *arguments):
     code = main([*arguments])
     printed = capsys.readouterr()

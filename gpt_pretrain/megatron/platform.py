@@ -182,13 +182,18 @@ def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
     return (implementation or CrossEntropyFusion.linear) if fused else None
 
 
+def fused_parts(kernels: Kernels) -> str:
+    """The keys of `Kernels` that are on, or what they are, in a line."""
+    values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__ if name != "transformer_engine"}
+    active = [name if value is True else f"{name} ({value.value})" for name, value in values.items() if value]
+    return ", ".join(active) or "none"
+
+
 def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
     """One line per part of the model for the run's header."""
     layers = (
         f"Transformer Engine {platform.transformer_engine}" if kernels.transformer_engine else "megatron-core local"
     )
-    values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__ if name != "transformer_engine"}
-    active = [name if value is True else f"{name} ({value.value})" for name, value in values.items() if value]
     apex = [
         name.removeprefix("apex_").replace("_", " ")
         for name in Platform.__dataclass_fields__
@@ -196,7 +201,7 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
     ]
     return {
         "layers": layers,
-        "fused": ", ".join(active) or "none",
+        "fused": fused_parts(kernels),
         "apex": ", ".join(apex) or "not installed: nothing is lost but speed",
     }
 

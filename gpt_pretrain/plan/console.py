@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
+from gpt_pretrain.megatron.platform import fused_parts
 from gpt_pretrain.plan.effective import FP8_KEYS, Setting
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY
@@ -66,6 +67,7 @@ def _header(plan: Plan) -> RenderableType:
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
     layers = "Transformer Engine" if plan.kernels.transformer_engine else "megatron-core's local layers"
     grid.add_row("layers", f"{layers}; {plan.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8")
+    grid.add_row("fused", fused_parts(plan.kernels))
     return Panel(grid, title=Text(f"plan: {plan.config.name}", style="bold"), title_align="left", width=WIDTH)
 
 
