@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -34,22 +35,25 @@ def compare_variants(
     Returns:
         By variant: losses of three steps and of a validation, and main gradients as the first step left them here.
     """
-    linear_loss._CHUNK_LOGITS = _CHUNK_LOGITS // parallel_state.get_tensor_model_parallel_world_size()
-    seen = {}
-    for name in variants:
-        training = build_training_of(replace(config, model=replace(config.model, **_VARIANTS[name])))
-        if masked:
-            training = _Masked(config=training.config, trainable=training.trainable)
-        losses = [training.step()]
-        gradients = _main_gradients(training)
-        losses += [training.step(), training.step()]
-        after = _main_gradients(training)
-        with training.trainable.model.gathered_parameters():
-            losses.append(training.validate())
-        # Validation wants no gradient, and leaves none.
-        assert all(torch.equal(gradient, after[key]) for key, gradient in _main_gradients(training).items())
-        seen[name] = {"losses": losses, "gradients": gradients}
-    return seen
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    # Other tests of this process look at the real one.
+    with patch.object(linear_loss, "_CHUNK_LOGITS", _CHUNK_LOGITS // num_ranks):
+        return {name: _trained(config, name, masked=masked) for name in variants}
+
+
+def _trained(config: Config, name: str, *, masked: bool) -> dict[str, Any]:
+    training = build_training_of(replace(config, model=replace(config.model, **_VARIANTS[name])))
+    if masked:
+        training = _Masked(config=training.config, trainable=training.trainable)
+    losses = [training.step()]
+    gradients = _main_gradients(training)
+    losses += [training.step(), training.step()]
+    after = _main_gradients(training)
+    with training.trainable.model.gathered_parameters():
+        losses.append(training.validate())
+    # Validation wants no gradient, and leaves none.
+    assert all(torch.equal(gradient, after[key]) for key, gradient in _main_gradients(training).items())
+    return {"losses": losses, "gradients": gradients}
 
 
 class _Masked(Training):
