@@ -7,6 +7,8 @@ import torch
 
 from gpt_pretrain.megatron.adam import AdamState, AdamStep, update
 from gpt_pretrain.megatron.adam_states import Master, Moment
+from gpt_pretrain.megatron.update import conditional_update
+from gpt_pretrain.training.step import compute_gradients
 
 LEAN = (
     "trainer.precision=bf16",
@@ -28,6 +30,19 @@ def states(training):
         tensors += [state.master.values, state.exp_avg.values, state.exp_avg_sq.values]
         tensors += [moment.scales for moment in (state.exp_avg, state.exp_avg_sq) if moment.scales is not None]
     return [tensor.clone().contiguous().flatten().view(torch.uint8) for tensor in tensors]
+
+
+def assert_a_step_that_is_not_finite_changes_no_bit(training):
+    """Its gradient is infinite in one place; the step after it, whose gradients are finite, changes some."""
+    trainable, model = training.trainable, training.config.model
+    training.step()
+    before = states(training)
+    for broken in (True, False):
+        report = compute_gradients(trainable, training.iterators(first_sample=0), model, num_microbatches=2)
+        if broken:
+            training.chunks[0].decoder.layers[1].mlp.linear_fc1.weight.main_grad[3, 5] = float("inf")
+        assert conditional_update(trainable.optimizer, report).skipped == broken
+        assert all(map(torch.equal, states(training), before)) == broken
 
 
 def assert_kernel_computes_what_torch_does(device, num, master, moments):

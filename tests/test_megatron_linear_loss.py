@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.megatron.weight_gradient import accumulate_weight_gradient
 from tests.emulated_training import TINY
-from tests.launching import REPOSITORY, run_ranks
+from tests.launching import run_ranks
 from tests.linear_loss_training import compare_variants, differences
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 96
@@ -195,13 +192,5 @@ print("done")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_compute_what_torch_does():
     """Interpreted on the CPU; the last block of columns is not full, and labels are on other ranks."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_ranks(1, ["-c", INTERPRETED], timeout_s=120, env={"TRITON_INTERPRET": "1"})
     assert done.stdout == "done\n", done.stderr[-4000:]

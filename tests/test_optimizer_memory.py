@@ -1,8 +1,6 @@
 """The precision-aware optimizer: what it stores comes out as it went in, and it trains as one with fp32 states does."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from functools import cache
 
@@ -17,11 +15,9 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.megatron.adam import AdamState, AdamStep, PrecisionAwareAdam, _kernel, update
 from gpt_pretrain.megatron.adam_states import BLOCK, SCALED, Master, Moment, StoredValues
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.update import conditional_update
-from gpt_pretrain.training.step import compute_gradients
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
-from tests.launching import REPOSITORY
-from tests.optimizer_states import FP32, LEAN, SMALLEST, states
+from tests.launching import run_ranks
+from tests.optimizer_states import FP32, LEAN, SMALLEST, assert_a_step_that_is_not_finite_changes_no_bit, states
 
 
 def spread_values(num):
@@ -199,15 +195,7 @@ print("done")
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_interpreted_computes_what_torch_does():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_ranks(1, ["-c", INTERPRETED], timeout_s=120, env={"TRITON_INTERPRET": "1"})
     assert done.stdout == "done\n", done.stderr[-4000:]
 
 
@@ -242,15 +230,7 @@ def test_small_states_learn_what_fp32_states_learn(overrides):
 
 def test_a_step_that_is_not_finite_changes_no_bit():
     with emulated_training(*LEAN, *SMALLEST) as training:
-        trainable, model = training.trainable, training.config.model
-        training.step()
-        before = states(training)
-        for broken in (True, False):
-            report = compute_gradients(trainable, training.iterators(first_sample=0), model, num_microbatches=2)
-            if broken:
-                training.chunks[0].decoder.layers[1].mlp.linear_fc1.weight.main_grad[3, 5] = float("inf")
-            assert conditional_update(trainable.optimizer, report).skipped == broken
-            assert all(map(torch.equal, states(training), before)) == broken
+        assert_a_step_that_is_not_finite_changes_no_bit(training)
 
 
 def test_gradients_are_clipped_to_the_norm():
