@@ -46,12 +46,13 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_forecast_and_the_keys(tmp_p
 
 @pytest.mark.gpu
 def test_a_gpu_that_has_no_more_memory_ends_the_run_likewise(tmp_path):
-    # 1 GB for each tensor of [s, b, h], a dozen of them in each layer; no tensor has 2^31 elements, which kernels may
-    # not count.
+    # 134 MB for each tensor of [s, b, h], a dozen of them in each of 16 layers: 25 GB, of which the process may have
+    # a twelfth of the GPU, so that tests beside it have theirs.
     wide = ["model.hidden_size=2048", "model.ffn_hidden_size=4096", "model.num_attention_heads=32"]
-    huge = [*wide, "model.num_layers=16", "model.micro_batch_size=2048", "model.global_batch_size=2048"]
+    huge = [*wide, "model.num_layers=16", "model.micro_batch_size=256", "model.global_batch_size=256"]
     arguments = small_run_arguments(tmp_path / "run", tmp_path, [*SMALL_GPU_RUN, *huge])
-    done = run_ranks(1, arguments, env=gpu_environment(1))
+    share = {"PYTORCH_CUDA_ALLOC_CONF": "per_process_memory_fraction:0.08"}
+    done = run_ranks(1, arguments, env={**gpu_environment(1), **share})
 
     assert done.returncode == 1, done.stderr[-2000:]
     assert "error: out of memory on rank 0 (NVIDIA" in done.stderr

@@ -19,7 +19,9 @@ def replace_te_layers():
 
     from gpt_pretrain.megatron import layers
 
-    layers.get_gpt_layer_with_transformer_engine_spec = lambda: get_gpt_layer_local_spec(normalization="RMSNorm")
+    layers.get_gpt_layer_with_transformer_engine_spec = lambda **experts: get_gpt_layer_local_spec(
+        normalization="RMSNorm", **experts
+    )
 
 
 def drop_gather():
