@@ -378,13 +378,17 @@ def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, 
         return {"name": name, "figures": {"parts": [{"kind": kind, "time_ms": time} for kind, time in parts]}}
 
     failed = {"name": "failed", "figures": None}
-    rows = [row("bf16", ("BF16 products", 30.0)), failed, row("fp8", ("FP8 products", 16.0), (IDLE, 0.25))]
+    long = "fp8=tensorwise model.fp8_params=true model.use_distributed_optimizer=true"
+    rows = [row("bf16", ("BF16 products", 30.0)), failed, row(long, ("FP8 products", 16.0), (IDLE, 0.25))]
     source.write_text(json.dumps({"variants": rows}))
     assert draw_picture([str(source), str(picture)]) == 0
     drawn = picture.read_text()
     # Text is drawn as outlines whose comments say what it is; a part too narrow has no number.
-    assert all(f"<!-- {text} -->" in drawn for text in ("bf16", "fp8", "FP8 products", IDLE, "30", "16"))
+    assert all(f"<!-- {text} -->" in drawn for text in ("bf16", "FP8 products", IDLE, "30", "16"))
+    # A long name is cut between its overrides.
+    assert all(f"<!-- {override} -->" in drawn for override in long.split())
     assert "<!-- failed -->" not in drawn
+    assert capsys.readouterr().out == f"written: {picture}\n"
 
     source.write_text(json.dumps({"variants": [row("cpu")]}))
     assert draw_picture([str(source), str(picture)]) == 2

@@ -7,19 +7,23 @@ It reads what a benchmark with `benchmark.profile=true` left behind, on any mach
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.benchmark.kinds import IDLE, KINDS
+from gpt_pretrain.benchmark.kinds import KINDS
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.messages import exit_code
 
 # Of Okabe and Ito (2008), which people who see fewer colours tell apart; idle is grey.
 _COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#F0E442", "#BBBBBB")
+_DARK = ("#0072B2", "#D55E00", "#009E73")
 # Narrower parts have no room for their number.
-_NARROWEST_WITH_TEXT = 0.035
+_NARROWEST_WITH_TEXT = 0.04
+# A variant without a name of its own is called by its overrides, which are long.
+_LABEL_WIDTH = 32
 
 
 def read_steps(path: Path) -> dict[str, dict[str, float]]:
@@ -63,18 +67,21 @@ def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
     figure = Figure(figsize=(10, 1.4 + 0.6 * len(steps)), layout="constrained")
     axes = figure.add_subplot()
     names = list(steps)
+    labels = [textwrap.fill(name, _LABEL_WIDTH, break_long_words=False, break_on_hyphens=False) for name in names]
     longest = max(sum(parts.values()) for parts in steps.values())
     left = dict.fromkeys(names, 0.0)
     for kind, colour in zip(KINDS, _COLOURS, strict=True):
         times = [steps[name].get(kind, 0.0) for name in names]
         if not any(times):
             continue
-        bars = axes.barh(names, times, left=list(left.values()), color=colour, label=kind, height=0.62)
+        bars = axes.barh(range(len(names)), times, left=list(left.values()), color=colour, label=kind, height=0.62)
         texts = [f"{time:.0f}" if time > _NARROWEST_WITH_TEXT * longest else "" for time in times]
-        axes.bar_label(bars, texts, label_type="center", color="black" if kind in (IDLE, KINDS[-2]) else "white")
+        axes.bar_label(bars, texts, label_type="center", color="white" if colour in _DARK else "black")
         for name, time in zip(names, times, strict=True):
             left[name] += time
+    axes.set_yticks(range(len(names)), labels)
     axes.invert_yaxis()
+    axes.set_xlim(0, 1.02 * longest)
     axes.set_xlabel("milliseconds of a step")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
@@ -84,6 +91,7 @@ def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
         raise UserError(f"{path}: {error}") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
+    print(f"written: {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
