@@ -21,6 +21,7 @@ GRAPHS = "model.cuda_graph_impl=local"
 CASE = gpt2("gpt2_124m", width=256, head_width=64, inner_width=512, length=128, weight_scale=1.0)
 # What varies from run to run is left out, so that equal means equal; NVTE_… below does the same for attention.
 SAME = ("model.transformer_engine=true", "trainer.precision=bf16", "model.cross_entropy_loss_fusion=false")
+FUSED, OWN = (f"model.gradient_accumulation_fusion={fused}" for fused in ("true", "false"))
 DATA = {"tokenizer": "none"}
 
 
@@ -40,10 +41,10 @@ def validation_loss(training):
         return validate(model, [iter(batches)], training.config.model, len(batches), 1, on_batch=lambda: None)
 
 
-def train(training, steps):
+def train(training, steps, *, proven=True):
     """Losses and gradient norms of these steps, the first of them proven, and of a validation before each third."""
     config, trainable = training.config, training.trainable
-    proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
+    proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 and proven else None
     curve = []
     for step in steps:
         if step % 3 == 0:
@@ -73,8 +74,10 @@ def trained(weights, *overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((), id="bf16"),
-        pytest.param(("fp8=tensorwise",), id="tensorwise"),
+        pytest.param((FUSED,), id="bf16"),
+        pytest.param((FUSED, "fp8=tensorwise"), id="tensorwise"),
+        pytest.param((OWN,), id="bf16, gradients of their own"),
+        pytest.param((OWN, "fp8=tensorwise"), id="tensorwise, gradients of their own"),
     ],
 )
 def test_graphs_change_no_bit(overrides, weights):
@@ -85,17 +88,18 @@ def test_graphs_change_no_bit(overrides, weights):
 
 @pytest.mark.usefixtures("deterministic")
 def test_a_run_resumed_with_graphs_is_the_uncut_one_without(weights, tmp_path):
-    expected, left = trained(weights, "fp8=tensorwise")
-    with built_training(CASE, weights, *SAME, "fp8=tensorwise", GRAPHS) as training:
+    fp8 = (FUSED, "fp8=tensorwise")
+    expected, left = trained(weights, *fp8)
+    with built_training(CASE, weights, *SAME, *fp8, GRAPHS) as training:
         curve = train(training, range(3))
         progress = Progress(step=3, consumed_samples=3 * training.config.model.global_batch_size)
         saved = save_checkpoint(tmp_path, training.trainable, progress, training.config, DATA)
-    with built_training(CASE, weights, *SAME, "fp8=tensorwise", GRAPHS) as training:
+    with built_training(CASE, weights, *SAME, *fp8, GRAPHS) as training:
         load_checkpoint(verify_checkpoint(saved), training.trainable, training.config, DATA)
         curve += train(training, range(3, 6))
         # Once more from there, now that the graphs are recorded: what is restored reaches them.
         load_checkpoint(verify_checkpoint(saved), training.trainable, training.config, DATA)
-        again = train(training, range(3, 6))
+        again = train(training, range(3, 6), proven=False)
         assert curve == expected
         assert again == curve[-len(again) :]
         torch.testing.assert_close(state(training), left, rtol=0, atol=0)
