@@ -47,7 +47,14 @@ H200 = (
     GemmCeiling(dtype="fp8", side=8192, tflops=1414.0),
 )
 MEASURED = Measured(
-    first_step_s=20.0, step_times_s=(0.5, 0.4), memory_gib=10.0, loss=2.5, dtype="bfloat16", kernels=(), parts=()
+    first_step_s=20.0,
+    step_times_s=(0.5, 0.4),
+    memory_gib=10.0,
+    loss=2.5,
+    losses=(4.0, 2.5),
+    dtype="bfloat16",
+    kernels=(),
+    parts=(),
 )
 APP = Variant(name="app", loop=Loop.app, overrides=())
 
@@ -195,7 +202,7 @@ def rows_of(compose_config):
     """Two variants of which the second is twice as fast, and one that ran out of memory."""
     model = compose_config().model
     first = compute_figures([[MEASURED]], model, H200)
-    fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None)
+    fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None, losses=())
     kernels = (Kernel(name="gemm|tn", calls=3.0, time_ms=1.5, share=0.75),)
     second = compute_figures([[replace(fast, kernels=kernels)]], model, H200)
     bare = Variant(name="bare:lean", loop=Loop.bare, overrides=("fp8=delayed", "run_dir='a b'"))
@@ -216,6 +223,18 @@ def test_ratios_are_to_the_first_variant(compose_config):
 
     assert [(row.speed_ratio, row.memory_ratio) for row in rows] == [(1, 1), (pytest.approx(2), 0.5), (None, None)]
     assert all(row.speed_ratio is None for row in with_ratios([rows[2], replace(rows[0], speed_ratio=None)]))
+
+
+def test_losses_are_compared_step_by_step_with_the_first_variants(compose_config):
+    first, _, failed = rows_of(compose_config)
+    apart = replace(first, figures=replace(first.figures, losses=(4.0, 2.6)))
+
+    rows = with_ratios([first, apart, failed])
+    assert [row.loss_difference for row in rows] == [0.0, pytest.approx(0.04), None]
+    titles, lines = table_of_rows(rows)
+    assert [dict(zip(titles, line, strict=True))["loss apart"] for line in lines] == ["0.00%", "4.00%", "–"]
+    # The bare loop trains on other data.
+    assert rows_of(compose_config)[1].loss_difference is None
 
 
 def test_the_table_shows_every_variant_in_its_order(compose_config):
@@ -424,6 +443,8 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
     assert waited == [110.0, 111.0, 113.0, 119.0]
     # Steps 5 and 6: (20 + 24) / (2 + 2).
     assert watch.loss == 11.0
+    # All steps but the one behind the last interval.
+    assert watch.losses == (2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -452,6 +473,8 @@ def test_variants_and_the_bare_loop_are_measured_end_to_end(tmp_path, capsys):
     # ln 2048, as random tokens have it.
     assert app.figures.loss == pytest.approx(7.6, abs=0.2)
     assert bare.figures.loss is None
+    assert len(app.figures.losses) == 5
+    assert bare.figures.losses == ()
     assert bare.speed_ratio == pytest.approx(bare.figures.tokens_per_s_per_gpu / app.figures.tokens_per_s_per_gpu)
     assert {ceiling["dtype"] for ceiling in document["machine"]["gemms"]} == {"float32", "bfloat16"}
     assert (run_dir / "1_app" / "round_1" / "trace.json.gz").stat().st_size > 1000

@@ -40,6 +40,8 @@ class Figures(JsonObject):
     """Seconds from launch to the end of the first step, median over the rounds."""
     loss: float | None
     """Cross entropy in nats per token, mean of the last interval of the first round; null of the bare loop."""
+    losses: tuple[float, ...]
+    """Of every step of the first round; empty of the bare loop."""
     kernels: tuple[Kernel, ...]
     """The longest, where steps were profiled."""
     parts: tuple[Part, ...]
@@ -61,6 +63,8 @@ class Row(JsonObject):
     speed_ratio: float | None
     """Tokens per second and GPU over those of the first variant."""
     memory_ratio: float | None
+    loss_difference: float | None
+    """Largest relative difference of a step's loss from that of the first variant's same step."""
     forecast: Forecast | None
     """Where it was asked for and could be made."""
 
@@ -105,6 +109,7 @@ def compute_figures(
         memory_gib=max(rank.memory_gib for ranks in rounds for rank in ranks),
         first_step_s=statistics.median(ranks[0].first_step_s for ranks in rounds),
         loss=first.loss,
+        losses=first.losses,
         kernels=first.kernels,
         parts=first.parts,
     )
@@ -123,12 +128,13 @@ def build_row(
         figures=figures,
         speed_ratio=None,
         memory_ratio=None,
+        loss_difference=None,
         forecast=forecast,
     )
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their ratios to the first, where both have figures."""
+    """The rows with their ratios to the first and their differences from it, where both have figures."""
     first = rows[0].figures
     if first is None:
         return list(rows)
@@ -139,6 +145,13 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
             row,
             speed_ratio=row.figures.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu,
             memory_ratio=row.figures.memory_gib / first.memory_gib,
+            loss_difference=_largest_difference(row.figures.losses, first.losses),
         )
         for row in rows
     ]
+
+
+def _largest_difference(losses: Sequence[float], first: Sequence[float]) -> float | None:
+    if not losses or not first:
+        return None
+    return max(abs(loss / other - 1) for loss, other in zip(losses, first, strict=True))

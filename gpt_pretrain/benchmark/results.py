@@ -66,6 +66,8 @@ class Measured(JsonObject):
     """Peak memory on this rank's GPU after the timed steps; without a GPU, the process's resident memory."""
     loss: float | None
     """Cross entropy in nats per token, mean of the last interval; null of the bare loop, which has other data."""
+    losses: tuple[float, ...]
+    """Of every step, the first included; empty of the bare loop."""
     dtype: str
     """Type of parameters and of the products that are not in FP8: bfloat16 or float32."""
     kernels: tuple[Kernel, ...]

@@ -38,13 +38,14 @@ class Stopwatch:
         self.step_times_s: list[float] = []
         self.memory_gib: float | None = None
         self.loss: float | None = None
+        self.losses: tuple[float, ...] = ()
         self._benchmark = benchmark
         self._platform = platform
         self._launched_unix = launched_unix
         self._profiler = profiler
         self._last = benchmark.warmup_steps + benchmark.steps
         self._began = 0.0
-        self._losses: list[torch.Tensor] = []
+        self._results: list[StepResult] = []
 
     def after_step(self, step: int, result: StepResult | None = None) -> None:
         """Takes note of a step, the first of which is 1.
@@ -56,24 +57,30 @@ class Stopwatch:
         if step == 1:
             torch.cuda.synchronize()
             self.first_step_s = time.time() - self._launched_unix
+        if result is not None and step <= self._last:
+            self._results.append(result)
         timed = step - self._benchmark.warmup_steps
         if timed == 0:
             torch.cuda.synchronize()
             self._began = time.monotonic()
         elif timed > 0 and step <= self._last:
-            self._time(timed, result)
+            self._time(timed)
         if self._profiler is not None and step >= self._last:
             self._profiler.after_step(step - self._last)
 
-    def _time(self, timed: int, result: StepResult | None) -> None:
-        if result is not None:
-            self._losses.append(result.loss_sum_and_tokens)
+    def _time(self, timed: int) -> None:
         if timed % self._benchmark.interval:
             return
         torch.cuda.synchronize()
         self.step_times_s.append((time.monotonic() - self._began) / self._benchmark.interval)
         if timed == self._benchmark.steps:
             self.memory_gib = memory_gib(self._platform)
-            self.loss = mean_loss(torch.stack(self._losses).sum(dim=0)) if self._losses else None
-        self._losses.clear()
+            self._read_losses()
         self._began = time.monotonic()
+
+    def _read_losses(self) -> None:
+        if not self._results:
+            return
+        sums = torch.stack([result.loss_sum_and_tokens for result in self._results]).cpu()
+        self.loss = mean_loss(sums[-self._benchmark.interval :].sum(dim=0))
+        self.losses = tuple(map(mean_loss, sums))

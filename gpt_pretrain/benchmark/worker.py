@@ -94,6 +94,7 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
         step_times_s=tuple(watch.step_times_s),
         memory_gib=watch.memory_gib,
         loss=watch.loss,
+        losses=watch.losses,
         dtype=str(params_dtype(config, platform)).removeprefix("torch."),
         kernels=() if profiler is None else profiler.kernels,
         parts=() if profiler is None else profiler.parts,
