@@ -1,10 +1,17 @@
 """conf/experiment: each preset passes the rules at the number of processes that it is for."""
 
+import itertools
+import math
+
 import pytest
 
+from gpt_pretrain.benchmark.variants import benchmark_problems, read_variants
+from gpt_pretrain.config.launch import rank_zero_of
 from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.source import Source, build_loader, list_options, open_repository
 from gpt_pretrain.plan.forecast import build_plan
+from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.world import planned_launch
 from tests.launching import run_ranks
 
@@ -15,10 +22,12 @@ EXPERIMENTS = {
     "gpt3_1_3b_1gpu": (1, True),
     "gpt3_175b_512gpu": (512, True),
     "llama3_70b_64gpu": (64, True),
+    "llama3_8b_2gpu": (2, True),
     "llama3_8b_4gpu": (4, True),
     "llama3_8b_8gpu": (8, True),
     "llama3_8b_8layers_1gpu": (1, True),
     "llama3_8b_1gpu": (1, True),
+    "llama3_8b_layouts": (1, False),
     "gpt_12_8b_1gpu": (1, True),
     "mixtral_8x7b_8gpu": (8, True),
 }
@@ -44,7 +53,7 @@ def test_experiment_passes_the_rules_at_its_world_size(experiment, world_size, b
     ("experiment", "world_size"), [(name, size) for name, (size, is_stated) in EXPERIMENTS.items() if is_stated]
 )
 def test_experiment_refuses_another_world_size(experiment, world_size, broken_rules):
-    problems = broken_rules(f"experiment={experiment}", world_size=2)
+    problems = broken_rules(f"experiment={experiment}", world_size=3)
     assert f"torchrun --nproc-per-node {min(world_size, GPUS_OF_A_NODE)} " in "\n".join(problems)
 
 
@@ -98,10 +107,37 @@ def test_command_for_a_corpus_of_ones_own_passes_the_rules(experiment, overrides
     assert broken_rules(f"experiment={experiment}", *OWN_CORPUS, *overrides, **launch) == []
 
 
-@pytest.mark.parametrize("experiment", ["gpt2_124m_1gpu", "gpt3_1_3b_1gpu", "llama3_8b_4gpu"])
+@pytest.mark.parametrize("experiment", ["gpt2_124m_1gpu", "gpt3_1_3b_1gpu", "llama3_8b_2gpu", "llama3_8b_4gpu"])
 def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_config):
     model = compose_config(f"experiment={experiment}").model
     assert model.global_batch_size * model.encoder_seq_length == 131_072
+
+
+@pytest.mark.parametrize(("fp8", "peak_gib"), [(["fp8=none"], 125), (["fp8=delayed", "model.fp8_params=true"], 121)])
+def test_the_8b_of_two_gpus_fits_as_its_comment_says(fp8, peak_gib):
+    config = load_config(["experiment=llama3_8b_2gpu", "plan.gpu=h200", *fp8])
+    memory = build_plan(config, planned_launch(config)).memory
+    assert memory.fits
+    assert memory.worst.peak / GIB == pytest.approx(peak_gib, rel=0.02)
+
+
+@pytest.mark.parametrize("fp8", [["fp8=none"], ["fp8=delayed", "model.fp8_params=true"]])
+def test_every_layout_of_the_benchmark_is_legal_on_its_gpus(fp8):
+    experiment = "experiment=llama3_8b_layouts"
+    config = load_config([experiment])
+    assert benchmark_problems(config) == []
+    layouts = []
+    for variant in read_variants(config.benchmark):
+        config = load_config([experiment, *fp8, *variant.overrides])
+        model, num_gpus = config.model, config.trainer.devices
+        assert config_problems(config, rank_zero_of(num_gpus, local_world_size=num_gpus, launcher="torchrun")) == []
+        sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
+        layouts.append((num_gpus, sizes, model.virtual_pipeline_model_parallel_size, model.sequence_parallel))
+    assert len(set(layouts)) == len(layouts)
+    # Of one, two and four GPUs every split into tensor, pipeline and context parallel ranks is there.
+    for num_gpus in (1, 2, 4):
+        splits = {sizes for sizes in itertools.product((1, 2, 4), repeat=3) if num_gpus % math.prod(sizes) == 0}
+        assert {sizes for number, sizes, _, _ in layouts if number == num_gpus} == splits
 
 
 @pytest.mark.parametrize("layout", ["single", "dp", "tp2_sp", "pp2_vp2", "tp2_pp2"])
