@@ -45,6 +45,7 @@ SCHEMA = {
         (
             "transformer_engine",
             "bias_activation_fusion",
+            "activation_cast_fusion",
             "bias_dropout_add_fusion",
             "masked_softmax_fusion",
             "apply_rope_fusion",

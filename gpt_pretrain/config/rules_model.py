@@ -11,6 +11,7 @@ from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
 from gpt_pretrain.config.rules_fp8 import fp8_problems
 from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
+from gpt_pretrain.config.rules_fused_kernels import fused_kernel_problems
 from gpt_pretrain.config.rules_graphs import graph_problems
 from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 from gpt_pretrain.config.rules_moe import expert_problems
@@ -198,6 +199,7 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from gradients(model)
     yield from graph_problems(config)
     yield from fusions(model)
+    yield from fused_kernel_problems(model)
     yield from fp8_problems(config, sizes_known=not sizes)
     if sizes:
         return

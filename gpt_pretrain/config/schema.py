@@ -269,6 +269,8 @@ class ModelConfig:
     """Layers from Transformer Engine; null: where a GPU and TE are present; true: or the run does not start."""
     bias_activation_fusion: bool | None
     """Fuse bias and activation of the MLP; null: on a GPU."""
+    activation_cast_fusion: bool | None
+    """Compute the MLP's activation and its cast to FP8 in one kernel, and their gradient in another; null: false."""
     bias_dropout_add_fusion: bool | None
     """Fuse bias, dropout and residual; null: on a GPU."""
     masked_softmax_fusion: bool | None

@@ -86,6 +86,7 @@ def inference_config(saved: SavedModel) -> Config:
         # TE's layers multiply fp32 in TF32; whatever the run had, what this machine has computes the rest.
         transformer_engine=False if is_fp32 else None,
         bias_activation_fusion=None,
+        activation_cast_fusion=None,
         bias_dropout_add_fusion=None,
         masked_softmax_fusion=None,
         apply_rope_fusion=None,

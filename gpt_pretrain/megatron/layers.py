@@ -7,6 +7,7 @@ torch's norms refuses.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from gpt_pretrain.megatron.activation_cast import CastingMLP
 from gpt_pretrain.megatron.graphs import GraphedLayer
 from gpt_pretrain.megatron.platform import Kernels
 
@@ -82,6 +84,9 @@ def build_layer_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
         )
+        if kernels.activation_cast_fusion:
+            mlp = layer.submodules.mlp
+            layer.submodules.mlp = partial(CastingMLP.as_mlp_submodule, **mlp.keywords)
         norm = TENorm
     else:
         layer = _local_layer_spec(config, local_layers)

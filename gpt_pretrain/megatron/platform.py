@@ -20,7 +20,13 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform_fp8 import describe_gpu, fp8_platform_problems, has_fp8, recipe_variables
+from gpt_pretrain.megatron.platform_fp8 import (
+    describe_gpu,
+    fp8_platform_problems,
+    has_fp8,
+    is_hopper,
+    recipe_variables,
+)
 from gpt_pretrain.megatron.platform_multicast import multicast_problems, multicast_variables
 
 if TYPE_CHECKING:
@@ -127,6 +133,7 @@ class Kernels:
 
     transformer_engine: bool
     bias_activation_fusion: bool
+    activation_cast_fusion: bool
     bias_dropout_add_fusion: bool
     masked_softmax_fusion: bool
     apply_rope_fusion: bool
@@ -158,6 +165,8 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
             platform.cuda
             and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
         ),
+        # Its losses have not been compared on a GPU yet.
+        activation_cast_fusion=choose(model.activation_cast_fusion, False),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
         apply_rope_fusion=choose(
@@ -292,6 +301,11 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
         )
         if asked and platform.transformer_engine is None
     ]
+    if model.activation_cast_fusion and platform.cuda and not is_hopper(platform):
+        problems.append(
+            "model.activation_cast_fusion=true writes what Hopper's products read, and this is "
+            f"{describe_gpu(platform)}; use null or false"
+        )
     problems += multicast_problems(config, platform)
     if model.moe_grouped_gemm and not te:
         problems.append("model.moe_grouped_gemm=true needs Transformer Engine layers; use null or false")

@@ -50,6 +50,11 @@ def has_fp8(platform: Platform) -> bool:
     return platform.compute_capability is not None and platform.compute_capability >= _FP8_CAPABILITY
 
 
+def is_hopper(platform: Platform) -> bool:
+    """Whether the GPU is a Hopper: its FP8 products read rows of both operands, so tensors are kept transposed, too."""
+    return platform.compute_capability is not None and _HOPPER <= platform.compute_capability < _BLACKWELL
+
+
 def leading_version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: "2.12.0+abc" gives (2, 12, 0)."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", text)[0])))

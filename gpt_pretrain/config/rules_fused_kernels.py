@@ -1,0 +1,48 @@
+"""Cross-field rules about kernels that take the place of several: what they do not go with, or were not tried with.
+
+What stands in the way of one is refused where it is asked for, and `null` leaves it out (`megatron.platform`).
+"""
+
+from collections.abc import Iterator
+
+from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName
+from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.schema import ModelConfig
+
+# A setting that a kernel does not go with, and why not.
+type _Obstacle = tuple[str, str]
+
+
+def activation_cast_obstacles(model: ModelConfig) -> Iterator[_Obstacle]:
+    """What `model.activation_cast_fusion` does not go with."""
+    settings = fp8_settings(model)
+    if settings is None:
+        yield "model.fp8=false", "there is no cast to compute an activation with"
+    elif settings.emulate:
+        yield "model.fp8_emulate=true", "emulated layers cast for themselves"
+    elif settings.recipe not in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise):
+        yield f"model.fp8_recipe={settings.recipe.name}", "it writes tensors with one scale, not blocks"
+    if model.activation is Activation.gelu:
+        yield "model.activation=gelu", "of GELU it computes the tanh form"
+    if model.activation is Activation.swiglu and model.bias:
+        yield "model.bias=true", "it adds a bias to a GELU alone"
+    if model.bias_activation_fusion is False:
+        yield "model.bias_activation_fusion=false", "that asks for an activation of separate operations"
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "it writes tensors of Transformer Engine"
+    if model.num_moe_experts is not None:
+        yield f"model.num_moe_experts={model.num_moe_experts}", "experts have an MLP of their own"
+    if model.activations_checkpoint_granularity is not None:
+        granularity = model.activations_checkpoint_granularity.name
+        yield f"model.activations_checkpoint_granularity={granularity}", "untried with recomputation"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+    if model.tp_comm_overlap:
+        yield "model.tp_comm_overlap=true", "untried with user buffers"
+
+
+def fused_kernel_problems(model: ModelConfig) -> Iterator[str]:
+    """Fused kernels that are asked for beside what they do not go with."""
+    if model.activation_cast_fusion:
+        for setting, why in activation_cast_obstacles(model):
+            yield f"model.activation_cast_fusion=true does not go with {setting}: {why}; use null or false"

@@ -1,0 +1,80 @@
+"""The kernels of `activation_triton` beside torch's own operations: an activation and its gradient, then a cast."""
+
+import torch
+import torch.nn.functional as F
+
+from gpt_pretrain.megatron.activation_cast import CastInto
+from gpt_pretrain.megatron.activation_triton import launch_activation, launch_gradient
+
+# Neither is a multiple of a tile.
+ROWS, WIDTH = 200, 208
+# Spacing of codes over their value, at most.
+_SPACING = {torch.float8_e4m3fn: 2**-3, torch.float8_e5m2: 2**-2, torch.float16: 2**-10}
+
+
+def _destination(shape: tuple[int, int], dtype: torch.dtype, device: str, scale: float | None) -> CastInto:
+    return CastInto(
+        codes=torch.zeros(shape, dtype=dtype, device=device),
+        transposed=torch.zeros(shape[::-1], dtype=dtype, device=device),
+        scale=torch.tensor([scale or 1.0], device=device),
+        inverse_scale=torch.zeros(1, device=device),
+        amax=torch.zeros(1, device=device),
+        scale_from_amax=scale is None,
+        amax_epsilon=0.0,
+    )
+
+
+def _share_that_differs(into: CastInto, values: torch.Tensor, scale: float | None) -> float:
+    """Of codes; none is farther from what torch casts than the next one, and the transposed are the same."""
+    amax = values.abs().max().float()
+    torch.testing.assert_close(into.amax[0], amax, rtol=2**-7, atol=0)
+    used = torch.finfo(into.codes.dtype).max / into.amax[0] if scale is None else torch.tensor(scale)
+    torch.testing.assert_close(into.inverse_scale[0].cpu(), 1 / used.cpu(), rtol=1e-6, atol=0)
+    expected = (values.float() * used.to(values.device)).to(into.codes.dtype).float()
+    codes = into.codes.float()
+    assert torch.equal(into.transposed.t().float(), codes)
+    torch.testing.assert_close(codes, expected, rtol=_SPACING[into.codes.dtype], atol=2**-9)
+    return float((codes != expected).float().mean())
+
+
+def share_of_codes_that_differ(
+    device: str, dtype: torch.dtype, code_dtype: torch.dtype, *, gated: bool, biased: bool, scale: float | None
+) -> float:
+    """Of an activation and its gradient; asserts that whatever differs is rounded to the neighbour.
+
+    Args:
+        device: Where to compute.
+        dtype: Of what is read: values are rounded to it before they are cast.
+        code_dtype: float8_e4m3fn or float8_e5m2; float16 where those are not rounded as GPUs round.
+        gated: SwiGLU rather than GELU.
+        biased: With a bias before the activation.
+        scale: What values are multiplied by; None finds it from the largest.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    inputs, gradients = drawn(ROWS, 2 * WIDTH if gated else WIDTH), drawn(ROWS, WIDTH)
+    bias = drawn(WIDTH) if biased else None
+    exact = inputs.float().requires_grad_()
+    exact_bias = None if bias is None else bias.float().requires_grad_()
+    if gated:
+        activated = F.silu(exact[:, :WIDTH]) * exact[:, WIDTH:]
+    else:
+        activated = F.gelu(exact if exact_bias is None else exact + exact_bias, approximate="tanh")
+    activated.backward(gradients.float())
+    assert exact.grad is not None
+
+    forward = _destination((ROWS, WIDTH), code_dtype, device, scale)
+    launch_activation(inputs, bias, forward)
+    backward = _destination((ROWS, inputs.size(1)), code_dtype, device, scale)
+    of_bias = launch_gradient(gradients, inputs, bias, backward)
+    if exact_bias is None:
+        assert of_bias is None
+    else:
+        torch.testing.assert_close(of_bias, exact_bias.grad, rtol=2**-7, atol=0.05)
+    return max(
+        _share_that_differs(forward, activated.detach().to(dtype), scale),
+        _share_that_differs(backward, exact.grad.to(dtype), scale),
+    )

@@ -1,0 +1,78 @@
+"""An MLP's activation computed with its cast: the kernels, interpreted, and where they are asked for or left out."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.platform import check_platform, plan_kernels
+from tests.launching import run_ranks
+from tests.platforms import H200
+from tests.test_megatron_platform import launched
+
+ASKED = "model.activation_cast_fusion=true"
+
+# Triton's interpreter rounds FP16 as GPUs do, and FP8 not.
+INTERPRETED = """
+import torch
+from tests.activation_casts import share_of_codes_that_differ
+for gated, biased, scale in ((True, False, 3.0), (True, False, None), (False, True, 3.0), (False, False, None)):
+    share = share_of_codes_that_differ("cpu", torch.float32, torch.float16, gated=gated, biased=biased, scale=scale)
+    assert share < 0.01, (gated, biased, scale, share)
+print("done")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernels_interpreted_compute_what_torch_does():
+    done = run_ranks(1, ["-c", INTERPRETED], timeout_s=120, env={"TRITON_INTERPRET": "1"})
+    assert done.stdout == "done\n", done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "model.fp8=false: there is no cast to compute an activation with"),
+        (("fp8=delayed", "model.fp8_emulate=true"), "model.fp8_emulate=true: emulated layers cast for themselves"),
+        (("fp8=blockwise",), "model.fp8_recipe=blockwise: it writes tensors with one scale, not blocks"),
+        (("fp8=delayed", "model.activation=gelu"), "model.activation=gelu: of GELU it computes the tanh form"),
+        (("fp8=delayed", "model.bias=true"), "model.bias=true: it adds a bias to a GELU alone"),
+        (
+            ("fp8=delayed", "model.bias_activation_fusion=false"),
+            "model.bias_activation_fusion=false: that asks for an activation of separate operations",
+        ),
+        (("fp8=tensorwise", "model=moe_small"), "model.num_moe_experts=4: experts have an MLP of their own"),
+        (
+            ("fp8=delayed", "model.activations_checkpoint_granularity=selective"),
+            "model.activations_checkpoint_granularity=selective: untried with recomputation",
+        ),
+        (
+            ("fp8=tensorwise", "model.cuda_graph_impl=local"),
+            "model.cuda_graph_impl=local: untried in layers that are replayed",
+        ),
+    ],
+)
+def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, message):
+    start = "model=llama3_8b", "data=mock", "model.num_layers=2"
+    assert broken_rules(*start, ASKED, *overrides) == [
+        f"model.activation_cast_fusion=true does not go with {message}; use null or false"
+    ]
+    assert broken_rules(*start, *overrides) == []
+    assert not plan_kernels(load_config([*start, *overrides]), H200).activation_cast_fusion
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "gpt3_1_3b"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_planned_where_it_is_asked_for(model, recipe):
+    config = load_config(["data=mock", f"model={model}", f"fp8={recipe}", ASKED])
+    check_platform(config, H200, launched())
+    assert plan_kernels(config, H200).activation_cast_fusion
+    blackwell = replace(H200, device_name="NVIDIA B200", compute_capability=(10, 0))
+    with pytest.raises(ConfigError) as refused:
+        check_platform(config, blackwell, launched())
+    assert str(refused.value) == (
+        "model.activation_cast_fusion=true writes what Hopper's products read, and this is NVIDIA B200, compute "
+        "capability 10.0; use null or false"
+    )
