@@ -17,6 +17,8 @@ ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
 FP8_PARAMS = "model.fp8_params=true"
 XL = ("model=gpt3_1_3b", "model.global_batch_size=64", *SEPARATE_LOSS)
 SMALL = ("model=gpt2_124m", *SEPARATE_LOSS)
+# Width of Llama 3 8B's MLP.
+INNER = 14_336
 # Tokens per second and GPU on H200s. BF16 at 124M, 1.3B and 8 layers and the three layouts of two GPUs: the
 # application's, in benchmarks/*.md. The rest: a bare megatron-core loop's, before this project existed.
 # What the shares of the peaks (hardware.EFFICIENCY) were fitted to:
@@ -153,6 +155,25 @@ LINKS = EFFICIENCY.links * 450e9
 def test_seconds_of_communication(overrides, name, seconds):
     plan = plan_of("model=llama3_8b", "model.global_batch_size=16", *overrides)
     assert plan.speed.run.seconds.get(name, 0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "saved"),
+    [
+        # The casts of the activation and of the gradient of its inputs: BF16 read, FP8 written and written transposed.
+        ("delayed", 5 * (INNER + 2 * INNER)),
+        # And a pass for their amaxes, but the activation is computed twice from what it reads, its gradient too.
+        ("tensorwise", 7 * (INNER + 2 * INNER) - 2 * INNER - 4 * 2 * INNER),
+    ],
+)
+def test_an_activation_that_casts_saves_its_passes(recipe, saved):
+    casts = {}
+    for fused in ("true", "false"):
+        plan = plan_of("model=llama3_8b", f"fp8={recipe}", f"model.activation_cast_fusion={fused}")
+        casts[fused] = plan.speed.run.seconds["FP8 casts"]
+    tokens_of_a_step, layers = 512 * 8192, 32
+    seconds = layers * tokens_of_a_step * saved / (4.8e12 * EFFICIENCY.bandwidth)
+    assert casts["false"] - casts["true"] == pytest.approx(seconds)
 
 
 def test_efficiencies_stay_below_what_a_bare_product_reaches():

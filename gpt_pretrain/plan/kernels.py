@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8RecipeName
 from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
 from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.gemms import EXPERT_FC1, Gemm, Linear, gemms
+from gpt_pretrain.config.gemms import EXPERT_FC1, FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.platform import Kernels
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
@@ -53,15 +53,21 @@ class Machine:
         return max(arithmetic, memory) + own.kernel_s
 
 
-def _cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
+def _cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName, *, fused: bool) -> float:
     """Casts of the input and of the output's gradient, as rows and as columns: read BF16, write two bytes.
 
     Where the norm writes FP8 itself, the transposed copy takes another pass. A scale from the tensor itself takes one
-    more pass to find it.
+    more pass to find it. A cast in the activation's kernel writes its two bytes in place of BF16, which
+    `_elementwise_bytes` has: what is left is to read the activation's inputs, and its gradient, once more for a scale.
     """
-    passes = 5 + (2 if recipe is Fp8RecipeName.tensorwise else 0)
-    values = linear.count * (linear.local_tokens * linear.in_features + linear.tokens * linear.out_features)
-    return machine.memory_s(values * passes, kernels=2)
+    from_itself = recipe is Fp8RecipeName.tensorwise
+    of_input = of_gradient = 5 + 2 * from_itself
+    if fused and linear.kind == FC1:
+        of_gradient = 4 * from_itself
+    elif fused and linear.kind == FC2:
+        of_input = 2 * from_itself
+    inputs, gradients = linear.local_tokens * linear.in_features, linear.tokens * linear.out_features
+    return machine.memory_s(linear.count * (inputs * of_input + gradients * of_gradient), kernels=2)
 
 
 def _weight_cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
@@ -100,10 +106,12 @@ def layer_s(
     """Seconds of one layer and one microbatch, forward and backward, by what they are spent on."""
     recipe = None if settings is None else settings.recipe
     seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
+    in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
+    fused = kernels.activation_cast_fusion and in_fp8 >= {FC1, FC2}
     for linear in layer:
         seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
-            seconds["FP8 casts"] += _cast_s(machine, linear, recipe)
+            seconds["FP8 casts"] += _cast_s(machine, linear, recipe, fused=fused)
         if not kernels.gradient_accumulation_fusion:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
@@ -129,7 +137,8 @@ def recompute_s(
         forward += sum(machine.gemm_s(gemms(linear)[0], recipe) for linear in layer)
         forward += machine.memory_s(_elementwise_bytes(model, layer) / 3)
         if recipe is not None:
-            forward += sum(_cast_s(machine, linear, recipe) / 2 for linear in layer if linear.precision == "fp8")
+            in_fp8 = [linear for linear in layer if linear.precision == "fp8"]
+            forward += sum(_cast_s(machine, linear, recipe, fused=False) / 2 for linear in in_fp8)
     return forward
 
 
