@@ -4,10 +4,11 @@ from dataclasses import fields, replace
 
 import pytest
 
-from gpt_pretrain.config.choices import CrossEntropyFusion
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import load_config
+from gpt_pretrain.config.rules_graphs import graph_problems
 from gpt_pretrain.megatron.platform import (
     Kernels,
     Platform,
@@ -25,6 +26,7 @@ APEX = {"apex_layer_norm": True, "apex_optimizer": True, "apex_softmax": True, "
 GPU_WITH_APEX = replace(GPU, **APEX)
 APEX_WITHOUT_TE = replace(GPU_WITHOUT_TE, **APEX)
 
+SMALL_IN_FP8 = ("model=gpt2_124m", "fp8=tensorwise")
 GELU_WITHOUT_BIAS = ("model=gpt2_124m", "model.bias=false")
 TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS = (
     "transformer_engine",
@@ -65,8 +67,7 @@ def active(kernels: Kernels) -> set[str]:
         (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, LOSS}),
         # To be compared with: the plain loss.
         (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT}),
-        # In layers that are replayed it is untried to add gradients in products.
-        (GPU, ["model=gpt2_124m", "model.cuda_graph_impl=local"], {TE, ACTIVATION, DROPOUT, LOSS, "cuda_graph_impl"}),
+        (GPU, SMALL_IN_FP8, {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
         # Emulated layers compute their weight gradients themselves.
         (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, LOSS}),
         (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),
@@ -106,6 +107,39 @@ def test_the_loss_is_linear_where_nothing_speaks_against_it(
     config = load_config(["data=mock", *overrides])
     assert plan_kernels(config, platform).cross_entropy_loss_fusion is expected
     check_platform(config, platform, launched())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        # 6 operations for each of 7,077,888 weights and 32,768 tokens are 1.4e12; of twice as many tokens 2.8e12.
+        (SMALL_IN_FP8, 1, CudaGraphImpl.local),
+        ((*SMALL_IN_FP8, "model.micro_batch_size=64"), 1, None),
+        ((*SMALL_IN_FP8, "model.micro_batch_size=64", "model.cuda_graph_impl=local"), 1, CudaGraphImpl.local),
+        ((*SMALL_IN_FP8, "model.cuda_graph_impl=none"), 1, None),
+        (SMALL_IN_FP8, 2, None),
+        (("model=gpt3_1_3b", "fp8=tensorwise"), 1, None),
+        # Fewer kernels: the GPU is the slower one, or nearly so.
+        (("model=gpt2_124m",), 1, None),
+        (("model=gpt2_124m", "model.cuda_graph_impl=local"), 1, CudaGraphImpl.local),
+        # What would be refused beside graphs that are asked for, and what is untried in them.
+        (("model=gpt2_124m", "fp8=delayed"), 1, None),
+        ((*SMALL_IN_FP8, "model.fp8_params=true"), 1, None),
+        ((*SMALL_IN_FP8, "model.overlap_grad_reduce=true"), 1, None),
+        ((*SMALL_IN_FP8, "model.hidden_dropout=0.1"), 1, None),
+        ((*SMALL_IN_FP8, "logging.fp8_statistics_interval=10"), 1, None),
+        ((*SMALL_IN_FP8, "model.activation_cast_fusion=true"), 1, None),
+    ],
+)
+def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(
+    overrides: tuple[str, ...], world_size: int, expected: CudaGraphImpl | None
+) -> None:
+    config = load_config(["data=mock", *overrides])
+    assert plan_kernels(config, GPU, world_size).cuda_graph_impl is expected
+    # Without Transformer Engine there is nothing to choose.
+    if config.model.cuda_graph_impl is None:
+        assert plan_kernels(config, GPU_WITHOUT_TE, world_size).cuda_graph_impl is None
+    assert not list(graph_problems(config))
 
 
 @pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS])

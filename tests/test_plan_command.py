@@ -143,7 +143,7 @@ def test_tables_are_readable_at_100_columns(overrides):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("model=gpt2_124m", "model.cuda_graph_impl=local"), "; memory and speed are those without CUDA graphs."),
+        (("model=gpt2_124m", "model.cuda_graph_impl=local"), "; memory is that without CUDA graphs."),
         (
             ("model=llama3_8b", "parallelism=tp2_sp", "plan.num_gpus=2", "model.tp_comm_overlap=true"),
             "; memory and speed are those without overlapped exchanges.",

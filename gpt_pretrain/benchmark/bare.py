@@ -59,7 +59,7 @@ def build_bare_step(config: Config, launch: Launch, platform: Platform) -> Calla
         raise ConfigError(["the bare loop knows neither virtual pipeline stages nor context parallelism"])
     settings = fp8_settings(config.model)
     emulated = emulated_layers(config, settings) if settings is not None and settings.emulate else None
-    kernels = plan_kernels(config, platform)
+    kernels = plan_kernels(config, platform, launch.world_size)
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
         kernels = replace(kernels, cross_entropy_loss_fusion=CrossEntropyFusion.native if platform.cuda else None)
     model = build_model(config, platform, kernels, emulated)

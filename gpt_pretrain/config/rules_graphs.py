@@ -14,11 +14,18 @@ type _Obstacle = tuple[str, str]
 
 
 def graph_problems(config: Config) -> Iterator[str]:
-    """What `model.cuda_graph_impl` does not go with."""
+    """What `model.cuda_graph_impl` does not go with, where graphs are asked for."""
     if config.model.cuda_graph_impl is not CudaGraphImpl.local:
         return
-    for setting, why in (*_of_layout(config.model), *_of_layers(config.model), *_of_fp8(config)):
+    for setting, why in graph_obstacles(config):
         yield f"model.cuda_graph_impl=local does not go with {setting}: {why}; use null or none"
+
+
+def graph_obstacles(config: Config) -> Iterator[_Obstacle]:
+    """What graphs do not go with; beside any of it, `null` is without them (`megatron.platform_graphs`)."""
+    yield from _of_layout(config.model)
+    yield from _of_layers(config.model)
+    yield from _of_fp8(config)
 
 
 def _of_layout(model: ModelConfig) -> Iterator[_Obstacle]:

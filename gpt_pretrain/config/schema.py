@@ -278,13 +278,13 @@ class ModelConfig:
     apply_rope_fusion: bool | None
     """TE's fused rope; null: with rope on TE layers."""
     gradient_accumulation_fusion: bool | None
-    """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, without graphs and emulation."""
+    """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, without emulation."""
     cross_entropy_loss_fusion: bool | None
     """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     cross_entropy_fusion_impl: CrossEntropyFusion | None
     """Which: native (of all logits) or linear (with the LM head, without all logits at once); null: linear."""
     cuda_graph_impl: CudaGraphImpl | None
-    """Replay each layer as CUDA graphs: none, or local (megatron-core's, for replicas on one GPU each); null: none."""
+    """Replay each layer as CUDA graphs: none, or local (megatron-core's); null: local for small tensorwise layers."""
     activations_checkpoint_granularity: RecomputeGranularity | None
     """Activation recomputation: null (none), selective, full."""
     activations_checkpoint_method: RecomputeMethod | None

@@ -11,7 +11,7 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.checkpoint.fp8_state import take_extra_states
 from gpt_pretrain.checkpoint.state import METADATA
-from gpt_pretrain.config.choices import Precision
+from gpt_pretrain.config.choices import CudaGraphImpl, Precision
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.schema import Config
@@ -95,7 +95,7 @@ def inference_config(saved: SavedModel) -> Config:
         cross_entropy_fusion_impl=None,
         # Buffers and graphs have the shape of a microbatch.
         tp_comm_overlap=False,
-        cuda_graph_impl=None,
+        cuda_graph_impl=CudaGraphImpl.none,
     )
     precision = Precision.fp32 if is_fp32 else Precision.bf16
     return replace(saved.config, model=model, trainer=replace(saved.config.trainer, precision=precision))

@@ -27,6 +27,7 @@ from gpt_pretrain.megatron.platform_fp8 import (
     is_hopper,
     recipe_variables,
 )
+from gpt_pretrain.megatron.platform_graphs import plan_graphs
 from gpt_pretrain.megatron.platform_multicast import multicast_problems, multicast_variables
 
 if TYPE_CHECKING:
@@ -145,8 +146,14 @@ class Kernels:
     """None: no CUDA graphs."""
 
 
-def plan_kernels(config: Config, platform: Platform) -> Kernels:
-    """Resolves each `null` of the kernel keys; explicit values stand."""
+def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Kernels:
+    """Resolves each `null` of the kernel keys; explicit values stand.
+
+    Args:
+        config: The configuration.
+        platform: The machine.
+        world_size: Processes of the run; one where a model is built alone.
+    """
     model = config.model
     # Emulated FP8 is computed by local layers, also where TE is there.
     otherwise_te = platform.transformer_engine is not None and not model.fp8_emulate
@@ -155,7 +162,6 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
         return otherwise if value is None else value
 
     te = choose(model.transformer_engine, otherwise_te)
-    graphs = None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl
     return Kernels(
         transformer_engine=te,
         # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
@@ -172,13 +178,13 @@ def plan_kernels(config: Config, platform: Platform) -> Kernels:
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
-        # Emulated layers compute their weight gradients themselves; in recorded layers it is untried.
+        # Emulated layers compute their weight gradients themselves.
         gradient_accumulation_fusion=choose(
-            model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate and graphs is None
+            model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate
         ),
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
-        cuda_graph_impl=graphs,
+        cuda_graph_impl=plan_graphs(config, world_size, transformer_engine=te),
     )
 
 

@@ -169,10 +169,11 @@ def _stage(plan: Plan, stage: int) -> str:
 
 def _not_forecast(plan: Plan) -> str:
     """What the run has and the forecasts of memory and speed do not know."""
-    model = plan.config.model
-    there = {"CUDA graphs": plan.kernels.cuda_graph_impl is not None, "overlapped exchanges": model.tp_comm_overlap}
-    names = " and ".join(name for name, is_there in there.items() if is_there)
-    return f"; memory and speed are those without {names}" if names else ""
+    there = {
+        "memory is that without CUDA graphs": plan.kernels.cuda_graph_impl is not None,
+        "memory and speed are those without overlapped exchanges": plan.config.model.tp_comm_overlap,
+    }
+    return "".join(f"; {what}" for what, is_there in there.items() if is_there)
 
 
 def _speed(plan: Plan) -> Table:

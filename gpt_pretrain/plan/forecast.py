@@ -79,11 +79,13 @@ def _num_parameters(config: Config) -> int:
     return stage.num_parameters
 
 
-def _forecast_speed(config: Config, launch: Launch, machine: Machine, kernels: Kernels) -> tuple[SpeedForecast, str]:
+def _forecast_speed(config: Config, launch: Launch, machine: Machine, platform: Platform) -> tuple[SpeedForecast, str]:
     """The speeds, and why FP8 could not run where it could not."""
     model = config.model
 
     def speed_of(varied: Config) -> Speed:
+        # FP8 decides about kernels, too.
+        kernels = plan_kernels(varied, platform, launch.world_size)
         return variant_speed(machine, varied.model, launch, kernels)
 
     bf16 = speed_of(replace(config, model=without_fp8(model)))
@@ -108,7 +110,7 @@ def forecast_run_memory(config: Config, launch: Launch, platform: Platform, gpu:
         platform: The machine: which kernels it has.
         gpu: Its GPU.
     """
-    kernels = plan_kernels(config, platform)
+    kernels = plan_kernels(config, platform, launch.world_size)
     layout = plan_layout(config.model, launch)
     storage = plan_storage(
         config,
@@ -129,7 +131,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     """
     model, gpu = config.model, GPUS[config.plan.gpu]
     platform = planned_platform(config, launch)
-    kernels = plan_kernels(config, platform)
+    kernels = plan_kernels(config, platform, launch.world_size)
     layout = plan_layout(model, launch)
     stages = plan_stages(model, layout)
     memory = forecast_run_memory(config, launch, platform, gpu)
@@ -141,7 +143,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     elif not kernels.transformer_engine:
         sentences.append(unknown_speed())
     else:
-        speed, problem = _forecast_speed(config, launch, Machine(gpu=gpu, efficiency=EFFICIENCY), kernels)
+        speed, problem = _forecast_speed(config, launch, Machine(gpu=gpu, efficiency=EFFICIENCY), platform)
         sentences.append(
             fp8_verdict(bf16=speed.bf16, fp8=speed.fp8, recipe=speed.fp8_recipe, is_on=model.fp8, problem=problem)
         )

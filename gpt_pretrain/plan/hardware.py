@@ -100,9 +100,11 @@ class Efficiency:
     kernel_s: float
     """From the end of a kernel to the start of the next."""
     host_s_per_layer: float
-    """What the host needs to launch one layer, forward and backward. Assumed; it counts for tiny layers alone."""
+    """What the host needs to launch one layer, forward and backward, and its share of all else."""
     host_s_per_fp8_layer: float
-    """The same with FP8's casts and scales. Assumed."""
+    """The same with FP8's casts and scales."""
+    host_s_per_graphed_layer: float
+    """The same where layers are CUDA graphs."""
 
 
 EFFICIENCY = Efficiency(
@@ -120,6 +122,9 @@ EFFICIENCY = Efficiency(
     bandwidth=0.75,
     links=0.75,
     kernel_s=3e-6,
-    host_s_per_layer=0.5e-3,
-    host_s_per_fp8_layer=0.8e-3,
+    # GPT-2 124M, 48 layers a step: 224 ms with microbatches too small for the GPU to count, 332 in tensorwise; a launch
+    # of the step with graphs took 90 and 128 ms (benchmarks/gpt2_124m_graphs_h200_2026-11-22.md).
+    host_s_per_layer=4.7e-3,
+    host_s_per_fp8_layer=6.9e-3,
+    host_s_per_graphed_layer=2.5e-3,
 )

@@ -6,6 +6,7 @@ passes are counted from the sources of megatron-core 0.19 and Transformer Engine
 `hardware.EFFICIENCY`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,15 +18,18 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.platform import Kernels
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
 
-# Passes over the logits in memory, in bytes per logit, forward and backward, calibrated: the GEMM writes BF16, the loss
-# reads and writes fp32 for the maximum, the shift, the exponential, the sum, the division and the gradient.
-LOSS_BYTES_PER_LOGIT = 52
+# Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in
+# benchmarks/lm_head_h200_2026-11-22.md): the GEMM writes BF16, the loss reads and writes fp32 for the maximum, the
+# shift, the exponential, the sum, the division and the gradient.
+LOSS_BYTES_PER_LOGIT = 43
 # With `megatron.linear_loss`: one kernel reads the BF16 logits, another reads them and writes the gradient.
 LINEAR_LOSS_BYTES_PER_LOGIT = 6
 # Kernels of one layer, forward and backward, beside products, attention and casts.
 ELEMENTWISE_KERNELS = 10
 # Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
 ATTENTION_PRODUCTS = 7
+# Width of the heads whose speed is `Efficiency.attention`; those of 64 reached 0.59 of it (GPT-2 124M).
+ATTENTION_WIDTH = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +83,9 @@ def _attention_s(machine: Machine, model: ModelConfig, tokens: int, *, fp8: bool
     """Causal attention: half of the scores."""
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
-    rate = machine.gpu.bf16_tflops * 1e12 * machine.efficiency.attention
+    # What a score costs beside its products weighs more in narrow heads.
+    reached = machine.efficiency.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
+    rate = machine.gpu.bf16_tflops * 1e12 * reached
     return flops / rate / (machine.efficiency.fp8_attention if fp8 else 1.0) + 3 * machine.efficiency.kernel_s
 
 
@@ -165,9 +171,11 @@ def weight_cast_s(machine: Machine, stage_linears: tuple[Linear, ...], settings:
     )
 
 
-def host_s(machine: Machine, layers: int, settings: Fp8Settings | None) -> float:
+def host_s(machine: Machine, layers: int, settings: Fp8Settings | None, kernels: Kernels) -> float:
     """Seconds that the host needs to launch one microbatch: where the GPU is faster, it waits."""
     own = machine.efficiency
+    if kernels.cuda_graph_impl is not None:
+        return layers * own.host_s_per_graphed_layer
     return layers * (own.host_s_per_layer if settings is None else own.host_s_per_fp8_layer)
 
 

@@ -59,7 +59,7 @@ def _microbatch_s(
     if stage.has_head:
         add(total, head_s(machine, model, stage.linears[-1], kernels))
     add(total, {"pipeline sends": layout.vp * pipeline_send_s(machine, model, layout, stage.linears[0].tokens)})
-    idle = host_s(machine, len(stage.layers), settings) - sum(total.values())
+    idle = host_s(machine, len(stage.layers), settings, kernels) - sum(total.values())
     if idle > 0:
         total["waiting for the host"] = idle
     return total

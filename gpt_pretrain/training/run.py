@@ -127,7 +127,7 @@ class _Run:
         self._run_dir = run_dir
         self._start_from = start
         self._checkpoints = run_dir / "checkpoints"
-        self._kernels = plan_kernels(config, platform)
+        self._kernels = plan_kernels(config, platform, launch.world_size)
         fp8 = fp8_settings(config.model)
         emulated = None if fp8 is None or not fp8.emulate else emulated_layers(config, fp8)
         model = build_model(config, platform, self._kernels, emulated)
