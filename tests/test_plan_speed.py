@@ -41,6 +41,37 @@ PREDICTED = {
     "8 layers, TP 2 + SP": ((*EIGHT_LAYERS, "parallelism=tp2_sp"), 31_994),
     "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 28_557),
 }
+# The application's as it is now, 2026-11-22: losses from the hidden states, gradients added up in the products.
+NOW = ("model.activation_cast_fusion=false",)
+NOW_EIGHT, NOW_XL, NOW_SMALL = (
+    (*NOW, "model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8"),
+    (*NOW, "model=gpt3_1_3b", "model.global_batch_size=32"),
+    (*NOW, "model=gpt2_124m"),
+)
+MICRO, BATCH = "model.micro_batch_size", "model.global_batch_size"
+TENSORWISE, DELAYED, WITHOUT_GRAPHS = "fp8=tensorwise", "fp8=delayed", "model.cuda_graph_impl=none"
+BY_DEFAULT = {
+    "8 layers, BF16": (NOW_EIGHT, 37_909),
+    "8 layers, delayed": ((*NOW_EIGHT, DELAYED), 50_286),
+    "8 layers, tensorwise stored": ((*NOW_EIGHT, TENSORWISE, FP8_PARAMS), 49_326),
+    "1.3B, BF16": (NOW_XL, 66_645),
+    "1.3B, delayed": ((*NOW_XL, DELAYED), 89_742),
+    "124M, BF16, 1 × 128": ((*NOW_SMALL, f"{MICRO}=128"), 553_900),
+    "124M, BF16, 2 × 64": ((*NOW_SMALL, f"{MICRO}=64"), 546_900),
+    "124M, BF16, 4 × 32": (NOW_SMALL, 541_600),
+    "124M, tensorwise, 1 × 128": ((*NOW_SMALL, TENSORWISE, f"{MICRO}=128"), 589_900),
+    "124M, tensorwise, 2 × 64": ((*NOW_SMALL, TENSORWISE, f"{MICRO}=64"), 581_700),
+    "124M, delayed, 1 × 128": ((*NOW_SMALL, DELAYED, f"{MICRO}=128"), 623_800),
+    # With graphs by rule, and what the host alone decides: other jobs beside these made them vary by 7%.
+    "124M, tensorwise, 4 × 32": ((*NOW_SMALL, TENSORWISE), 559_300),
+    "124M, tensorwise, 4 × 32, without graphs": ((*NOW_SMALL, TENSORWISE, WITHOUT_GRAPHS), 378_000),
+    "124M, delayed, 4 × 32": ((*NOW_SMALL, DELAYED), 412_500),
+    "124M, BF16, 4 × 4": ((*NOW_SMALL, f"{MICRO}=4", f"{BATCH}=16"), 73_300),
+    "124M, tensorwise, 4 × 4, without graphs": (
+        (*NOW_SMALL, TENSORWISE, WITHOUT_GRAPHS, f"{MICRO}=4", f"{BATCH}=16"),
+        49_400,
+    ),
+}
 # FP8 ÷ BF16 of the pairs above.
 RATIOS = {
     "8 layers, delayed": ((*EIGHT_LAYERS, "fp8=delayed"), 46_600 / 35_592),
@@ -61,20 +92,29 @@ def test_speed_of_what_it_was_not_calibrated_on(overrides, measured):
     assert plan_of(*overrides).speed.run.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.10)
 
 
+@pytest.mark.parametrize(("overrides", "measured"), BY_DEFAULT.values(), ids=BY_DEFAULT)
+def test_speed_of_what_runs_by_default(overrides, measured):
+    assert plan_of(*overrides).speed.run.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.06)
+
+
 # On an H200, head and loss of one microbatch, forward and backward: benchmarks/lm_head_h200_2026-11-22.md.
+NATIVE = "model.cross_entropy_fusion_impl=native"
 HEADS = {
-    "124M": ("model=gpt2_124m", 14.34),
-    "1.3B": ("model=gpt3_1_3b", 16.45),
-    "8B": ("model=llama3_8b", 39.97),
+    "124M": (("model=gpt2_124m",), 14.34),
+    "1.3B": (("model=gpt3_1_3b",), 16.45),
+    "8B": (("model=llama3_8b",), 39.97),
+    "124M, native": (("model=gpt2_124m", NATIVE), 30.1),
+    "1.3B, native": (("model=gpt3_1_3b", NATIVE), 24.5),
+    "8B, native": (("model=llama3_8b", NATIVE), 51.1),
 }
 
 
-@pytest.mark.parametrize(("model", "milliseconds"), HEADS.values(), ids=HEADS)
-def test_time_of_head_and_linear_loss(model, milliseconds):
-    plan = plan_of(model)
+@pytest.mark.parametrize(("overrides", "milliseconds"), HEADS.values(), ids=HEADS)
+def test_time_of_head_and_loss(overrides, milliseconds):
+    plan = plan_of(*overrides)
     machine = Machine(gpu=plan.gpu, efficiency=EFFICIENCY)
     seconds = head_s(machine, plan.config.model, plan.stages[-1].linears[-1], plan.kernels)
-    # Not fitted to these; within 3%.
+    # The linear loss was not fitted to these; within 3%.
     assert 1e3 * sum(seconds.values()) == pytest.approx(milliseconds, rel=0.05)
 
 
