@@ -3,21 +3,28 @@
 `tests/programs/saving.py` has the cases that need several ranks.
 """
 
+import io
 import json
+import os
 import resource
 import shutil
 import subprocess
+import sys
 import threading
 import time
+import zipfile
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from gpt_pretrain.checkpoint import save, writing
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.checkpoint.save import CheckpointSaver, save_checkpoint
+from gpt_pretrain.checkpoint.staging import Item, Share
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import RunError
@@ -105,6 +112,36 @@ def test_training_goes_on_while_a_checkpoint_of_the_earlier_step_is_written(trai
     load_checkpoint(verify_checkpoint(outcome.path), loaded.trainable, loaded.config, DATA)
     for name, tensor in weights(loaded).items():
         assert torch.equal(tensor, saved[name]), name
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_writers_leave_the_processors_to_the_training_loop(training, tmp_path):
+    seen = []
+
+    class Asking(io.BytesIO):
+        def getbuffer(self):
+            seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().getbuffer()
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    item = Item(WriteItem(index=MetadataIndex("x"), type=WriteItemType.BYTE_IO), Asking(b"x"))
+    report = writing._write_own_files(tmp_path, Share([item], None))
+    assert report.problem is None
+    assert seen[-1] == min(before + 10, 19), "the writer's"
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before, "this thread's is as it was"
+
+
+def test_no_checksum_is_computed_that_nothing_reads(training, tmp_path):
+    path = save_checkpoint(tmp_path / "checkpoints", training.trainable, at(1), training.config, DATA)
+    # Each tensor is a zip archive of torch's; Python finds the file's last one.
+    with zipfile.ZipFile(path / "__0_0.distcp") as archive:
+        assert {entry.CRC for entry in archive.infolist()} == {0}
+    kept = io.BytesIO()
+    torch.save(torch.ones(3), kept)
+    with zipfile.ZipFile(kept) as archive:
+        assert archive.testzip() is None, "what others save has it"
+    loaded = build_training(*emulate("delayed"), "trainer.precision=bf16")
+    load_checkpoint(verify_checkpoint(path), loaded.trainable, loaded.config, DATA)
 
 
 def test_poll_tells_of_the_save_once_it_is_complete(training, saver, slow_writer):

@@ -9,13 +9,18 @@ loop. A checkpoint appears in one piece:
     latest                       replaced, and what the retention does not keep removed
 
 A process that is killed anywhere in between leaves the newest complete checkpoint and the pointer to it as they were.
+
+Writing takes processors, for each GB 0.8 s to hash it and 0.3 s to hand it to the system. Steps that go on meanwhile
+come first.
 """
 
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import RawIOBase
 from pathlib import Path
@@ -42,6 +47,8 @@ from gpt_pretrain.checkpoint.staging import Item, Share
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 # A rank writes its share as up to so many files side by side, each of at least so many bytes.
 _MAX_FILES, _BYTES_OF_A_FILE = 4, 256 * 1024**2
+# Added to the writers' niceness: they take a processor that training wants for a tenth of the time.
+_NICER = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +121,29 @@ def _write_own_files(directory: Path, share: Share) -> _RankReport:
     buckets = [bucket for bucket in deal(share.items, [item.num_bytes for item in share.items], num_files) if bucket]
     names = [f"__{rank}_{index}.distcp" for index in range(len(buckets))]
     try:
-        with ThreadPoolExecutor(_MAX_FILES) as threads:
+        with _without_crc32(), ThreadPoolExecutor(_MAX_FILES, initializer=_let_training_go_first) as threads:
             written = list(threads.map(_write_file, [directory / name for name in names], buckets))
     except Exception as error:  # one rank's failure must reach all of them, whatever it is
         return _RankReport({}, [], _described(error, directory))
     results = [result for _, results in written for result in results]
     return _RankReport({name: digest for name, (digest, _) in zip(names, written, strict=True)}, results, None)
+
+
+def _let_training_go_first() -> None:
+    """Lowers the priority of this thread; elsewhere than on Linux it would be that of the process."""
+    if sys.platform == "linux":
+        os.nice(_NICER)
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """torch.save leaves out a checksum that torch.load never looks at: 0.5 s per GB. The manifest has a better one."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _described(error: Exception, directory: Path) -> str:
