@@ -55,6 +55,23 @@ def test_layout_is_proven_and_trains_as_one_gpu(recipe, layout, tmp_path, cache_
     assert losses(metrics) == pytest.approx(one_gpu(recipe), rel=2e-2)
 
 
+@pytest.mark.gpu(count=4)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(["parallelism=cp2"], id="CP2·DP2"),
+        pytest.param(["parallelism=tp2_sp", "model.context_parallel_size=2"], id="TP2+SP·CP2"),
+        pytest.param(["parallelism=pp2", "model.context_parallel_size=2"], id="PP2·CP2"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["none", "delayed"])
+def test_context_parallel_ranks_beside_others_see_the_whole_sequence(recipe, layout, tmp_path, cache_dir, one_gpu):
+    trained = losses(run_small(4, tmp_path / "run", cache_dir, [*SHORT, f"fp8={recipe}", *layout], on_gpus=True))
+    # Before anything is learnt, half of the tokens have another loss.
+    assert trained[0] == pytest.approx(one_gpu(recipe)[0], rel=5e-4)
+    assert trained == pytest.approx(one_gpu(recipe), rel=2e-2)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_fp8_weights_train_as_bf16_weights_do(recipe, tmp_path, cache_dir):
     # Calm enough that rounding does not decide where the run goes.

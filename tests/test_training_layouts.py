@@ -1,5 +1,7 @@
 """One seed is one run: every parallel layout trains the same model on the same samples as one process."""
 
+import json
+
 import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
@@ -107,3 +109,19 @@ def test_ranks_that_were_told_different_things_end_at_once(tmp_path, cache_dir, 
     done = launch(2, ["tests/programs/disagreeing_ranks.py", extra, *arguments[2:]])
     assert done.returncode != 0
     assert f"error: the ranks do not run the same configuration: {expected} rank 1. Give" in done.stderr
+
+
+def test_ranks_of_a_context_parallel_group_share_out_the_whole_sequence(tmp_path):
+    """Also where there are other ranks; with a part of the sequence in no rank a run trains on, faster and worse."""
+    # TP, PP, CP; what four ranks leave is DP.
+    layouts = ["1,1,4", "1,1,2", "2,1,2", "1,2,2", "1,1,1"]
+    done = fork_ranks(4, ["tests/programs/context_parallel_slices.py", str(tmp_path), *layouts])
+    assert done.returncode == 0, done.stderr[-4000:]
+    for rank in range(4):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for layout in layouts:
+            group = found[layout]["group"]
+            assert found[layout]["rank"] in group
+            assert sorted(position for positions in group for position in positions) == list(range(16)), layout
+    # The first and the last eighth, so that each rank has as much to attend to.
+    assert found["1,1,4"]["group"][0] == [0, 1, 14, 15]

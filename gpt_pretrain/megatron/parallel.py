@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch._C._distributed_c10d import HashStore
 
 from gpt_pretrain.config.derived import expert_tensor_parallel_size
@@ -116,6 +117,16 @@ def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
     if problem is not None:
         raise UserError(problem)
     return cast("Result", result)
+
+
+def context_parallel_slices(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cuts tensors [b, s] to this rank's [b, s / CP]: one slice of either half, which balances the causal mask."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return tensors
+    # Without its group megatron-core 0.19 takes all ranks for it: CP 2 × DP 2 then left half of each sequence out.
+    slices: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False, cp_group=group)
+    return slices
 
 
 def data_parallel_rank() -> int:

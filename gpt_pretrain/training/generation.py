@@ -12,9 +12,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.parallel import context_parallel_slices
 
 # What the last stage tells the others instead of a token.
 _NOTHING = -1
@@ -35,10 +35,8 @@ def _next_token_logits(
     chunks: Sequence[torch.nn.Module], config: ModelConfig, tokens: torch.Tensor, position: int
 ) -> torch.Tensor | None:
     """Logits [vocab] after `position`, on the last pipeline stage; None elsewhere."""
-    inputs = {"tokens": tokens, "positions": torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)}
-    context_parallel = parallel_state.get_context_parallel_world_size() > 1
-    if context_parallel:
-        inputs = get_batch_on_this_cp_rank(inputs, is_hybrid_cp=False)
+    positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
+    inputs = context_parallel_slices({"tokens": tokens, "positions": positions})
 
     def forward_step(_: Iterator[Any] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         return chunk(inputs["tokens"], inputs["positions"], None), lambda output, non_loss_data: output
@@ -60,7 +58,7 @@ def _next_token_logits(
     # [rows, s, v / TP] to [v]; under context parallelism the one rank that holds the position tells the others.
     here = (inputs["positions"][0] == position).to(outputs[-1].dtype)
     logits: torch.Tensor = gather_from_tensor_model_parallel_region(here @ outputs[-1][0]).float()
-    if context_parallel:
+    if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(logits, group=parallel_state.get_context_parallel_group())
     return logits
 

@@ -5,15 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.parallel import is_last_stage_writer
+from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
 from gpt_pretrain.megatron.update import StepResult, conditional_update
 
 
@@ -60,8 +58,7 @@ def _forward_step(
         "loss_mask": batch.loss_mask,
         "position_ids": batch.position_ids,
     }
-    if parallel_state.get_context_parallel_world_size() > 1:
-        tensors = get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False)
+    tensors = context_parallel_slices(tensors)
     computes_loss: dict[str, Any] = {}
     if model.output_processor is not None:
         per_token = model.transformer_config.calculate_per_token_loss
