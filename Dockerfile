@@ -31,10 +31,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     PIP_CONSTRAINT='' python -m pip install --no-deps . \
     && python scripts/base_packages.py check base
 
-# Not root, by number: a host need not know the name. Runs write to the folder they are started in, and any user may:
-# docker run --user "$(id -u):$(id -g)", Enroot and Apptainer bring users that the image does not know.
+# Not root, by number: a host need not know the name. Runs write to the folder they are started in, kernels are cached in
+# the home folder, and any user may: docker run --user "$(id -u):$(id -g)", Enroot and Apptainer bring users that the
+# image does not know.
 RUN useradd --create-home --uid 10001 gpt_pretrain \
+    && chmod 1777 /home/gpt_pretrain \
     && install --directory --mode 1777 /runs
+ENV HOME=/home/gpt_pretrain
 WORKDIR /runs
 USER 10001
 

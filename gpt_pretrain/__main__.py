@@ -32,7 +32,7 @@ if __name__ == "__main__" and Path(sys.path[0] or os.curdir).resolve() == Path(_
 from omegaconf import DictConfig
 
 from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
-from gpt_pretrain.config.environment import quiet_libraries, set_environment
+from gpt_pretrain.config.environment import prepare_libraries, set_environment
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.gate import Job
 from gpt_pretrain.config.launch import Launch, read_launch
@@ -73,7 +73,7 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
         try:
             config = read_job(composed)
             set_environment(config)
-            quiet_libraries()
+            prepare_libraries()
             from gpt_pretrain.megatron.cpu import install_cpu_device
 
             install_cpu_device()

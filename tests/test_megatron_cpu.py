@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 
-from gpt_pretrain.config.environment import quiet_libraries
+from gpt_pretrain.config.environment import prepare_libraries
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
@@ -103,7 +103,7 @@ def test_the_warning_that_the_distributed_optimizer_causes_is_silent_and_no_othe
         assert shard.grad is None
         assert ["not a leaf" in str(warning.message) for warning in shown] == [True]
         shown.clear()
-        quiet_libraries()
+        prepare_libraries()
         assert shard.grad is None
         assert shown == []
         torch.tensor(shard)  # also a UserWarning of torch's that this file passes on

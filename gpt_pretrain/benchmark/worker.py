@@ -14,7 +14,7 @@ from typing import Self
 
 from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
-from gpt_pretrain.config.environment import quiet_libraries, set_environment
+from gpt_pretrain.config.environment import prepare_libraries, set_environment
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.launch import Launch, read_launch
 from gpt_pretrain.config.load import load_config
@@ -107,7 +107,7 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | Machine | Foreca
     if trains:
         check_config(config, launch)
     set_environment(config)
-    quiet_libraries()
+    prepare_libraries()
     if task.kind == "forecast":
         from gpt_pretrain.benchmark.forecast import forecast
 

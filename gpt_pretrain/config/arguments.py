@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from gpt_pretrain.config.environment import quiet_libraries
+from gpt_pretrain.config.environment import prepare_libraries
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.help import Program, print_command_help
 from gpt_pretrain.config.keys import did_you_mean, nearest_name, section_keys
@@ -84,7 +84,7 @@ def run_command[Arguments](
     def read_and_run() -> None:
         given = read_arguments(kind, arguments, program)
         if given is not None:
-            quiet_libraries()
+            prepare_libraries()
             command(given)
 
     return exit_code(read_and_run)

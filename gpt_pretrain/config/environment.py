@@ -4,11 +4,20 @@ OpenMP, CUDA, NCCL and Transformer Engine read their environment variables once,
 torch warn of their own deprecations and missing extras while they are imported.
 """
 
+import getpass
 import logging
 import os
 import warnings
 
 from gpt_pretrain.config.schema import Config
+
+
+def _name_user() -> None:
+    """Names a user by number who has no name, as under `docker run --user 4242`: torch calls its caches by it."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = str(os.getuid())
 
 
 def set_environment(config: Config) -> None:
@@ -26,8 +35,12 @@ def set_environment(config: Config) -> None:
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
-def quiet_libraries() -> None:
-    """Leaves the console to the run, whose header says itself which fused parts are active."""
+def prepare_libraries() -> None:
+    """Lets torch be imported under any user, and leaves the console to the run; call it before torch is imported.
+
+    The header of a run says itself which fused parts are active.
+    """
+    _name_user()
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)(\.|$)")
     # Warnings about a library's own calls name the module that the calls pass through on a machine without CUDA.
     ours = r"gpt_pretrain\.megatron\.cpu"

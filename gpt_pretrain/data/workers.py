@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 
-from gpt_pretrain.config.environment import quiet_libraries
+from gpt_pretrain.config.environment import prepare_libraries
 
 with warnings.catch_warnings():
     # megatron-core warns of optional packages that only the rank would use.
@@ -50,7 +50,7 @@ def end_with_rank(worker: int) -> None:
 
     torch watches the parent process, which here is the server, and the server lives as long as its processes.
     """
-    quiet_libraries()
+    prepare_libraries()
     rank = multiprocessing.parent_process()
     assert rank is not None, "a data-loading process has a parent"
 

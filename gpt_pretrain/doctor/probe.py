@@ -133,9 +133,9 @@ def probe_application() -> dict[str, Any]:
 def probe_application_on_gpu() -> dict[str, Any]:
     """Everything that a run imports where it finds a GPU: Transformer Engine and apex by way of megatron-core, too."""
     import gpt_pretrain.__main__
-    from gpt_pretrain.config.environment import quiet_libraries
+    from gpt_pretrain.config.environment import prepare_libraries
 
-    quiet_libraries()
+    prepare_libraries()
     import megatron.core
 
     import gpt_pretrain.training.run  # noqa: F401  loading is the question

@@ -17,7 +17,7 @@ if __name__ == "__main__" and Path(sys.path[0] or os.curdir).resolve() == Path(_
     sys.exit(2)
 
 from gpt_pretrain.config.cli import Request, check_request, parse_command_line, run_hydra, show_help
-from gpt_pretrain.config.environment import quiet_libraries
+from gpt_pretrain.config.environment import prepare_libraries
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.gate import Job
 from gpt_pretrain.config.help import PLAN
@@ -35,7 +35,7 @@ def plan_jobs(jobs: Sequence[Job]) -> None:
     """
     for job in jobs:
         check_run_dir(job.config)
-    quiet_libraries()
+    prepare_libraries()
     # torch and megatron-core take seconds to load: not before the gate has let the command line through.
     from gpt_pretrain.plan.console import print_plan
     from gpt_pretrain.plan.document import write_plan

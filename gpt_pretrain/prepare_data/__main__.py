@@ -18,7 +18,7 @@ if __name__ == "__main__" and Path(sys.path[0] or os.curdir).resolve() == Path(_
 
 from gpt_pretrain.config.cli import check_request, parse_command_line, run_hydra, show_help
 from gpt_pretrain.config.derived import num_train_samples
-from gpt_pretrain.config.environment import quiet_libraries
+from gpt_pretrain.config.environment import prepare_libraries
 from gpt_pretrain.config.help import PREPARE_DATA
 from gpt_pretrain.config.messages import exit_code, print_job
 from gpt_pretrain.config.schema import Config
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not request.runs:
             show_help(request, PREPARE_DATA) if request.options.help else run_hydra(request, lambda _: None)
             return
-        quiet_libraries()
+        prepare_libraries()
         names = [" ".join(job.overrides) for job in jobs]
         for number, job in enumerate(jobs):
             print_job(number, names)

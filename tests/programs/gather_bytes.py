@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 
-from gpt_pretrain.config.environment import quiet_libraries, set_environment
+from gpt_pretrain.config.environment import prepare_libraries, set_environment
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -16,7 +16,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 def main(*overrides):
     config, launch = load_config(overrides), read_launch()
     set_environment(config)
-    quiet_libraries()
+    prepare_libraries()
     install_cpu_device()
     from gpt_pretrain.megatron.model import build_model
     from gpt_pretrain.megatron.parallel import process_groups
