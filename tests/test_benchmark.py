@@ -20,7 +20,7 @@ from gpt_pretrain.benchmark.picture import main as draw_picture
 from gpt_pretrain.benchmark.profile import longest_kernels, parts_of_a_step
 from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Machine, Measured, Part
 from gpt_pretrain.benchmark.stopwatch import Stopwatch
-from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_rows
+from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_parts, table_of_rows
 from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.rules import config_problems
@@ -388,6 +388,11 @@ def test_a_step_consists_of_kinds_of_kernels_and_of_time_without_any():
         Part(kind=IDLE, time_ms=0.5),
     }
     assert parts_of_a_step([], 2) == ()
+
+
+def test_the_times_of_a_step_have_no_exponents():
+    parts = [Part(kind="BF16 products", time_ms=1249.4), Part(kind=IDLE, time_ms=0.5)]
+    assert table_of_parts(parts)[1] == [["BF16 products", "1,249", "100.0%"], [IDLE, "0.5", "0.0%"]]
 
 
 def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, capsys):

@@ -25,6 +25,10 @@ def format_step_time(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms" if seconds < 10 else f"{seconds * 1e3:,.0f} ms"
 
 
+def _format_ms(time_ms: float) -> str:
+    return f"{time_ms:.3g}" if time_ms < 100 else f"{time_ms:,.0f}"
+
+
 def _spread(figures: Figures) -> str:
     return f"{figures.fastest_step_s * 1e3:.4g}–{figures.slowest_step_s * 1e3:.4g}"
 
@@ -98,7 +102,7 @@ def table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
         [
             kernel.name if len(kernel.name) <= _KERNEL_WIDTH else f"{kernel.name[: _KERNEL_WIDTH - 1]}…",
             f"{kernel.calls:g}",
-            f"{kernel.time_ms:.3g}",
+            _format_ms(kernel.time_ms),
             format_percent(kernel.share),
         ]
         for kernel in kernels
@@ -109,7 +113,7 @@ def table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
 def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
     """What kinds of work a profiled step consists of."""
     total = sum(part.time_ms for part in parts) or 1.0
-    lines = [[part.kind, f"{part.time_ms:.3g}", format_percent(part.time_ms / total)] for part in parts]
+    lines = [[part.kind, _format_ms(part.time_ms), format_percent(part.time_ms / total)] for part in parts]
     return ["kind", "ms/step", "share"], lines
 
 
