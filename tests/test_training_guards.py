@@ -2,18 +2,22 @@
 
 import json
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
 from gpt_pretrain.fp8.statistics import amax_history
 from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import LossSpikeRecord, SkippedStepRecord
-from gpt_pretrain.training.guards import NotFiniteError, StepGuard
+from gpt_pretrain.training import step as step_module
+from gpt_pretrain.training.guards import NotFiniteError, StepGuard, TokensMissingError
 from tests.emulated_training import emulate, emulated_training
 from tests.runs import small_run_arguments
 
@@ -176,6 +180,29 @@ def test_skipped_losses_are_no_measure_of_spikes(compose_config):
     assert all(isinstance(record, SkippedStepRecord) for record in skipped)
     assert (len(skipped), spike.step) == (10, 32)
     assert spike.median == pytest.approx(2.01)
+
+
+@pytest.mark.parametrize(("counted", "good"), [(4.0, True), (3.0, True), (2.0, False), (8.0, False)])
+def test_a_step_that_saw_other_tokens_than_its_samples_ends_the_run(compose_config, counted, good):
+    watch = StepGuard(compose_config().trainer, 8, num_tokens=4)
+    watch.add(1, 0, replace(step_result(2.0), loss_sum_and_tokens=torch.tensor([8.0, counted])))
+    with (
+        nullcontext()
+        if good
+        else pytest.raises(
+            TokensMissingError,
+            match=rf"^step 1 computed its loss from {counted:.0f} tokens, and its 8 samples have 4: ",
+        )
+    ):
+        assert watch.read() == []
+
+
+def test_a_run_that_trains_on_half_of_its_tokens_ends(tmp_path, monkeypatch, no_launcher):
+    loss = step_module._loss
+    monkeypatch.setattr(step_module, "_loss", lambda mask, losses: loss(mask[:, ::2], losses[:, ::2]))
+    arguments = small_run_arguments(tmp_path / "run", tmp_path, ["trainer.limit_val_batches=0"])
+    with pytest.raises(TokensMissingError, match=r"^step 1 computed its loss from "):
+        main(arguments[2:])
 
 
 SMALL = (

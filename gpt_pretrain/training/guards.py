@@ -24,6 +24,8 @@ SPIKE_WINDOW = 64
 SPIKE_MIN_LOSSES = 16
 # The median absolute deviation of a normal distribution is its standard deviation divided by this.
 _MAD_TO_SIGMA = 1.4826
+# Padding at a corpus's end leaves out some tokens of a step; ranks that cut samples wrongly leave out half or more.
+_LEAST_TOKENS = 0.75
 # Losses that hardly vary at all, as on a batch repeated for ever, make no spike of a rounding.
 _MIN_SIGMA = 0.01
 
@@ -72,24 +74,36 @@ class TooManySpikesError(GivesUpError):
     reason = "loss_spike"
 
 
+class TokensMissingError(Exception):
+    """A step's loss is a mean of other tokens than its samples': a defect; what it learnt is not what was asked."""
+
+
 class StepGuard:
-    """Counts steps that were skipped, and finds losses that leap.
+    """Counts steps that were skipped, finds losses that leap, and holds the tokens of a step against its samples.
 
     What it has seen of losses is part of a checkpoint, so that a resumed run finds the spikes that the uncut one does.
 
     Args:
         trainer: When to stop, and what a spike is.
         num_samples: Samples of a step, over all ranks.
+        num_tokens: Tokens that its loss is a mean of, over all ranks; None where a mask leaves out what it likes.
         losses: The last losses before the run goes on.
         spikes: Steps with a spike before that.
     """
 
     def __init__(
-        self, trainer: TrainerConfig, num_samples: int, *, losses: Iterable[float] = (), spikes: Iterable[int] = ()
+        self,
+        trainer: TrainerConfig,
+        num_samples: int,
+        *,
+        num_tokens: int | None = None,
+        losses: Iterable[float] = (),
+        spikes: Iterable[int] = (),
     ) -> None:
         self._max_skipped_steps = trainer.max_skipped_steps
         self._spike_threshold = trainer.spike_threshold
         self._num_samples = num_samples
+        self._num_tokens = num_tokens
         self._pending: _Seen | None = None
         self._pinned: list[torch.Tensor] = []
         self._in_a_row = 0
@@ -145,7 +159,11 @@ class StepGuard:
         return told
 
     def read(self) -> list[Record]:
-        """Records of what was noted and not told of yet; waits for that step."""
+        """Records of what was noted and not told of yet; waits for that step.
+
+        Raises:
+            TokensMissingError: That step saw fewer tokens than its samples have, or some of them twice.
+        """
         seen, self._pending = self._pending, None
         if seen is None:
             return []
@@ -153,6 +171,12 @@ class StepGuard:
             seen.arrived.synchronize()
         loss_sum, num_tokens, grad_norm, skipped = seen.values.tolist()
         loss = loss_sum / num_tokens if num_tokens else math.nan
+        if self._num_tokens is not None and not _LEAST_TOKENS <= num_tokens / self._num_tokens <= 1.0:
+            raise TokensMissingError(
+                f"step {seen.step} computed its loss from {num_tokens:,.0f} tokens, and its {self._num_samples:,} "
+                f"samples have {self._num_tokens:,}: its ranks did not share them out; this is a "
+                "defect of gpt_pretrain, and what the run has learnt is not what was asked of it"
+            )
         if skipped:
             self._in_a_row += 1
             self._last_bad = BadStep(step=seen.step, first_sample=seen.first_sample)

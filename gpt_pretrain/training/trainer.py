@@ -300,9 +300,11 @@ class Trainer:
 
     def _new_guard(self) -> StepGuard:
         """A guard that has seen what the run has seen so far."""
+        model = self.config.model
         return StepGuard(
             self.config.trainer,
-            self.config.model.global_batch_size,
+            model.global_batch_size,
+            num_tokens=None if model.data.eod_mask_loss else model.global_batch_size * model.encoder_seq_length,
             losses=self.progress.losses,
             spikes=self.progress.spikes,
         )
