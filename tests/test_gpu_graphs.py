@@ -1,5 +1,6 @@
 """CUDA graphs of layers: bit for bit the run without them, also resumed and validated; and really replayed."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +12,7 @@ from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress, random_states
 from gpt_pretrain.fp8.proof import Proof
-from gpt_pretrain.megatron.graphs import without_graphs
+from gpt_pretrain.megatron.graphs import release_graphs, without_graphs
 from gpt_pretrain.training.step import mean_loss, validate
 from tests.transformers_reference import build_reference, built_training, gpt2, map_weights, te_names
 
@@ -123,3 +124,22 @@ def test_training_steps_replay_each_layer_and_nothing_else_does(weights):
         with without_graphs(training.trainable.model.gpt_chunks):
             assert graph_launches(training.step) == 0
         assert graph_launches(training.step) == replays
+
+
+def graph_pools():
+    """The pools of memory that graphs have for themselves."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()} - {(0, 0)}
+
+
+def test_graphs_of_a_run_that_has_ended_keep_no_memory(weights):
+    before = graph_pools()
+    with built_training(CASE, weights, *SAME, "fp8=tensorwise", GRAPHS) as training:
+        for _ in range(2):
+            training.step()
+        (recorded,) = graph_pools() - before
+        release_graphs(training.trainable.model.gpt_chunks)
+    del training
+    assert recorded not in graph_pools()

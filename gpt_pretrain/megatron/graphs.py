@@ -67,7 +67,7 @@ def _create_graphs() -> None:
 @contextmanager
 def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, layers are computed by their modules, whose hooks are called."""
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, GraphedLayer)]
+    layers = _graphed_layers(chunks)
     for layer in layers:
         layer.is_replayed = False
     try:
@@ -75,3 +75,19 @@ def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_replayed = True
+
+
+def release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
+    """Lets go of the graphs of a run that has ended, and so of their memory, which no other tensor can have.
+
+    Otherwise the next job of a sweep has to do without it: what replays a layer and what the replay puts out refer to
+    each other through autograd's nodes, where Python's collector does not look.
+    """
+    for layer in _graphed_layers(chunks):
+        for runner in layer.cudagraph_manager.cudagraph_runners:
+            vars(runner).clear()
+        layer.cudagraph_manager.cudagraph_runners.clear()
+
+
+def _graphed_layers(chunks: Sequence[torch.nn.Module]) -> list[GraphedLayer]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, GraphedLayer)]

@@ -28,6 +28,7 @@ from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.megatron.agreement import check_ranks_agree
+from gpt_pretrain.megatron.graphs import release_graphs
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
@@ -166,6 +167,7 @@ class _Run:
             after_step: See `Trainer`.
         """
         with ExitStack() as stack:
+            stack.callback(release_graphs, self._trainable.model.gpt_chunks)
             console = stack.enter_context(self._open_console()) if self._launch.is_rank_zero else None
             if console is not None and lock_note is not None:
                 console.note(lock_note)
