@@ -17,7 +17,15 @@ from tests.emulated_training import Training, build_training_of
 
 _LINEAR = {"cross_entropy_fusion_impl": CrossEntropyFusion.linear}
 _ACCUMULATE = {"gradient_accumulation_fusion": True}
-_VARIANTS = {"plain": {}, "accumulate": _ACCUMULATE, "linear": _LINEAR, "linear accumulate": _LINEAR | _ACCUMULATE}
+_EMBEDDING = _ACCUMULATE | {"embedding_gradient_fusion": True}
+_VARIANTS = {
+    "plain": {},
+    "accumulate": _ACCUMULATE,
+    "linear": _LINEAR,
+    "linear accumulate": _LINEAR | _ACCUMULATE,
+    "embedding": _EMBEDDING,
+    "linear embedding": _LINEAR | _EMBEDDING,
+}
 # Microbatches of 64 tokens go through the head in pieces of 16.
 _CHUNK_LOGITS = 16 * 128
 

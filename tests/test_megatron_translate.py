@@ -407,7 +407,7 @@ ELSEWHERE = {
         "model.rotary_base",
         "model.share_embeddings_and_output_weights",
     ),
-    "megatron/platform.py": ("model.activation_cast_fusion",),
+    "megatron/platform.py": ("model.activation_cast_fusion", "model.embedding_gradient_fusion"),
     "megatron/initialization.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

@@ -50,6 +50,7 @@ SCHEMA = {
             "masked_softmax_fusion",
             "apply_rope_fusion",
             "gradient_accumulation_fusion",
+            "embedding_gradient_fusion",
             "cross_entropy_loss_fusion",
             "moe_grouped_gemm",
         ),

@@ -5,9 +5,9 @@ What stands in the way of one is refused where it is asked for, and `null` leave
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName
+from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, Precision
 from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.config.schema import Config, ModelConfig
 
 # A setting that a kernel does not go with, and why not.
 type _Obstacle = tuple[str, str]
@@ -41,8 +41,26 @@ def activation_cast_obstacles(model: ModelConfig) -> Iterator[_Obstacle]:
         yield "model.tp_comm_overlap=true", "untried with user buffers"
 
 
-def fused_kernel_problems(model: ModelConfig) -> Iterator[str]:
+def embedding_gradient_obstacles(config: Config) -> Iterator[_Obstacle]:
+    """What `model.embedding_gradient_fusion` does not go with."""
+    model = config.model
+    if model.gradient_accumulation_fusion is False:
+        yield "model.gradient_accumulation_fusion=false", "a tied LM head has to add its gradient in the product, too"
+    if model.fp8_emulate:
+        yield "model.fp8_emulate=true", "emulated layers compute weight gradients themselves"
+    if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
+        yield "model.grad_reduce_in_fp32=false", "BF16 would round the gradient of every token"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried beside layers that are replayed"
+
+
+def fused_kernel_problems(config: Config) -> Iterator[str]:
     """Fused kernels that are asked for beside what they do not go with."""
-    if model.activation_cast_fusion:
-        for setting, why in activation_cast_obstacles(model):
-            yield f"model.activation_cast_fusion=true does not go with {setting}: {why}; use null or false"
+    asked: list[tuple[str, Iterator[_Obstacle]]] = []
+    if config.model.activation_cast_fusion:
+        asked.append(("activation_cast_fusion", activation_cast_obstacles(config.model)))
+    if config.model.embedding_gradient_fusion:
+        asked.append(("embedding_gradient_fusion", embedding_gradient_obstacles(config)))
+    for key, obstacles in asked:
+        for setting, why in obstacles:
+            yield f"model.{key}=true does not go with {setting}: {why}; use null or false"

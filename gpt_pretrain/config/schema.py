@@ -279,6 +279,8 @@ class ModelConfig:
     """TE's fused rope; null: with rope on TE layers."""
     gradient_accumulation_fusion: bool | None
     """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, without emulation."""
+    embedding_gradient_fusion: bool | None
+    """Add gradients of looked up embeddings to the main gradient's rows of their tokens alone; null: false."""
     cross_entropy_loss_fusion: bool | None
     """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     cross_entropy_fusion_impl: CrossEntropyFusion | None

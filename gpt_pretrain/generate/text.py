@@ -91,6 +91,7 @@ def inference_config(saved: SavedModel) -> Config:
         masked_softmax_fusion=None,
         apply_rope_fusion=None,
         gradient_accumulation_fusion=None,
+        embedding_gradient_fusion=None,
         cross_entropy_loss_fusion=None,
         cross_entropy_fusion_impl=None,
         # Buffers and graphs have the shape of a microbatch.

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.embedding_gradient import install_embeddings
 from gpt_pretrain.megatron.graphs import prepare_graphs
 from gpt_pretrain.megatron.initialization import initialize_weights
 from gpt_pretrain.megatron.kernels import install_split
@@ -128,6 +129,8 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
     linear = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
     if linear:
         install_loss_heads(gpt_chunks)
+    if kernels.embedding_gradient_fusion:
+        install_embeddings(gpt_chunks)
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:
         modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]

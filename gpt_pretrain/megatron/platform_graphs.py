@@ -31,5 +31,6 @@ def plan_graphs(config: Config, world_size: int, *, transformer_engine: bool) ->
     layer_flops = 6 * matmul_parameters_per_layer(model) * model.micro_batch_size * model.encoder_seq_length
     gain = transformer_engine and tensorwise and layer_flops <= _MAX_LAYER_FLOPS and world_size == 1
     # A kernel that is asked for and untried in graphs goes before them.
-    is_free = not model.activation_cast_fusion and not any(graph_obstacles(config))
+    asked = model.activation_cast_fusion or model.embedding_gradient_fusion
+    is_free = not asked and not any(graph_obstacles(config))
     return CudaGraphImpl.local if gain and is_free else None

@@ -1,0 +1,81 @@
+"""Gradients of looked up embeddings, added to rows of the main gradient; layouts: test_megatron_linear_loss.py."""
+
+import pytest
+import torch
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.embedding_gradient import AccumulatingEmbedding
+from gpt_pretrain.megatron.platform import check_platform, plan_kernels
+from tests.emulated_training import emulated_training
+from tests.platforms import CPU, H200
+from tests.test_megatron_platform import launched
+
+ACCUMULATED = "model.gradient_accumulation_fusion=true"
+ASKED = "model.embedding_gradient_fusion=true"
+TIED, UNTIED = (f"model.share_embeddings_and_output_weights={tied}" for tied in ("true", "false"))
+BF16, IN_BF16 = "trainer.precision=bf16", "model.grad_reduce_in_fp32=false"
+
+
+@pytest.mark.parametrize("tied", [TIED, UNTIED])
+def test_rows_of_tokens_grow_and_no_others(tied):
+    """A token that occurs twice is added twice, on top of what is there."""
+    with emulated_training(ACCUMULATED, ASKED, tied) as training:
+        embedding = training.chunks[0].embedding.word_embeddings
+        assert isinstance(embedding, AccumulatingEmbedding)
+        weight = embedding.weight
+        weight.main_grad.fill_(3.0)
+        weight.grad_added_to_main_grad = False
+        tokens = torch.tensor([[5, 7], [7, 9]])
+        given = torch.arange(2 * 2 * weight.size(1), dtype=torch.float32).view(2, 2, -1)
+        embedded = embedding(tokens)
+        assert torch.equal(embedded, weight[tokens])
+        embedded.backward(given)
+        expected = torch.full_like(weight, 3.0)
+        for token, gradient in zip(tokens.flatten(), given.flatten(0, 1), strict=True):
+            expected[token] += gradient
+        assert torch.equal(weight.main_grad, expected)
+        with torch.no_grad():
+            assert torch.equal(embedding(tokens), weight[tokens])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.gradient_accumulation_fusion=false",),
+            "model.gradient_accumulation_fusion=false: a tied LM head has to add its gradient in the product, too",
+        ),
+        (
+            ("fp8=delayed", "model.fp8_emulate=true"),
+            "model.fp8_emulate=true: emulated layers compute weight gradients themselves",
+        ),
+        (
+            (BF16, IN_BF16),
+            "model.grad_reduce_in_fp32=false: BF16 would round the gradient of every token",
+        ),
+        (
+            ("model=gpt2_124m", "model.cuda_graph_impl=local"),
+            "model.cuda_graph_impl=local: untried beside layers that are replayed",
+        ),
+    ],
+)
+def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, message):
+    assert broken_rules(ASKED, *overrides) == [
+        f"model.embedding_gradient_fusion=true does not go with {message}; use null or false"
+    ]
+    assert broken_rules(*overrides) == []
+
+
+def test_needs_gradients_added_in_products():
+    asked = load_config(["data=mock", ASKED])
+    assert plan_kernels(asked, H200).embedding_gradient_fusion
+    check_platform(asked, H200, launched())
+    check_platform(load_config(["data=mock", ASKED, ACCUMULATED]), CPU, launched())
+    with pytest.raises(ConfigError) as refused:
+        check_platform(asked, CPU, launched())
+    assert str(refused.value) == (
+        "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
+        "here; set it, or use null or false"
+    )
+    assert not plan_kernels(load_config(["data=mock"]), H200).embedding_gradient_fusion
