@@ -24,6 +24,7 @@ from tests.transformers_reference import (
 pytestmark = pytest.mark.gpu
 
 LINEAR = ("model.cross_entropy_fusion_impl=linear", "model.gradient_accumulation_fusion=true")
+EMBEDDING = (*LINEAR, "model.embedding_gradient_fusion=true")
 PLAIN = ("model.cross_entropy_loss_fusion=false", "model.gradient_accumulation_fusion=false")
 
 
@@ -83,7 +84,7 @@ def test_te_layers_train_as_with_gradients_of_their_own(precision):
     case = CASES["llama3"]
     weights = te_names(map_weights(build_reference(case), case))
     curves = {}
-    for name, overrides in {"plain": PLAIN, "linear": LINEAR}.items():
+    for name, overrides in {"plain": PLAIN, "linear": LINEAR, "embedding": EMBEDDING}.items():
         with built_training(case, weights, *TE_BF16, *precision, *overrides, "model.optim.lr=2e-4") as training:
             curves[name] = train_ours(training, 10)
     # By the tenth step the batch is nearly known by heart: at a loss of 0.14, 0.001 was seen in FP8.
