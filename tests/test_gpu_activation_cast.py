@@ -39,7 +39,8 @@ def test_layers_train_as_with_separate_kernels(name, precision):
                 training.step()
             formats[fusion] = seen
     assert formats[FUSED] == formats[SEPARATE]
-    assert curves[FUSED][0] == pytest.approx(curves[SEPARATE][0], rel=5e-3)
+    # By the tenth step the batch is nearly known by heart.
+    assert curves[FUSED][0] == pytest.approx(curves[SEPARATE][0], rel=5e-3, abs=5e-3)
     assert curves[FUSED][1] == pytest.approx(curves[SEPARATE][1], rel=5e-2)
     # The first step has seen no update yet: nothing has come apart.
     assert curves[FUSED][0][0] == pytest.approx(curves[SEPARATE][0][0], rel=1e-4)
