@@ -58,7 +58,16 @@ def _create_graphs() -> None:
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states().values()
     generators = [torch.cuda.default_generators[torch.cuda.current_device()], *tracked]
     states = [generator.get_state() for generator in generators]
-    cuda_graphs.create_cudagraphs()
+    try:
+        cuda_graphs.create_cudagraphs()
+    except BaseException:
+        # megatron-core and Transformer Engine would take the next job of a sweep for a recording, and leave its
+        # gradients out.
+        cuda_graphs._set_capture_end()
+        if cuda_graphs.HAVE_TE_GRAPHS:
+            cuda_graphs.te_set_capture_end()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        raise
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
     torch.cuda.empty_cache()

@@ -24,8 +24,8 @@ SPIKE_WINDOW = 64
 SPIKE_MIN_LOSSES = 16
 # The median absolute deviation of a normal distribution is its standard deviation divided by this.
 _MAD_TO_SIGMA = 1.4826
-# Padding at a corpus's end leaves out some tokens of a step; ranks that cut samples wrongly leave out half or more.
-_LEAST_TOKENS = 0.75
+# Tokens are counted in fp32, which has no odd numbers above 2^24.
+_COUNT_ROUNDING = 1e-6
 # Losses that hardly vary at all, as on a batch repeated for ever, make no spike of a rounding.
 _MIN_SIGMA = 0.01
 
@@ -171,7 +171,7 @@ class StepGuard:
             seen.arrived.synchronize()
         loss_sum, num_tokens, grad_norm, skipped = seen.values.tolist()
         loss = loss_sum / num_tokens if num_tokens else math.nan
-        if self._num_tokens is not None and not _LEAST_TOKENS <= num_tokens / self._num_tokens <= 1.0:
+        if self._num_tokens is not None and abs(num_tokens / self._num_tokens - 1) > _COUNT_ROUNDING:
             raise TokensMissingError(
                 f"step {seen.step} computed its loss from {num_tokens:,.0f} tokens, and its {self._num_samples:,} "
                 f"samples have {self._num_tokens:,}: its ranks did not share them out; this is a "
