@@ -119,6 +119,10 @@ def test_the_loss_is_linear_where_nothing_speaks_against_it(
         ((*SMALL_IN_FP8, "model.cuda_graph_impl=none"), 1, None),
         (SMALL_IN_FP8, 2, None),
         (("model=gpt3_1_3b", "fp8=tensorwise"), 1, None),
+        # Small enough, and compared with nothing yet.
+        ((*SMALL_IN_FP8, "model.position_embedding_type=rope"), 1, None),
+        ((*SMALL_IN_FP8, "model.first_last_layers_bf16=true"), 1, None),
+        ((*SMALL_IN_FP8, "model.fp8_exclude=[decoder.layers.0.*]"), 1, None),
         # Fewer kernels: the GPU is the slower one, or nearly so.
         (("model=gpt2_124m",), 1, None),
         (("model=gpt2_124m", "model.cuda_graph_impl=local"), 1, CudaGraphImpl.local),

@@ -4,7 +4,7 @@ They gain where a GPU computes a layer sooner than Python launches its kernels. 
 again as BF16: it looks for the largest value of what it casts.
 """
 
-from gpt_pretrain.config.choices import CudaGraphImpl, Fp8RecipeName
+from gpt_pretrain.config.choices import CudaGraphImpl, Fp8RecipeName, PositionEmbedding
 from gpt_pretrain.config.derived import matmul_parameters_per_layer
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.rules_graphs import graph_obstacles
@@ -29,7 +29,12 @@ def plan_graphs(config: Config, world_size: int, *, transformer_engine: bool) ->
     settings = fp8_settings(model)
     tensorwise = settings is not None and settings.recipe is Fp8RecipeName.tensorwise
     layer_flops = 6 * matmul_parameters_per_layer(model) * model.micro_batch_size * model.encoder_seq_length
-    gain = transformer_engine and tensorwise and layer_flops <= _MAX_LAYER_FLOPS and world_size == 1
+    # What the comparison to the bit was made with (tests/test_gpu_graphs.py): GPT's layers, all of them in FP8.
+    compared = model.position_embedding_type is PositionEmbedding.learned_absolute and not (
+        model.first_last_layers_bf16 or model.fp8_exclude
+    )
+    small = layer_flops <= _MAX_LAYER_FLOPS
+    gain = transformer_engine and tensorwise and compared and small and world_size == 1
     # A kernel that is asked for and untried in graphs goes before them.
     asked = model.activation_cast_fusion or model.embedding_gradient_fusion
     is_free = not asked and not any(graph_obstacles(config))

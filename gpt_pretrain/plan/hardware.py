@@ -99,8 +99,10 @@ class Efficiency:
     """Of NVLink's or the network's bandwidth, by NCCL's collectives."""
     kernel_s: float
     """From the end of a kernel to the start of the next."""
+    host_s_per_step: float
+    """What the host needs to launch a step beside its layers."""
     host_s_per_layer: float
-    """What the host needs to launch one layer, forward and backward, and its share of all else."""
+    """What it needs to launch one layer, forward and backward, and its share of embedding and loss."""
     host_s_per_fp8_layer: float
     """The same with FP8's casts and scales."""
     host_s_per_graphed_layer: float
@@ -122,9 +124,10 @@ EFFICIENCY = Efficiency(
     bandwidth=0.75,
     links=0.75,
     kernel_s=3e-6,
-    # GPT-2 124M, 48 layers a step: 224 ms with microbatches too small for the GPU to count, 332 in tensorwise; a launch
-    # of the step with graphs took 90 and 128 ms (benchmarks/gpt2_124m_graphs_h200_2026-11-22.md).
-    host_s_per_layer=4.7e-3,
-    host_s_per_fp8_layer=6.9e-3,
-    host_s_per_graphed_layer=2.5e-3,
+    # GPT-2 124M: 48 layers a step took the host 224 ms in BF16, 332 in tensorwise and 128 with graphs, where it was the
+    # slower one, and 12 layers 75 and 107 ms (benchmarks/gpt2_124m_graphs_h200_2026-11-22.md).
+    host_s_per_step=27e-3,
+    host_s_per_layer=4.1e-3,
+    host_s_per_fp8_layer=6.4e-3,
+    host_s_per_graphed_layer=2.1e-3,
 )

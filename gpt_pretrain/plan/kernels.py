@@ -172,11 +172,20 @@ def weight_cast_s(machine: Machine, stage_linears: tuple[Linear, ...], settings:
 
 
 def host_s(machine: Machine, layers: int, settings: Fp8Settings | None, kernels: Kernels) -> float:
-    """Seconds that the host needs to launch one microbatch: where the GPU is faster, it waits."""
+    """Seconds that the host needs to launch one step: where the GPU is faster, it waits.
+
+    Args:
+        machine: The GPU and its efficiency.
+        layers: Layers of a stage times microbatches.
+        settings: FP8's, None in BF16.
+        kernels: Which implementations the layers run on.
+    """
     own = machine.efficiency
     if kernels.cuda_graph_impl is not None:
-        return layers * own.host_s_per_graphed_layer
-    return layers * (own.host_s_per_layer if settings is None else own.host_s_per_fp8_layer)
+        each = own.host_s_per_graphed_layer
+    else:
+        each = own.host_s_per_layer if settings is None else own.host_s_per_fp8_layer
+    return own.host_s_per_step + layers * each
 
 
 def add(total: dict[str, float], part: Mapping[str, float], factor: float = 1.0) -> None:

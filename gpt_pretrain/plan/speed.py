@@ -59,9 +59,6 @@ def _microbatch_s(
     if stage.has_head:
         add(total, head_s(machine, model, stage.linears[-1], kernels))
     add(total, {"pipeline sends": layout.vp * pipeline_send_s(machine, model, layout, stage.linears[0].tokens)})
-    idle = host_s(machine, len(stage.layers), settings, kernels) - sum(total.values())
-    if idle > 0:
-        total["waiting for the host"] = idle
     return total
 
 
@@ -118,6 +115,10 @@ def predict_speed(machine: Machine, model: ModelConfig, layout: Layout, stages: 
     hidden = times[slowest] * BACKWARD_SHARE
     communication = data_parallel_s(machine, model, layout, stages[slowest], backward_s=hidden)
     add(total, {"data parallel": communication})
+    # The host runs ahead while the optimizer has few kernels, and while the GPU waits for others.
+    launches = layout.num_microbatches * len(stages[slowest].layers)
+    idle = host_s(machine, launches, fp8_settings(model), kernels) - sum(total.values())
+    add(total, {"waiting for the host": max(0.0, idle)})
     step_s = sum(total.values())
     tokens = model.global_batch_size * model.encoder_seq_length
     return Speed(
