@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
@@ -233,6 +234,20 @@ def test_losses_are_compared_step_by_step_with_the_first_variants(compose_config
     assert [row.loss_difference for row in rows] == [0.0, pytest.approx(0.04), None]
     titles, lines = table_of_rows(rows)
     assert [dict(zip(titles, line, strict=True))["loss apart"] for line in lines] == ["0.00%", "4.00%", "–"]
+    # One that is no number is told wherever it stands, and one of nothing is compared, too.
+    for losses, others, expected in (
+        ((math.nan, 2.5), (4.0, 2.5), math.nan),
+        ((4.0, math.nan), (4.0, 2.5), math.nan),
+        ((4.0, 2.5), (4.0, math.nan), math.nan),
+        ((4.0, math.inf), (4.0, 2.5), math.inf),
+        ((4.0, 2.5), (4.0, math.inf), math.nan),
+        ((0.0, 2.5), (0.0, 2.5), 0.0),
+        ((0.1, 2.5), (0.0, 2.5), math.inf),
+    ):
+        pair = [replace(first, figures=replace(first.figures, losses=each)) for each in (others, losses)]
+        assert with_ratios(pair)[1].loss_difference == pytest.approx(expected, nan_ok=True)
+        titles, (_, line) = table_of_rows(with_ratios(pair))
+        assert line[titles.index("loss apart")] == {"nan": "nan%", "inf": "inf%", "0.0": "0.00%"}[str(expected)]
     # The bare loop trains on other data.
     assert rows_of(compose_config)[1].loss_difference is None
 

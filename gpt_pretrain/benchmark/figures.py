@@ -1,5 +1,6 @@
 """From what the processes measured to the figures of a variant: medians, rates and ratios. Pure arithmetic."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class Row(JsonObject):
     """Tokens per second and GPU over those of the first variant."""
     memory_ratio: float | None
     loss_difference: float | None
-    """Largest relative difference of a step's loss from that of the first variant's same step."""
+    """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN where one is."""
     forecast: Forecast | None
     """Where it was asked for and could be made."""
 
@@ -154,4 +155,13 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 def _largest_difference(losses: Sequence[float], first: Sequence[float]) -> float | None:
     if not losses or not first:
         return None
-    return max(abs(loss / other - 1) for loss, other in zip(losses, first, strict=True))
+    differences = [_relative_difference(loss, other) for loss, other in zip(losses, first, strict=True)]
+    # The largest of numbers with NaN among them depends on their order.
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def _relative_difference(loss: float, other: float) -> float:
+    apart = abs(loss - other)
+    if apart == 0:
+        return 0.0
+    return apart / abs(other) if other else apart * math.inf
