@@ -12,10 +12,12 @@ ROWS, WIDTH = 200, 208
 _SPACING = {torch.float8_e4m3fn: 2**-3, torch.float8_e5m2: 2**-2, torch.float16: 2**-10}
 
 
-def _destination(shape: tuple[int, int], dtype: torch.dtype, device: str, scale: float | None) -> CastInto:
+def _destination(
+    shape: tuple[int, int], dtype: torch.dtype, device: str, scale: float | None, *, columnwise: bool = True
+) -> CastInto:
     return CastInto(
         codes=torch.zeros(shape, dtype=dtype, device=device),
-        transposed=torch.zeros(shape[::-1], dtype=dtype, device=device),
+        transposed=torch.zeros(shape[::-1], dtype=dtype, device=device) if columnwise else None,
         scale=torch.tensor([scale or 1.0], device=device),
         inverse_scale=torch.zeros(1, device=device),
         amax=torch.zeros(1, device=device),
@@ -32,6 +34,7 @@ def _share_that_differs(into: CastInto, values: torch.Tensor, scale: float | Non
     torch.testing.assert_close(into.inverse_scale[0].cpu(), 1 / used.cpu(), rtol=1e-6, atol=0)
     expected = (values.float() * used.to(values.device)).to(into.codes.dtype).float()
     codes = into.codes.float()
+    assert into.transposed is not None
     assert torch.equal(into.transposed.t().float(), codes)
     torch.testing.assert_close(codes, expected, rtol=_SPACING[into.codes.dtype], atol=2**-9)
     return float((codes != expected).float().mean())
@@ -78,3 +81,32 @@ def share_of_codes_that_differ(
         _share_that_differs(forward, activated.detach().to(dtype), scale),
         _share_that_differs(backward, exact.grad.to(dtype), scale),
     )
+
+
+def check_that_nan_leaves_amax_and_codes_alone(
+    device: str, dtype: torch.dtype, code_dtype: torch.dtype, *, gated: bool, biased: bool, scale: float | None
+) -> None:
+    """Rows of NaN, a whole tile of them, beside the other rows by themselves, which are written without a transpose."""
+    tile = 64
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(ROWS, 2 * WIDTH if gated else WIDTH, generator=generator).to(device, dtype)
+    gradients = torch.randn(ROWS, WIDTH, generator=generator).to(device, dtype)
+    bias = torch.randn(WIDTH, generator=generator).to(device, dtype) if biased else None
+    inputs[:tile] = torch.nan
+
+    def cast(first_row: int) -> list[CastInto]:
+        rows, columnwise = ROWS - first_row, first_row == 0
+        forward = _destination((rows, WIDTH), code_dtype, device, scale, columnwise=columnwise)
+        backward = _destination((rows, inputs.size(1)), code_dtype, device, scale, columnwise=columnwise)
+        launch_activation(inputs[first_row:], bias, forward)
+        launch_gradient(gradients[first_row:], inputs[first_row:], bias, backward)
+        return [forward, backward]
+
+    for whole, rest in zip(cast(0), cast(tile), strict=True):
+        assert rest.amax[0] > 0
+        assert torch.equal(whole.amax, rest.amax)
+        assert torch.equal(whole.inverse_scale, rest.inverse_scale)
+        assert whole.codes[:tile].float().isnan().all()
+        assert torch.equal(whole.codes[tile:].float(), rest.codes.float())
+        assert whole.transposed is not None
+        assert torch.equal(whole.transposed.t()[tile:].float(), rest.codes.float())

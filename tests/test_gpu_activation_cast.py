@@ -1,12 +1,16 @@
 """An MLP's activation computed with its cast, on a GPU: the codes of separate kernels, and layers that train on it."""
 
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
 
 from gpt_pretrain.fp8.observer import observe_products
-from tests.activation_casts import share_of_codes_that_differ
+from gpt_pretrain.megatron import activation_triton
+from tests.activation_casts import check_that_nan_leaves_amax_and_codes_alone, share_of_codes_that_differ
 from tests.test_gpu_parity import CASES, TE_BF16
-from tests.transformers_reference import build_reference, built_training, map_weights, te_names, train_ours
+from tests.transformers_reference import build_reference, built_training, map_weights, run_model, te_names, train_ours
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +24,54 @@ def test_codes_are_those_of_an_activation_and_a_cast(codes, gated, biased, scale
     """But where the activation itself is rounded to the other side: exponentials are no exact ones."""
     share = share_of_codes_that_differ("cuda", torch.bfloat16, codes, gated=gated, biased=biased, scale=scale)
     assert share < 1e-3
+    check_that_nan_leaves_amax_and_codes_alone("cuda", torch.bfloat16, codes, gated=gated, biased=biased, scale=scale)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each kernel was launched, and whether it wrote the transpose."""
+    counted = Counter()
+
+    def launch_and_count(name, launch, *arguments):
+        counted[name, arguments[-1].transposed is not None] += 1
+        return launch(*arguments)
+
+    for name in ("launch_activation", "launch_gradient"):
+        monkeypatch.setattr(activation_triton, name, partial(launch_and_count, name, getattr(activation_triton, name)))
+    return counted
+
+
+def _delayed_scaling(training):
+    """Amax histories and scales of linear layers, by layer and direction."""
+    return {
+        f"{name} {direction}": (layer.fp8_meta[direction].amax_history.cpu(), layer.fp8_meta[direction].scale.cpu())
+        for name, layer in training.trainable.model.gpt_chunks[0].named_modules()
+        for direction in ("scaling_fwd", "scaling_bwd")
+        if ".linear_" in name and direction in layer.fp8_meta
+    }
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_every_layer_and_microbatch_is_fused_and_leaves_the_amaxes_of_separate_kernels(name, launches):
+    case = CASES[name]
+    weights = te_names(map_weights(build_reference(case), case))
+    states, counts = {}, {}
+    for fusion in (SEPARATE, FUSED):
+        with built_training(case, weights, *TE_BF16, "fp8=delayed", fusion) as training:
+            training.step()
+            states[fusion], counts[fusion] = _delayed_scaling(training), dict(launches)
+            launches.clear()
+            # Nothing reads a transpose without a backward pass.
+            assert run_model(training.trainable.model.gpt_chunks[0], case).isfinite().all()
+            if fusion == FUSED:
+                assert launches == {("launch_activation", False): case.layers}
+    passes = case.layers * len(training.batches)
+    assert counts == {SEPARATE: {}, FUSED: {("launch_activation", True): passes, ("launch_gradient", True): passes}}
+    # Four linear layers in each transformer layer, both ways.
+    assert len(states[FUSED]) == 8 * case.layers
+    assert all(history.count_nonzero() and (scale != 1).any() for history, scale in states[FUSED].values())
+    # An activation that is rounded to the other side shows further on, too.
+    torch.testing.assert_close(states[FUSED], states[SEPARATE], rtol=5e-2, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["delayed", "tensorwise"])

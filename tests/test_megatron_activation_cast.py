@@ -4,12 +4,21 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.mlp import MLP
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron import layers
+from gpt_pretrain.megatron.activation_cast import CastingMLP
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.layers import LocalLayers
+from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.platform import check_platform, plan_kernels
+from gpt_pretrain.megatron.translate import translate_transformer
 from tests.launching import run_ranks
-from tests.platforms import H200
+from tests.platforms import CPU, H200
 from tests.test_megatron_platform import launched
 
 ASKED = "model.activation_cast_fusion=true"
@@ -17,10 +26,13 @@ ASKED = "model.activation_cast_fusion=true"
 # Triton's interpreter rounds FP16 as GPUs do, and FP8 not.
 INTERPRETED = """
 import torch
-from tests.activation_casts import share_of_codes_that_differ
+from tests.activation_casts import check_that_nan_leaves_amax_and_codes_alone, share_of_codes_that_differ
 for gated, biased, scale in ((True, False, 3.0), (True, False, None), (False, True, 3.0), (False, False, None)):
     share = share_of_codes_that_differ("cpu", torch.float32, torch.float16, gated=gated, biased=biased, scale=scale)
     assert share < 0.01, (gated, biased, scale, share)
+    check_that_nan_leaves_amax_and_codes_alone(
+        "cpu", torch.float32, torch.float16, gated=gated, biased=biased, scale=scale
+    )
 print("done")
 """
 
@@ -52,6 +64,28 @@ def test_the_kernels_interpreted_compute_what_torch_does():
             ("fp8=tensorwise", "model.cuda_graph_impl=local"),
             "model.cuda_graph_impl=local: untried in layers that are replayed",
         ),
+        *(
+            ((recipe, *kept_out), f"{said}: no layer has both projections of its MLP in FP8")
+            for recipe, kept_out, said in (
+                ("fp8=delayed", ("model.fp8_exclude=['*linear_fc2']",), "model.fp8_exclude=['*linear_fc2']"),
+                ("fp8=delayed", ("model.fp8_exclude=['*.mlp.linear_fc1']",), "model.fp8_exclude=['*.mlp.linear_fc1']"),
+                # Each layer has one of them, and both occur.
+                (
+                    "fp8=delayed",
+                    ("model.fp8_exclude=['*.0.mlp.linear_fc1','*.1.mlp.linear_fc2']",),
+                    "model.fp8_exclude=['*.0.mlp.linear_fc1', '*.1.mlp.linear_fc2']",
+                ),
+                (
+                    "fp8=tensorwise",
+                    (
+                        "model.num_layers=3",
+                        "model.first_last_layers_bf16=true",
+                        "model.fp8_exclude=['*.1.mlp.linear_fc2']",
+                    ),
+                    "model.fp8_exclude=['*.1.mlp.linear_fc2'] and model.first_last_layers_bf16=true",
+                ),
+            )
+        ),
     ],
 )
 def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, message):
@@ -61,6 +95,35 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     ]
     assert broken_rules(*start, *overrides) == []
     assert not plan_kernels(load_config([*start, *overrides]), H200).activation_cast_fusion
+
+
+def test_one_layer_with_both_projections_in_fp8_is_enough(broken_rules):
+    start = "model=llama3_8b", "data=mock", "model.num_layers=3", ASKED
+    assert broken_rules(*start, "fp8=tensorwise", "model.first_last_layers_bf16=true") == []
+    assert broken_rules(*start, "fp8=delayed", "model.fp8_exclude=['*.[01].mlp.linear_fc2']") == []
+    # What a rank multiplies is not asked for where sizes are none.
+    (message,) = broken_rules(*start, "fp8=delayed", "model.tensor_model_parallel_size=0")
+    assert message.startswith("model.tensor_model_parallel_size=0")
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_have_the_casting_mlp_where_it_is_planned_alone(monkeypatch, fused):
+    """On local layers in place of Transformer Engine's, which are not everywhere; both name their MLP the same way."""
+    monkeypatch.setattr(layers, "get_gpt_layer_with_transformer_engine_spec", lambda **_: get_gpt_layer_local_spec())
+    install_cpu_device()
+    config = load_config(
+        ["model=gpt3_1_3b", "data=mock", "fp8=delayed", "model.num_layers=2", f"model.activation_cast_fusion={fused}"]
+    )
+    kernels = plan_kernels(config, H200)
+    assert kernels.transformer_engine
+    with process_groups(config.model, read_launch({}), CPU):
+        spec = layers.build_layer_spec(
+            translate_transformer(config, H200, kernels), kernels, LocalLayers(apex_layer_norm=False), None
+        )
+    mlps = [layer.submodules.mlp for layer in spec.layer_specs]
+    assert [mlp.func.__self__ for mlp in mlps] == [CastingMLP if fused else MLP] * 2
+    assert all(mlp.func.__func__ is MLP.as_mlp_submodule.__func__ for mlp in mlps)
+    assert all(mlp.keywords["submodules"].linear_fc1 is not None for mlp in mlps)
 
 
 @pytest.mark.parametrize("model", ["llama3_8b", "gpt3_1_3b"])

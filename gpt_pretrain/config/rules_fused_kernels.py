@@ -6,15 +6,16 @@ What stands in the way of one is refused where it is asked for, and `null` leave
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, Precision
-from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.config.gemms import FC1, FC2, linears
 from gpt_pretrain.config.schema import Config, ModelConfig
 
 # A setting that a kernel does not go with, and why not.
 type _Obstacle = tuple[str, str]
 
 
-def activation_cast_obstacles(model: ModelConfig) -> Iterator[_Obstacle]:
-    """What `model.activation_cast_fusion` does not go with."""
+def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Iterator[_Obstacle]:
+    """What `model.activation_cast_fusion` does not go with; which layers multiply in FP8, only if `sizes_known`."""
     settings = fp8_settings(model)
     if settings is None:
         yield "model.fp8=false", "there is no cast to compute an activation with"
@@ -32,6 +33,8 @@ def activation_cast_obstacles(model: ModelConfig) -> Iterator[_Obstacle]:
         yield "model.transformer_engine=false", "it writes tensors of Transformer Engine"
     if model.num_moe_experts is not None:
         yield f"model.num_moe_experts={model.num_moe_experts}", "experts have an MLP of their own"
+    elif settings is not None and sizes_known:
+        yield from _no_layer_to_fuse_in(model, settings)
     if model.activations_checkpoint_granularity is not None:
         granularity = model.activations_checkpoint_granularity.name
         yield f"model.activations_checkpoint_granularity={granularity}", "untried with recomputation"
@@ -39,6 +42,16 @@ def activation_cast_obstacles(model: ModelConfig) -> Iterator[_Obstacle]:
         yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
     if model.tp_comm_overlap:
         yield "model.tp_comm_overlap=true", "untried with user buffers"
+
+
+def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[_Obstacle]:
+    """Settings that leave no layer with an activation between two products in FP8."""
+    in_fp8 = {(linear.layer, linear.kind) for linear in linears(model) if linear.precision == "fp8"}
+    if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
+        return
+    causes = [f"model.fp8_exclude={model.fp8_exclude}"] if settings.exclude else []
+    causes += ["model.first_last_layers_bf16=true"] if model.first_last_layers_bf16 else []
+    yield " and ".join(causes), "no layer has both projections of its MLP in FP8"
 
 
 def embedding_gradient_obstacles(config: Config) -> Iterator[_Obstacle]:
@@ -54,11 +67,16 @@ def embedding_gradient_obstacles(config: Config) -> Iterator[_Obstacle]:
         yield "model.cuda_graph_impl=local", "untried beside layers that are replayed"
 
 
-def fused_kernel_problems(config: Config) -> Iterator[str]:
-    """Fused kernels that are asked for beside what they do not go with."""
+def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]:
+    """Fused kernels that are asked for beside what they do not go with.
+
+    Args:
+        config: The configuration.
+        sizes_known: Whether all counts are positive; what a layer multiplies is divided by them.
+    """
     asked: list[tuple[str, Iterator[_Obstacle]]] = []
     if config.model.activation_cast_fusion:
-        asked.append(("activation_cast_fusion", activation_cast_obstacles(config.model)))
+        asked.append(("activation_cast_fusion", activation_cast_obstacles(config.model, sizes_known=sizes_known)))
     if config.model.embedding_gradient_fusion:
         asked.append(("embedding_gradient_fusion", embedding_gradient_obstacles(config)))
     for key, obstacles in asked:

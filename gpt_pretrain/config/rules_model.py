@@ -199,7 +199,7 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from gradients(model)
     yield from graph_problems(config)
     yield from fusions(model)
-    yield from fused_kernel_problems(config)
+    yield from fused_kernel_problems(config, sizes_known=not sizes)
     yield from fp8_problems(config, sizes_known=not sizes)
     if sizes:
         return

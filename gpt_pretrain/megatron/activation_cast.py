@@ -19,8 +19,8 @@ class CastInto:
 
     codes: torch.Tensor
     """[rows, columns], float8_e4m3fn or float8_e5m2."""
-    transposed: torch.Tensor
-    """[columns, rows], the same codes."""
+    transposed: torch.Tensor | None
+    """[columns, rows], the same codes; None where no weight gradient will read them."""
     scale: torch.Tensor
     """[1], fp32: what values are multiplied by, unless `scale_from_amax`."""
     inverse_scale: torch.Tensor
@@ -43,14 +43,20 @@ class CastingMLP(MLP):  # type: ignore[misc]
         first, second = self.linear_fc1, self.linear_fc2
         if not _multiply_in_fp8(first, second):
             return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
+        # megatron-core's layer names a mask for experts, which is None where there are none.
+        given = [name for name, value in kwargs.items() if value is not None]
+        assert per_token_scale is None, "the fused activation has no scale of a token"
+        assert not given, f"the fused activation knows nothing of {given}"
         # In two dimensions: Transformer Engine drops the transpose of a tensor that it reshapes.
         inputs, bias = first(hidden_states.view(-1, hidden_states.size(-1)))
         # Before its own first pass the second projection has no quantizers.
         second.init_fp8_metadata()
-        activated = _ActivationCast.apply(inputs, bias, self)  # type: ignore[no-untyped-call]
+        with_backward = torch.is_grad_enabled()
+        activated = _ActivationCast.apply(inputs, bias, self, with_backward)  # type: ignore[no-untyped-call]
         output, output_bias = second(activated)
-        # The backward pass reads the transpose alone.
-        activated.update_usage(rowwise_usage=False, columnwise_usage=True)
+        if with_backward:
+            # The backward pass reads the transpose alone.
+            activated.update_usage(rowwise_usage=False, columnwise_usage=True)
         return output.view(*hidden_states.shape[:-1], -1), output_bias
 
 
@@ -74,18 +80,21 @@ def _gradient_quantizer(layer: Any) -> Any:
     return layer.quantizers["scaling_bwd"][FP8BwdTensors.GRAD_OUTPUT1]
 
 
-def allocate(quantizer: Any, shape: tuple[int, ...], like: torch.Tensor) -> tuple[Any, CastInto]:
+def allocate(
+    quantizer: Any, shape: tuple[int, ...], like: torch.Tensor, *, columnwise: bool = True
+) -> tuple[Any, CastInto]:
     """A Transformer Engine tensor of this quantizer, not yet written, and where to write it.
 
     Args:
         quantizer: Of delayed scaling (Float8Quantizer) or of tensorwise (Float8CurrentScalingQuantizer).
         shape: Of the tensor, [rows, columns].
         like: Has its device, and the type that it stands for.
+        columnwise: Also as the transpose, which weight gradients read.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
     from transformer_engine_torch import DType
 
-    quantizer.set_usage(rowwise=True, columnwise=True)
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
     tensor = quantizer.make_empty(shape, dtype=like.dtype, device=like.device)
     dtype = torch.float8_e4m3fn if quantizer.dtype == DType.kFloat8E4M3 else torch.float8_e5m2
     current = isinstance(quantizer, Float8CurrentScalingQuantizer)
@@ -95,7 +104,7 @@ def allocate(quantizer: Any, shape: tuple[int, ...], like: torch.Tensor) -> tupl
         quantizer.amax.zero_()
     return tensor, CastInto(
         codes=tensor._data.view(dtype),
-        transposed=tensor._transpose.view(dtype),
+        transposed=tensor._transpose.view(dtype) if columnwise else None,
         scale=quantizer.scale,
         inverse_scale=tensor._scale_inv,
         amax=quantizer.amax,
@@ -108,12 +117,13 @@ class _ActivationCast(torch.autograd.Function):
     """The activation of [rows, columns] as an FP8 tensor; the gradient of its input is one, too."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: CastingMLP) -> Any:
+    def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: CastingMLP, with_backward: bool) -> Any:
         from gpt_pretrain.megatron.activation_triton import launch_activation
 
         rows, columns = inputs.shape
         width = columns // 2 if mlp.config.gated_linear_unit else columns
-        activated, into = allocate(_input_quantizer(mlp.linear_fc2), (rows, width), inputs)
+        quantizer = _input_quantizer(mlp.linear_fc2)
+        activated, into = allocate(quantizer, (rows, width), inputs, columnwise=with_backward)
         launch_activation(inputs, bias, into)
         ctx.save_for_backward(inputs, bias)
         ctx.quantizer = _gradient_quantizer(mlp.linear_fc1)
@@ -126,4 +136,4 @@ class _ActivationCast(torch.autograd.Function):
         inputs, bias = ctx.saved_tensors
         of_inputs, into = allocate(ctx.quantizer, inputs.shape, inputs)
         of_bias = launch_gradient(gradients, inputs, bias, into)
-        return of_inputs, None if of_bias is None else of_bias.to(bias.dtype), None
+        return of_inputs, None if of_bias is None else of_bias.to(bias.dtype), None, None

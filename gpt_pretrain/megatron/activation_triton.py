@@ -58,12 +58,30 @@ def _factor(scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):  # type:
     return factor
 
 
+@triton.jit
+def _magnitudes(values):  # type: ignore[no-untyped-def]
+    # Transformer Engine's amax passes over NaN, which differs from itself.
+    return tl.where(values == values, tl.abs(values), 0.0)  # noqa: PLR0124
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, stride: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write(  # type: ignore[no-untyped-def]
+    values,
+    into,
+    into_transposed,
+    factor,
+    rows,
+    columns,
+    inside,
+    num_rows,
+    stride: tl.constexpr,
+    TRANSPOSES: tl.constexpr,
+):
     codes = (values * factor).to(into.dtype.element_ty)
     tl.store(into + rows.to(tl.int64)[:, None] * stride + columns[None, :], codes, mask=inside)
-    places = into_transposed + columns.to(tl.int64)[:, None] * num_rows + rows[None, :]
-    tl.store(places, tl.trans(codes), mask=tl.trans(inside))
+    if TRANSPOSES:
+        places = into_transposed + columns.to(tl.int64)[:, None] * num_rows + rows[None, :]
+        tl.store(places, tl.trans(codes), mask=tl.trans(inside))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -81,6 +99,7 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     MEASURES: tl.constexpr,
     WRITES: tl.constexpr,
+    TRANSPOSES: tl.constexpr,
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
     ROWS: tl.constexpr,
@@ -99,12 +118,12 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     # Outside of the tensor a bias is left.
     values = tl.where(inside, values, 0.0).to(inputs.dtype.element_ty).to(tl.float32)
     if MEASURES:
-        tl.atomic_max(amax, tl.max(tl.abs(values)), sem="relaxed")
+        tl.atomic_max(amax, tl.max(_magnitudes(values)), sem="relaxed")
     if WRITES:
         factor = _factor(scale, amax, LARGEST, EPSILON)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inverse_scale, tl.div_rn(1.0, factor))
-        _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, width)
+        _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, width, TRANSPOSES)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -124,6 +143,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     MEASURES: tl.constexpr,
     WRITES: tl.constexpr,
+    TRANSPOSES: tl.constexpr,
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
     ROWS: tl.constexpr,
@@ -139,13 +159,13 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         share = _sigmoid(gate)
         values = (arriving * share * (1 + gate * (1 - share)) * linear).to(inputs.dtype.element_ty).to(tl.float32)
         of_linear = (arriving * gate * share).to(inputs.dtype.element_ty).to(tl.float32)
-        largest = tl.max(tl.maximum(tl.abs(values), tl.abs(of_linear)))
+        largest = tl.max(tl.maximum(_magnitudes(values), _magnitudes(of_linear)))
     else:
         biased = _read_biased(inputs, bias, rows, columns, inside, width, BIASED)
         share, slope = _gelu_parts(biased)
         values = arriving * share * (1 + biased * (1 - share) * slope)
         values = values.to(inputs.dtype.element_ty).to(tl.float32)
-        largest = tl.max(tl.abs(values))
+        largest = tl.max(_magnitudes(values))
     if MEASURES:
         tl.atomic_max(amax, largest, sem="relaxed")
     if WRITES:
@@ -153,10 +173,11 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inverse_scale, tl.div_rn(1.0, factor))
         if GATED:
-            _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, 2 * width)
-            _write(of_linear, into, into_transposed, factor, rows, columns + width, inside, num_rows, 2 * width)
+            _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, 2 * width, TRANSPOSES)
+            columns += width
+            _write(of_linear, into, into_transposed, factor, rows, columns, inside, num_rows, 2 * width, TRANSPOSES)
         else:
-            _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, width)
+            _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, width, TRANSPOSES)
         if BIASED:
             sums = bias_gradients + tl.program_id(1) * width + columns
             tl.store(sums, tl.sum(values, axis=0), mask=columns < width)
@@ -187,6 +208,7 @@ def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: Cas
             BIASED=bias is not None,
             MEASURES=measures,
             WRITES=writes,
+            TRANSPOSES=into.transposed is not None,
             LARGEST=_largest(into),
             EPSILON=into.amax_epsilon,
             ROWS=_ROWS,
@@ -226,6 +248,7 @@ def launch_gradient(
             BIASED=bias is not None,
             MEASURES=measures,
             WRITES=writes,
+            TRANSPOSES=into.transposed is not None,
             LARGEST=_largest(into),
             EPSILON=into.amax_epsilon,
             ROWS=_ROWS,
