@@ -89,6 +89,6 @@ def test_te_layers_train_as_with_gradients_of_their_own(precision):
             curves[name] = train_ours(training, 10)
     # By the tenth step the batch is nearly known by heart: at a loss of 0.14, 0.001 was seen in FP8.
     for name in ("linear", "embedding"):
-        assert curves[name][0] == pytest.approx(curves["plain"][0], rel=5e-3, abs=5e-3)
+        assert curves[name][0] == pytest.approx(curves["plain"][0], rel=5e-3, abs=2e-3)
         assert curves[name][1] == pytest.approx(curves["plain"][1], rel=5e-2)
         assert curves[name] != curves["plain"], "the settings did not arrive"
