@@ -432,9 +432,13 @@ def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, 
     source.write_text(json.dumps({"variants": [row("cpu")]}))
     assert draw_picture([str(source), str(picture)]) == 2
     assert "run the benchmark with benchmark.profile=true" in capsys.readouterr().err
-    source.write_text("{}")
-    assert draw_picture([str(source), str(picture)]) == 2
-    assert "is no benchmark.json of this version" in capsys.readouterr().err
+    for other in ("{}", "no JSON", "[1]", '{"variants": [{"name": "bf16", "figures": {}}]}'):
+        source.write_text(other)
+        assert draw_picture([str(source), str(picture)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: {source} is not what a benchmark of this version leaves behind; give RUN_DIR/benchmark.json of a "
+            "benchmark with benchmark.profile=true\n"
+        )
     source.write_text(json.dumps({"variants": rows}))
     assert draw_picture([str(source), str(tmp_path / "step.doc")]) == 2
     assert "Format 'doc' is not supported" in capsys.readouterr().err

@@ -43,7 +43,10 @@ def read_steps(path: Path) -> dict[str, dict[str, float]]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path} is no benchmark.json of this version: {error!r}") from error
+        raise UserError(
+            f"{path} is not what a benchmark of this version leaves behind; give RUN_DIR/benchmark.json of a benchmark "
+            "with benchmark.profile=true"
+        ) from error
     steps = {name: parts for name, parts in steps.items() if parts}
     if not steps:
         raise UserError(f"{path} has no profiled step of a GPU; run the benchmark with benchmark.profile=true on one")
