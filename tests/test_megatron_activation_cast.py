@@ -2,15 +2,17 @@
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
-from gpt_pretrain.megatron import layers
+from gpt_pretrain.megatron import activation_cast, layers
 from gpt_pretrain.megatron.activation_cast import CastingMLP
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import LocalLayers
@@ -124,6 +126,20 @@ def test_layers_have_the_casting_mlp_where_it_is_planned_alone(monkeypatch, fuse
     assert [mlp.func.__self__ for mlp in mlps] == [CastingMLP if fused else MLP] * 2
     assert all(mlp.func.__func__ is MLP.as_mlp_submodule.__func__ for mlp in mlps)
     assert all(mlp.keywords["submodules"].linear_fc1 is not None for mlp in mlps)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"per_token_scale": torch.ones(2)}, "has no scale of a token"),
+        ({"padding_mask": torch.ones(2)}, r"knows nothing of \['padding_mask'\]"),
+    ],
+)
+def test_what_only_the_separate_activation_knows_is_refused(monkeypatch, given, message):
+    monkeypatch.setattr(activation_cast, "_multiply_in_fp8", lambda *layers: True)
+    mlp = SimpleNamespace(linear_fc1=None, linear_fc2=None)
+    with pytest.raises(AssertionError, match=message):
+        CastingMLP.forward(mlp, torch.ones(2, 1, 4), **given)
 
 
 @pytest.mark.parametrize("model", ["llama3_8b", "gpt3_1_3b"])

@@ -174,8 +174,8 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
             tl.store(inverse_scale, tl.div_rn(1.0, factor))
         if GATED:
             _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, 2 * width, TRANSPOSES)
-            columns += width
-            _write(of_linear, into, into_transposed, factor, rows, columns, inside, num_rows, 2 * width, TRANSPOSES)
+            beside = columns + width
+            _write(of_linear, into, into_transposed, factor, rows, beside, inside, num_rows, 2 * width, TRANSPOSES)
         else:
             _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, width, TRANSPOSES)
         if BIASED:
