@@ -110,6 +110,10 @@ BAD_INPUTS = {
         ["trainer.precision=bf16-mixed"],
         ["trainer.precision='bf16-mixed' is not one of auto, fp32, bf16; did you mean bf16?"],
     ),
+    "a boolean for a choice that may be null": (
+        ["model.cuda_graph_impl=true"],
+        ["model.cuda_graph_impl=true is not one of none, local or null"],
+    ),
     "choice by its megatron name": (
         ["model.normalization=LayerNorm"],
         ["model.normalization='LayerNorm' is not one of layernorm, rmsnorm; did you mean layernorm?"],

@@ -240,7 +240,7 @@ def test_what_no_class_says_is_refused_by_its_field(overrides, wanted, message):
         ),
         (
             ["checkpoint=x", "out=y", "dtype=bfloat16"],
-            "dtype=bfloat16 is not one of fp32, bf16, fp16; did you mean bf16?",
+            "dtype=bfloat16 is not one of fp32, bf16, fp16 or null; did you mean bf16?",
         ),
         (["checkpoint=x", "out=y", "out=z"], "out=z: out is given twice"),
         (["checkpoint", "out=y"], "checkpoint has no value; write checkpoint=…"),

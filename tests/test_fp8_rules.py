@@ -93,13 +93,15 @@ WRONG = {
     "a format for the recipe": (
         ["model.fp8=true", "model.fp8_recipe=e5m2"],
         [
-            "model.fp8_recipe='e5m2' is not one of delayed, tensorwise, blockwise, mxfp8; no library multiplies E5M2 in the forward pass; model.fp8_hybrid=true has it for gradients"
+            "model.fp8_recipe='e5m2' is not one of delayed, tensorwise, blockwise, mxfp8 or null; no library multiplies E5M2 in the forward pass; model.fp8_hybrid=true has it for gradients"
         ],
         [TENSORWISE],
     ),
     "a bogus recipe": (
         ["model.fp8=true", "model.fp8_recipe=blokwise"],
-        ["model.fp8_recipe='blokwise' is not one of delayed, tensorwise, blockwise, mxfp8; did you mean blockwise?"],
+        [
+            "model.fp8_recipe='blokwise' is not one of delayed, tensorwise, blockwise, mxfp8 or null; did you mean blockwise?"
+        ],
         [BLOCKWISE],
     ),
     "keys of other codes": (

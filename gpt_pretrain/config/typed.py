@@ -118,7 +118,8 @@ def _choice(value: Any, key: Key) -> Any:
     text = str(value)
     by_value = {str(member.value).lower(): member.name for member in key.kind}
     nearest = by_value.get(text.lower()) or nearest_name(text, key.choices)
-    raise _Wrong(f"is not one of {', '.join(key.choices)}{did_you_mean(nearest)}")
+    allowed = ", ".join(key.choices) + (" or null" if key.optional else "")
+    raise _Wrong(f"is not one of {allowed}{did_you_mean(nearest)}")
 
 
 def _convert(value: Any, key: Key) -> Any:
