@@ -12,6 +12,7 @@ import torch
 from gpt_pretrain.data.batches import MicrobatchSampler, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.data.workers import tell_of_defects
 from tests.launching import REPOSITORY
 from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
 
@@ -202,6 +203,14 @@ def test_an_interrupt_of_all_processes_ends_them_with_one_traceback(loading_proc
     _, err = loading_process.communicate(timeout=30)
     assert err.count("Traceback (most recent call last)") == 1, err
     assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ConnectionResetError("gone"), ""), (EOFError(), ""), (ValueError("odd"), "ValueError: odd\n")]
+)
+def test_a_rank_that_goes_away_is_no_defect_of_its_data_loaders(error, told, capsys):
+    tell_of_defects(type(error), error, None)
+    assert capsys.readouterr().err == told
 
 
 def test_a_killed_rank_leaves_no_process_behind(loading_process):

@@ -7,12 +7,14 @@ CUDA context and its connections to the other ranks open after the rank is gone,
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
+from types import TracebackType
 
 from gpt_pretrain.config.environment import prepare_libraries
 
@@ -45,12 +47,22 @@ def block_rank_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
+def tell_of_defects(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A data-loading process's `sys.excepthook`, which says nothing of a rank that went away while it took a tensor.
+
+    multiprocessing's thread that hands tensors over would print a traceback beside the rank's own.
+    """
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
+
+
 def end_with_rank(worker: int) -> None:
     """Ends this data-loading process when its rank is gone, also by SIGKILL; torch's `worker_init_fn`.
 
     torch watches the parent process, which here is the server, and the server lives as long as its processes.
     """
     prepare_libraries()
+    sys.excepthook = tell_of_defects
     rank = multiprocessing.parent_process()
     assert rank is not None, "a data-loading process has a parent"
 
