@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, Precision
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import FC1, FC2, linears
+from gpt_pretrain.config.obstacles import Obstacle, refusals
 from gpt_pretrain.config.schema import Config, ModelConfig
 
-# A setting that a kernel does not go with, and why not.
-type _Obstacle = tuple[str, str]
 
-
-def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Iterator[_Obstacle]:
+def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Iterator[Obstacle]:
     """What `model.activation_cast_fusion` does not go with; which layers multiply in FP8, only if `sizes_known`."""
     settings = fp8_settings(model)
     if settings is None:
@@ -44,7 +42,7 @@ def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Itera
         yield "model.tp_comm_overlap=true", "untried with user buffers"
 
 
-def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[_Obstacle]:
+def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[Obstacle]:
     """Settings that leave no layer with an activation between two products in FP8."""
     in_fp8 = {(linear.layer, linear.kind) for linear in linears(model) if linear.precision == "fp8"}
     if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
@@ -54,7 +52,7 @@ def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[
     yield " and ".join(causes), "no layer has both projections of its MLP in FP8"
 
 
-def embedding_gradient_obstacles(config: Config) -> Iterator[_Obstacle]:
+def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
     """What `model.embedding_gradient_fusion` does not go with."""
     model = config.model
     if model.gradient_accumulation_fusion is False:
@@ -74,11 +72,9 @@ def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]
         config: The configuration.
         sizes_known: Whether all counts are positive; what a layer multiplies is divided by them.
     """
-    asked: list[tuple[str, Iterator[_Obstacle]]] = []
     if config.model.activation_cast_fusion:
-        asked.append(("activation_cast_fusion", activation_cast_obstacles(config.model, sizes_known=sizes_known)))
+        obstacles = activation_cast_obstacles(config.model, sizes_known=sizes_known)
+        yield from refusals("model.activation_cast_fusion=true", obstacles, "null or false")
     if config.model.embedding_gradient_fusion:
-        asked.append(("embedding_gradient_fusion", embedding_gradient_obstacles(config)))
-    for key, obstacles in asked:
-        for setting, why in obstacles:
-            yield f"model.{key}=true does not go with {setting}: {why}; use null or false"
+        obstacles = embedding_gradient_obstacles(config)
+        yield from refusals("model.embedding_gradient_fusion=true", obstacles, "null or false")

@@ -7,28 +7,24 @@ from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import CudaGraphImpl, Fp8RecipeName
 from gpt_pretrain.config.fp8 import fp8_settings
+from gpt_pretrain.config.obstacles import Obstacle, refusals
 from gpt_pretrain.config.schema import Config, ModelConfig
-
-# A setting that graphs do not go with, and why not.
-type _Obstacle = tuple[str, str]
 
 
 def graph_problems(config: Config) -> Iterator[str]:
     """What `model.cuda_graph_impl` does not go with, where graphs are asked for."""
-    if config.model.cuda_graph_impl is not CudaGraphImpl.local:
-        return
-    for setting, why in graph_obstacles(config):
-        yield f"model.cuda_graph_impl=local does not go with {setting}: {why}; use null or none"
+    if config.model.cuda_graph_impl is CudaGraphImpl.local:
+        yield from refusals("model.cuda_graph_impl=local", graph_obstacles(config), "null or none")
 
 
-def graph_obstacles(config: Config) -> Iterator[_Obstacle]:
+def graph_obstacles(config: Config) -> Iterator[Obstacle]:
     """What graphs do not go with; beside any of it, `null` is without them (`megatron.platform_graphs`)."""
     yield from _of_layout(config.model)
     yield from _of_layers(config.model)
     yield from _of_fp8(config)
 
 
-def _of_layout(model: ModelConfig) -> Iterator[_Obstacle]:
+def _of_layout(model: ModelConfig) -> Iterator[Obstacle]:
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(model, name)
         if size > 1:
@@ -37,7 +33,7 @@ def _of_layout(model: ModelConfig) -> Iterator[_Obstacle]:
         yield "model.overlap_grad_reduce=true", "gradients that are reduced behind replays are untried"
 
 
-def _of_layers(model: ModelConfig) -> Iterator[_Obstacle]:
+def _of_layers(model: ModelConfig) -> Iterator[Obstacle]:
     if model.transformer_engine is False:
         yield "model.transformer_engine=false", "graphs hold Transformer Engine's layers"
     if model.num_moe_experts is not None:
@@ -57,7 +53,7 @@ def _of_layers(model: ModelConfig) -> Iterator[_Obstacle]:
             yield f"model.{name}={probability}", "random numbers that are drawn in replays are untried"
 
 
-def _of_fp8(config: Config) -> Iterator[_Obstacle]:
+def _of_fp8(config: Config) -> Iterator[Obstacle]:
     model, settings, interval = config.model, fp8_settings(config.model), config.logging.fp8_statistics_interval
     if model.fp8_emulate:
         yield "model.fp8_emulate=true", "emulated layers decide in Python what a replay would not decide again"

@@ -284,7 +284,7 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
     model = config.model
     problems: list[str] = []
     no_te = why_no_transformer_engine(platform)
-    kernels = plan_kernels(config, platform)
+    kernels = plan_kernels(config, platform, launch.world_size)
     te = kernels.transformer_engine
     problems += fp8_platform_problems(config, platform, no_te)
     if model.transformer_engine and platform.transformer_engine is None:
