@@ -7,7 +7,11 @@ from gpt_pretrain.plan.forecast import Plan, build_plan
 from gpt_pretrain.plan.world import planned_launch
 
 # What ran by default up to 2026-11-21: measurements of those days are of it.
-SEPARATE_LOSS = ("model.cross_entropy_fusion_impl=native", "model.gradient_accumulation_fusion=false")
+SEPARATE_KERNELS = (
+    "model.cross_entropy_fusion_impl=native",
+    "model.gradient_accumulation_fusion=false",
+    "model.activation_cast_fusion=false",
+)
 
 
 @cache

@@ -29,7 +29,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.megatron.update import StepResult
 from tests.launching import run_ranks
-from tests.planning import SEPARATE_LOSS
+from tests.planning import SEPARATE_KERNELS
 
 SMALL = (
     "data=mock",
@@ -283,7 +283,7 @@ def test_forecasts_stand_beside_what_was_measured(compose_config):
 
 
 def test_the_forecast_is_that_of_the_plan(compose_config):
-    planned = forecast(compose_config("model=gpt2_124m", "plan.num_gpus=1", *SEPARATE_LOSS))
+    planned = forecast(compose_config("model=gpt2_124m", "plan.num_gpus=1", *SEPARATE_KERNELS))
 
     # benchmarks/gpt3_1_3b_h200_2026-11-21.md
     assert planned.memory_gib == pytest.approx(26.7, abs=0.1)

@@ -10,6 +10,7 @@ from gpt_pretrain.megatron import linear_loss
 from gpt_pretrain.megatron.linear_loss import linear_cross_entropy
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.platform import detect_platform
+from tests.embedding_gradients import check_rows_are_added
 from tests.emulated_training import TINY
 from tests.test_gpu_parity import CASES, TE_BF16
 from tests.transformers_reference import (
@@ -65,6 +66,10 @@ def test_losses_and_gradients_are_those_of_fp64(dtype, loss, gradient, one_rank,
     assert float((losses.detach() - expected).abs().max()) < loss
     assert distance(hidden.grad, exact[0].grad) < gradient
     assert distance(weight.main_grad, exact[1].grad) < gradient
+
+
+def test_gradients_of_embeddings_are_added_to_their_rows():
+    check_rows_are_added("cuda")
 
 
 def test_training_in_fp32_follows_transformers_and_torch():

@@ -1,5 +1,7 @@
 """Gradients of looked up embeddings, added to rows of the main gradient; layouts: test_megatron_linear_loss.py."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.embedding_gradient import AccumulatingEmbedding
 from gpt_pretrain.megatron.platform import check_platform, plan_kernels
 from tests.emulated_training import emulated_training
+from tests.launching import run_ranks
 from tests.platforms import CPU, H200
 from tests.test_megatron_platform import launched
 
@@ -15,6 +18,18 @@ ACCUMULATED = "model.gradient_accumulation_fusion=true"
 ASKED = "model.embedding_gradient_fusion=true"
 TIED, UNTIED = (f"model.share_embeddings_and_output_weights={tied}" for tied in ("true", "false"))
 BF16, IN_BF16 = "trainer.precision=bf16", "model.grad_reduce_in_fp32=false"
+
+INTERPRETED = """
+from tests.embedding_gradients import check_rows_are_added
+check_rows_are_added("cpu")
+print("done")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_interpreted_computes_what_torch_does():
+    done = run_ranks(1, ["-c", INTERPRETED], timeout_s=120, env={"TRITON_INTERPRET": "1"})
+    assert done.stdout == "done\n", done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("tied", [TIED, UNTIED])
@@ -78,4 +93,3 @@ def test_needs_gradients_added_in_products():
         "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
         "here; set it, or use null or false"
     )
-    assert not plan_kernels(load_config(["data=mock"]), H200).embedding_gradient_fusion

@@ -27,6 +27,8 @@ GPU_WITH_APEX = replace(GPU, **APEX)
 APEX_WITHOUT_TE = replace(GPU_WITHOUT_TE, **APEX)
 
 SMALL_IN_FP8 = ("model=gpt2_124m", "fp8=tensorwise")
+B200 = replace(GPU, device_name="NVIDIA B200", compute_capability=(10, 0))
+TP8 = ("model.tensor_model_parallel_size=8", "model.sequence_parallel=true")
 GELU_WITHOUT_BIAS = ("model=gpt2_124m", "model.bias=false")
 TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS = (
     "transformer_engine",
@@ -37,6 +39,7 @@ TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS = (
     "gradient_accumulation_fusion",
     "cross_entropy_loss_fusion",
 )
+CAST, ROWS = "activation_cast_fusion", "embedding_gradient_fusion"
 NATIVE, LINEAR = (f"model.cross_entropy_fusion_impl={name}" for name in ("native", "linear"))
 
 
@@ -59,23 +62,49 @@ def active(kernels: Kernels) -> set[str]:
     [
         (CPU, [], set()),
         (CPU, ["model=gpt2_124m"], set()),
-        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
+        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
         # A learned position table: no rope to fuse.
-        (GPU, ["model=gpt2_124m"], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        (GPU, ["model=gpt2_124m"], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        # More tokens than rows: the preset's microbatch of 131,072.
+        (GPU, ["experiment=gpt2_124m_1gpu"], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        # 16,384 tokens, and 16,032 of 128,256 rows on each rank.
+        (GPU, ["model=llama3_8b", "model.micro_batch_size=2", *TP8], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
         # The fused GELU adds a bias and is the tanh form.
-        (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
-        (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, LOSS}),
+        (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, ROWS, LOSS}),
         # To be compared with: the plain loss.
-        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT}),
+        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS}),
         (GPU, SMALL_IN_FP8, {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
+        (GPU, [*SMALL_IN_FP8, "model.cuda_graph_impl=none"], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        (
+            GPU,
+            ["model=llama3_8b", "fp8=delayed", f"model.{CAST}=false"],
+            {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS},
+        ),
+        (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        (B200, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        # What it does not go with is left out for, as it would be refused.
+        (GPU, ["model=gpt2_124m", "fp8=delayed", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (
+            GPU,
+            ["model=llama3_8b", "fp8=delayed", f"model.{ACTIVATION}=false"],
+            {TE, DROPOUT, ROPE, GRADIENT, ROWS, LOSS},
+        ),
+        (
+            GPU,
+            ["model=llama3_8b", "model.grad_reduce_in_fp32=false"],
+            {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS},
+        ),
         # Emulated layers compute their weight gradients themselves.
         (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, LOSS}),
-        (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),
-        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),
-        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", f"model.{GRADIENT}=false"], {TE, ACTIVATION, DROPOUT, ROPE, LOSS}),
+        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
         # TE has its own attention, so apex's softmax serves layers without TE alone.
-        (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
-        (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, SOFTMAX, GRADIENT, LOSS}),
+        (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, SOFTMAX, GRADIENT, ROWS, LOSS}),
     ],
 )
 def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[str], expected: set[str]) -> None:
@@ -146,7 +175,7 @@ def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(
     assert not list(graph_problems(config))
 
 
-@pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS])
+@pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, ROWS, LOSS])
 def test_explicit_false_stands(key: str) -> None:
     config = load_config(["data=mock", "model=llama3_8b", f"model.{key}=false"])
     for platform in (CPU, GPU, GPU_WITH_APEX, APEX_WITHOUT_TE):
@@ -309,14 +338,14 @@ def test_more_processes_than_gpus_are_refused() -> None:
             GPU,
             "Transformer Engine 2.12.0",
             "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, gradient_accumulation_fusion, "
-            "cross_entropy_loss_fusion (linear)",
+            "embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
             "not installed: nothing is lost but speed",
         ),
         (
             APEX_WITHOUT_TE,
             "megatron-core local",
             "bias_activation_fusion, bias_dropout_add_fusion, masked_softmax_fusion, gradient_accumulation_fusion, "
-            "cross_entropy_loss_fusion (linear)",
+            "embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
             "layer norm, optimizer, softmax, weight gradient",
         ),
     ],

@@ -9,14 +9,15 @@ from gpt_pretrain.config.gemms import Gemm, linears
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
 from gpt_pretrain.plan.kernels import Machine, head_s
-from tests.planning import SEPARATE_LOSS, plan_of
+from tests.planning import SEPARATE_KERNELS, plan_of
 
-EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_LOSS)
-EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", "model.global_batch_size=16", "plan.num_gpus=4", *SEPARATE_LOSS)
+EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)
+ON_FOUR = ("model.global_batch_size=16", "plan.num_gpus=4")
+EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", *ON_FOUR, *SEPARATE_KERNELS)
 ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
 FP8_PARAMS = "model.fp8_params=true"
-XL = ("model=gpt3_1_3b", "model.global_batch_size=64", *SEPARATE_LOSS)
-SMALL = ("model=gpt2_124m", *SEPARATE_LOSS)
+XL = ("model=gpt3_1_3b", "model.global_batch_size=64", *SEPARATE_KERNELS)
+SMALL = ("model=gpt2_124m", *SEPARATE_KERNELS)
 # Width of Llama 3 8B's MLP.
 INNER = 14_336
 # Tokens per second and GPU on H200s. BF16 at 124M, 1.3B and 8 layers and the three layouts of two GPUs: the

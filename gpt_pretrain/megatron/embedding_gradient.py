@@ -31,7 +31,7 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
         shared = self.tp_group.size() > 1
         if shared:
             elsewhere = (rows < 0) | (rows >= self.num_embeddings_per_partition)
-            rows = rows.masked_fill(elsewhere, 0)
+            rows = rows.masked_fill(elsewhere, -1)
         embeddings: torch.Tensor = _Lookup.apply(rows, self.weight, self.is_tied)  # type: ignore[no-untyped-call]
         if shared:
             embeddings = embeddings.masked_fill(elsewhere[..., None], 0.0)
@@ -42,18 +42,25 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a weight; their gradients go to its main gradient."""
+    """Rows of a weight, the first where -1 says that another rank has it; their gradients go to its main gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: Any, is_tied: bool) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.weight, ctx.is_tied = weight, is_tied
-        return torch.nn.functional.embedding(rows, weight)
+        return torch.nn.functional.embedding(rows.clamp(min=0), weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
-        weight.main_grad.index_add_(0, rows.flatten(), given.flatten(0, 1).float())
+        tokens, of_tokens = rows.flatten(), given.flatten(0, 1)
+        if given.is_cuda:
+            from gpt_pretrain.megatron.embedding_triton import add_rows
+
+            add_rows(weight.main_grad, tokens, of_tokens.contiguous())
+        else:
+            # What other ranks have is zero here.
+            weight.main_grad.index_add_(0, tokens.clamp(min=0), of_tokens.float())
         weight.grad_added_to_main_grad = True
         # megatron-core's data parallelism waits for some gradient of each weight, and does not read this one.
         return None, None if ctx.is_tied else torch.empty_like(weight), None

@@ -15,10 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, PositionEmbedding, Precision
+from gpt_pretrain.config.choices import (
+    CrossEntropyFusion,
+    CudaGraphImpl,
+    Fp8RecipeName,
+    MomentDtype,
+    PositionEmbedding,
+    Precision,
+)
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.rules_fused_kernels import activation_cast_obstacles, embedding_gradient_obstacles
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import (
     describe_gpu,
@@ -163,6 +171,11 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         return otherwise if value is None else value
 
     te = choose(model.transformer_engine, otherwise_te)
+    graphs = plan_graphs(config, world_size, transformer_engine=te)
+    # Emulated layers compute their weight gradients themselves.
+    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
+    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+    rows = model.vocab_size // model.tensor_model_parallel_size
     return Kernels(
         transformer_engine=te,
         # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
@@ -172,21 +185,33 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
             platform.cuda
             and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
         ),
-        # Losses with this and with embedding_gradient_fusion have not been compared over 200 steps on a GPU yet.
-        activation_cast_fusion=choose(model.activation_cast_fusion, False),
+        # With tensorwise scaling the losses of 200 steps have been 0.55% apart (benchmarks/llama3_8b_leads_*.md).
+        activation_cast_fusion=choose(
+            model.activation_cast_fusion,
+            te
+            and is_hopper(platform)
+            and model.fp8_recipe is Fp8RecipeName.delayed
+            and graphs is None
+            and not any(activation_cast_obstacles(model, sizes_known=True)),
+        ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
-        # Emulated layers compute their weight gradients themselves.
-        gradient_accumulation_fusion=choose(
-            model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate
+        gradient_accumulation_fusion=accumulates,
+        # With more tokens than rows in a microbatch, the table is not what costs.
+        embedding_gradient_fusion=choose(
+            model.embedding_gradient_fusion,
+            platform.cuda
+            and accumulates
+            and graphs is None
+            and tokens < rows
+            and not any(embedding_gradient_obstacles(config)),
         ),
-        embedding_gradient_fusion=choose(model.embedding_gradient_fusion, False),
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
-        cuda_graph_impl=plan_graphs(config, world_size, transformer_engine=te),
+        cuda_graph_impl=graphs,
     )
 
 
