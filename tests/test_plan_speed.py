@@ -76,6 +76,31 @@ BY_DEFAULT = {
         49_400,
     ),
 }
+# The same on four GPUs, and four layers on fewer (benchmarks/layouts_h200_2026-11-22.md): nothing was fitted to the
+# first five; the host's part of a layer was to those with TP or CP in FP8.
+WHOLE = ("model=llama3_8b", *ON_FOUR)
+STORED, SHARDED = (DELAYED, FP8_PARAMS), "model.use_distributed_optimizer=true"
+FOUR_LAYERS = (*NOW, "model=llama3_8b", "model.num_layers=4", f"{BATCH}=8", SHARDED)
+TP2, OVERLAPPED = "parallelism=tp2_sp", "model.tp_comm_overlap=true"
+LAYOUTS = {
+    "8B, DP 4, BF16": ((*WHOLE, "parallelism=dp"), 10_741),
+    "8B, DP 4, delayed": ((*WHOLE, "parallelism=dp", *STORED, *NOW), 14_874),
+    "8B, DP 4, delayed, casts fused": ((*WHOLE, "parallelism=dp", *STORED), 15_158),
+    "8B, DP 4, delayed, casts fused, micro batch 2": ((*WHOLE, "parallelism=dp", *STORED, f"{MICRO}=2"), 15_472),
+    "8B, DP 4, tensorwise": ((*WHOLE, "parallelism=dp", TENSORWISE, FP8_PARAMS), 14_593),
+    "8B, TP 2 + SP, BF16, overlap": ((*WHOLE, TP2, SHARDED, OVERLAPPED), 9_768),
+    "8B, TP 2 + SP, delayed": ((*WHOLE, TP2, SHARDED, *STORED, *NOW), 12_454),
+    "8B, TP 2 + SP, delayed, micro batch 2": ((*WHOLE, TP2, SHARDED, *STORED, f"{MICRO}=2"), 14_158),
+    "4 layers, DP 4, BF16": ((*FOUR_LAYERS, "parallelism=dp", "plan.num_gpus=4"), 57_106),
+    "4 layers, DP 2, delayed": ((*FOUR_LAYERS, "parallelism=dp", "plan.num_gpus=2", *STORED), 74_467),
+    "4 layers, PP 2, BF16": ((*FOUR_LAYERS, "parallelism=pp2", "plan.num_gpus=2"), 46_560),
+    "4 layers, PP 2 × 2, DP 2, tensorwise": (
+        (*FOUR_LAYERS, "parallelism=pp2_vp2", "plan.num_gpus=4", TENSORWISE, FP8_PARAMS),
+        50_721,
+    ),
+    "4 layers, TP 4 + SP, delayed": ((*FOUR_LAYERS, "parallelism=tp4_sp", *STORED), 47_340),
+    "4 layers, CP 4, delayed": ((*FOUR_LAYERS, "parallelism=cp2", "model.context_parallel_size=4", *STORED), 33_478),
+}
 # FP8 ÷ BF16 of the pairs above.
 RATIOS = {
     "8 layers, delayed": ((*EIGHT_LAYERS, "fp8=delayed"), 46_600 / 35_592),
@@ -98,6 +123,11 @@ def test_speed_of_what_it_was_not_calibrated_on(overrides, measured):
 
 @pytest.mark.parametrize(("overrides", "measured"), BY_DEFAULT.values(), ids=BY_DEFAULT)
 def test_speed_of_what_runs_by_default(overrides, measured):
+    assert plan_of(*overrides).speed.run.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize(("overrides", "measured"), LAYOUTS.values(), ids=LAYOUTS)
+def test_speed_of_layouts(overrides, measured):
     assert plan_of(*overrides).speed.run.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.06)
 
 
@@ -192,13 +222,40 @@ LINKS = EFFICIENCY.links * 450e9
             "tensor parallel",
             16 * 32 * 4 * (2 * 0.5 * 2 * 8192 * 4096 / LINKS + EFFICIENCY.kernel_s),
         ),
-        # Behind the backward pass.
-        (("plan.num_gpus=4", "parallelism=dp"), "data parallel", 0),
+        # Overlapped, and products beside it lose as much.
+        (("plan.num_gpus=4", "parallelism=dp"), "data parallel", 0.75 * (4 + 2) * 8_030_261_248 / LINKS),
     ],
 )
 def test_seconds_of_communication(overrides, name, seconds):
     plan = plan_of("model=llama3_8b", "model.global_batch_size=16", *overrides)
     assert plan.speed.run.seconds.get(name, 0) == pytest.approx(seconds)
+
+
+def test_exchanges_over_a_network_hide_behind_passes_where_they_overlap():
+    two_nodes = ("model=gpt3_1_3b", "model.global_batch_size=128", "plan.num_gpus=16")
+    assert "data parallel" not in plan_of(*two_nodes, "parallelism=dp").speed.run.seconds
+    in_turn = plan_of(*two_nodes, "model.use_distributed_optimizer=true").speed.run.seconds["data parallel"]
+    parameters = plan_of(*two_nodes).num_parameters
+    assert in_turn == pytest.approx(15 / 16 * (4 + 2) * parameters / (50e9 * EFFICIENCY.links))
+
+
+@pytest.mark.parametrize(
+    ("layout", "added"),
+    [
+        ((), 0.0),
+        (("parallelism=tp2_sp",), EFFICIENCY.host_s_per_tp_layer),
+        (("parallelism=cp2",), EFFICIENCY.host_s_per_cp_layer),
+        (
+            ("parallelism=tp2_sp", "model.context_parallel_size=2"),
+            EFFICIENCY.host_s_per_tp_layer + EFFICIENCY.host_s_per_cp_layer,
+        ),
+    ],
+)
+def test_a_host_that_is_the_slower_one_launches_collectives_too(layout, added):
+    """Layers so small that nothing but launching them takes time."""
+    tiny = ("model=gpt2_124m", "model.micro_batch_size=1", "model.global_batch_size=4", "model.encoder_seq_length=64")
+    of_step, of_layers = EFFICIENCY.host_s_per_step, 4 * 12 * (EFFICIENCY.host_s_per_layer + added)
+    assert plan_of(*tiny, *layout).speed.run.step_s == pytest.approx(of_step + of_layers)
 
 
 @pytest.mark.parametrize(

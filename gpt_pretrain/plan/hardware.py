@@ -107,6 +107,10 @@ class Efficiency:
     """The same with FP8's casts and scales."""
     host_s_per_graphed_layer: float
     """The same where layers are CUDA graphs."""
+    host_s_per_tp_layer: float
+    """What collectives of tensor parallelism add to launching one layer."""
+    host_s_per_cp_layer: float
+    """What attention in parts, and their exchange, add with context parallelism."""
 
 
 EFFICIENCY = Efficiency(
@@ -130,4 +134,9 @@ EFFICIENCY = Efficiency(
     host_s_per_layer=4.1e-3,
     host_s_per_fp8_layer=6.4e-3,
     host_s_per_graphed_layer=2.1e-3,
+    # Four layers of Llama 3 8B in FP8 where the host was the slower one: 32 layers a step took 346 ms with TP 4 + SP,
+    # 470 with CP 2, 489 with CP 4 and 590 with TP 2 + SP × CP 2, and 256 layers 2.63 s with TP 2 + SP
+    # (benchmarks/layouts_h200_2026-11-22.md). In BF16 CP costs less than this.
+    host_s_per_tp_layer=3.5e-3,
+    host_s_per_cp_layer=7.4e-3,
 )

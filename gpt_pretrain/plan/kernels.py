@@ -171,11 +171,14 @@ def weight_cast_s(machine: Machine, stage_linears: tuple[Linear, ...], settings:
     )
 
 
-def host_s(machine: Machine, layers: int, settings: Fp8Settings | None, kernels: Kernels) -> float:
+def host_s(
+    machine: Machine, model: ModelConfig, layers: int, settings: Fp8Settings | None, kernels: Kernels
+) -> float:
     """Seconds that the host needs to launch one step: where the GPU is faster, it waits.
 
     Args:
         machine: The GPU and its efficiency.
+        model: The configuration.
         layers: Layers of a stage times microbatches.
         settings: FP8's, None in BF16.
         kernels: Which implementations the layers run on.
@@ -185,6 +188,8 @@ def host_s(machine: Machine, layers: int, settings: Fp8Settings | None, kernels:
         each = own.host_s_per_graphed_layer
     else:
         each = own.host_s_per_layer if settings is None else own.host_s_per_fp8_layer
+        each += own.host_s_per_tp_layer if model.tensor_model_parallel_size > 1 else 0.0
+        each += own.host_s_per_cp_layer if model.context_parallel_size > 1 else 0.0
     return own.host_s_per_step + layers * each
 
 

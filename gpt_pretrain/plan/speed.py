@@ -117,7 +117,7 @@ def predict_speed(machine: Machine, model: ModelConfig, layout: Layout, stages: 
     add(total, {"data parallel": communication})
     # The host runs ahead while the optimizer has few kernels, and while the GPU waits for others.
     launches = layout.num_microbatches * len(stages[slowest].layers)
-    idle = host_s(machine, launches, fp8_settings(model), kernels) - sum(total.values())
+    idle = host_s(machine, model, launches, fp8_settings(model), kernels) - sum(total.values())
     add(total, {"waiting for the host": max(0.0, idle)})
     step_s = sum(total.values())
     tokens = model.global_batch_size * model.encoder_seq_length
