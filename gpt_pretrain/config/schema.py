@@ -270,7 +270,7 @@ class ModelConfig:
     bias_activation_fusion: bool | None
     """Fuse bias and activation of the MLP; null: on a GPU."""
     activation_cast_fusion: bool | None
-    """Compute the MLP's activation and its cast to FP8 in one kernel, and their gradient in another; null: false."""
+    """One kernel for the MLP's activation and its cast to FP8, one for gradients; null: on Hopper, delayed scaling."""
     bias_dropout_add_fusion: bool | None
     """Fuse bias, dropout and residual; null: on a GPU."""
     masked_softmax_fusion: bool | None
@@ -280,7 +280,7 @@ class ModelConfig:
     gradient_accumulation_fusion: bool | None
     """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, without emulation."""
     embedding_gradient_fusion: bool | None
-    """Add gradients of looked up embeddings to the main gradient's rows of their tokens alone; null: false."""
+    """Add gradients of embeddings to rows of their tokens alone; null: on a GPU, with fewer tokens than rows."""
     cross_entropy_loss_fusion: bool | None
     """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     cross_entropy_fusion_impl: CrossEntropyFusion | None
