@@ -19,7 +19,8 @@ KNOWS = {
     "plan": {"config", "megatron", "fp8"},
     # Checks a run as it is planned, and does what it would do to its data.
     "prepare_data": {"config", "data", "plan"},
-    "training": {"config", "megatron", "fp8", "data", "checkpoint", "report"},
+    # A run that could not fit by the plan does not start.
+    "training": {"config", "megatron", "fp8", "plan", "data", "checkpoint", "report"},
     # Another library's names for what a checkpoint holds; between the two stand these commands.
     "huggingface": {"config", "checkpoint"},
     "export": {"config", "megatron", "data", "checkpoint", "huggingface"},

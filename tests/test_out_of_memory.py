@@ -1,18 +1,28 @@
 """A run that runs out of memory says what was forecast, what was used, and which keys would help, and how much."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from gpt_pretrain.__main__ import main
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
+from gpt_pretrain.plan import out_of_memory
 from gpt_pretrain.plan.machine import planned_platform
 from gpt_pretrain.plan.memory import GIB
-from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, plan_remedies, ran_out_of_memory
+from gpt_pretrain.plan.out_of_memory import (
+    check_states_fit,
+    explain_out_of_memory,
+    plan_remedies,
+    ran_out_of_memory,
+)
 from gpt_pretrain.plan.world import planned_launch
 from gpt_pretrain.training import trainer
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
+from tests.platforms import CPU, H200
 from tests.runs import SMALL_GPU_RUN, small_run_arguments
 
 ON_EIGHT = ("model=llama3_8b", "model.global_batch_size=16", "model.micro_batch_size=2", "plan.num_gpus=8")
@@ -22,7 +32,7 @@ def remedies(*overrides):
     config = load_config(overrides)
     launch = planned_launch(config)
     return {
-        found.overrides: found.peak_gib for found in plan_remedies(config, launch, planned_platform(config, launch))
+        found.overrides: found.needed_gib for found in plan_remedies(config, launch, planned_platform(config, launch))
     }
 
 
@@ -117,3 +127,56 @@ def test_the_message_names_the_rank_and_the_first_line_of_the_error():
     config = load_config(["data=mock"])
     text = explain_out_of_memory(config, read_launch({}), MemoryError())
     assert text.startswith("out of memory on rank 0 (CPU): MemoryError\n")
+
+
+def refused(monkeypatch, platform, *overrides, total_gib, ranks=1):
+    """What is said of a run on a machine with this much memory; None where nothing is."""
+    monkeypatch.setattr(out_of_memory, "_total_gib", lambda platform: total_gib)
+    config = load_config(["data=mock", *overrides])
+    launch = replace(read_launch({}), world_size=ranks, local_world_size=ranks)
+    try:
+        check_states_fit(config, launch, platform)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_states_that_no_gpu_could_hold_are_refused_with_the_keys_that_help(monkeypatch):
+    # 8,030,261,248 parameters: 2 bytes of weight, 4 of gradient, 4 of master and 8 of moments.
+    of_8b = ("model=llama3_8b",)
+    assert refused(monkeypatch, H200, *of_8b, total_gib=134.7) is None
+    told = refused(monkeypatch, H200, *of_8b, total_gib=134.6).splitlines()
+    assert told[0] == (
+        "the model does not fit: weights, gradients and optimizer states alone take 134.62 GiB (weights 14.96, "
+        "gradients 29.92, masters 29.92, moments 59.83), and this GPU (NVIDIA H200) has 134.60 GiB"
+    )
+    # Sixteen bits of each master are the weight itself.
+    helps = " ".join(told[2].split())
+    assert helps.startswith("model.use_distributed_optimizer=true model.optim.use_precision_aware_optimizer=true ")
+    assert helps.endswith("119.66 GiB (-11%)")
+    assert "granularity" not in "".join(told), "activations are not counted"
+    # Sharded over four ranks, each with a GPU of its own: 6 bytes, and 12 of which it has a quarter.
+    of_four = (*of_8b, "parallelism=dp", "model.global_batch_size=4")
+    assert refused(monkeypatch, H200, *of_four, total_gib=67.4, ranks=4) is None
+    assert "in each of 4 processes" in refused(monkeypatch, H200, *of_four, total_gib=67.2, ranks=4)
+
+
+def test_processes_without_gpus_share_the_memory_of_their_machine(monkeypatch):
+    # In fp32, 16 bytes for each parameter.
+    needed_gib = 16 * plan_of("model=gpt2_124m").num_parameters / GIB
+    for ranks in (1, 2):
+        overrides = ("model=gpt2_124m", "model.global_batch_size=64")
+        assert refused(monkeypatch, CPU, *overrides, total_gib=ranks * needed_gib + 0.01, ranks=ranks) is None
+        told = refused(monkeypatch, CPU, *overrides, total_gib=ranks * needed_gib - 0.01, ranks=ranks)
+        assert f"alone take {ranks * needed_gib:.2f} GiB" in told
+        assert "and this machine, which has no GPU, has " in told
+
+
+def test_a_model_that_no_machine_could_hold_is_refused_before_its_data_is_read(tmp_path, capfd, no_launcher):
+    """Without a GPU, Linux would end the process, and nothing would be said."""
+    arguments = ["model=llama3_70b", "data=text", f"model.data.text_files=[{tmp_path}/none.txt]"]
+    assert main([*arguments, f"run_dir={tmp_path}/run", f"model.data.cache_dir={tmp_path}/cache"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("error: the model does not fit: weights, gradients and optimizer states alone take ")
+    assert error.endswith("use more GPUs, or a smaller model\n")
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""What to tell when memory runs out: the forecast for the run, what was used, and which keys would help, and how much.
+"""Memory that a run has not: refused before the start where it is sure, and explained where it runs out on the way.
+
+What is told is the forecast for the run, what was used, and which keys would help, and how much.
 
 The forecast is the plan's, for the machine that the run is on instead of a planned one. It was calibrated on GPUs; of a
 run on the CPU it says how the memory divides, and less exactly how much it is.
@@ -6,7 +8,7 @@ run on the CPU it says how the memory divides, and less exactly how much it is.
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 
 from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config, ModelConfig
@@ -25,6 +28,8 @@ from gpt_pretrain.plan.memory import GIB, MemoryForecast
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01
+# What a run holds from its first step on, whatever its batches are: counted, not estimated.
+_STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
 # How torch's allocators, CUDA and NCCL say it.
 _WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
 
@@ -35,8 +40,45 @@ class Remedy:
 
     overrides: str
     """As one would type it."""
-    peak_gib: float
-    """Of torch's allocator, on the GPU that needs most."""
+    needed_gib: float
+    """What it would need then: on the GPU that needs most, of torch's allocator."""
+
+
+def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
+    """Refuses a run whose weights, gradients and optimizer states alone are more than there is.
+
+    On a GPU they would be found out after data and weights were prepared; without one, Linux ends the process for it
+    and says nothing.
+
+    Args:
+        config: The configuration, which passed all rules.
+        launch: The run's processes.
+        platform: This machine, on which every setting can be met.
+
+    Raises:
+        UserError: What they take, what there is, and the keys that would help.
+    """
+    config = _as_run(config, platform)
+
+    def states_gib(forecast: MemoryForecast) -> float:
+        stages = [sum(stage.items.get(name, 0.0) for name in _STATES) / GIB for stage in forecast.stages]
+        # Each GPU has memory of its own, and all processes of a node without GPUs have the machine's.
+        return max(stages) if platform.cuda else launch.local_world_size * sum(stages) / len(stages)
+
+    forecast = _forecast(config, launch, platform)
+    needed_gib, total_gib = states_gib(forecast), _total_gib(platform)
+    if needed_gib <= total_gib:
+        return
+    items = {name: forecast.worst.items.get(name, 0.0) / GIB for name in _STATES}
+    listed = ", ".join(f"{name} {size:.2f}" for name, size in items.items() if size)
+    processes = f" in each of {launch.local_world_size} processes" if launch.local_world_size > 1 else ""
+    where = f"GPU ({platform.device_name})" if platform.cuda else "machine, which has no GPU,"
+    lines = [
+        f"the model does not fit: weights, gradients and optimizer states alone take {needed_gib:.2f} GiB "
+        f"({listed}{processes}), and this {where} has {total_gib:.2f} GiB",
+        *_advice(config, launch, platform, states_gib),
+    ]
+    raise UserError("\n".join(lines))
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -67,41 +109,49 @@ def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) 
         f"the forecast for this run is a peak of {peak_gib:.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),
-        *_advice(config, launch, platform, peak_gib),
+        *_advice(config, launch, platform, _peak_gib),
     ]
     return "\n".join(lines)
 
 
-def _advice(config: Config, launch: Launch, platform: Platform, peak_gib: float) -> list[str]:
-    remedies = plan_remedies(config, launch, platform)
+def _peak_gib(forecast: MemoryForecast) -> float:
+    return forecast.worst.peak / GIB
+
+
+def _advice(config: Config, launch: Launch, platform: Platform, needed: Callable[[MemoryForecast], float]) -> list[str]:
+    remedies = plan_remedies(config, launch, platform, needed)
     if not remedies:
         return ["no key of this run would make it smaller at the same work: use more GPUs, or a smaller model"]
+    now = needed(_forecast(config, launch, platform))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
-        f"  {remedy.overrides:<{width}}  {remedy.peak_gib:.2f} GiB ({remedy.peak_gib / peak_gib - 1:+.0%})"
+        f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"
         for remedy in remedies
     ]
     return ["what would help, by the forecast, the most helpful first (each alone):", *told]
 
 
-def plan_remedies(config: Config, launch: Launch, platform: Platform) -> list[Remedy]:
+def plan_remedies(
+    config: Config, launch: Launch, platform: Platform, needed: Callable[[MemoryForecast], float] = _peak_gib
+) -> list[Remedy]:
     """The changes that this run could make and that would save memory, the most helpful first.
 
     Args:
         config: The configuration; every change of it that breaks a rule is left out.
         launch: The run's processes, whose number stays.
         platform: The machine.
+        needed: GiB of a forecast that shall become fewer.
     """
-    before = _forecast(config, launch, platform).worst.peak
+    before = needed(_forecast(config, launch, platform))
     found = []
     for changes in _changes(config.model, launch):
         varied = replace(config, model=replace(config.model, **changes))
         if config_problems(varied, launch):
             continue
-        after = _forecast(varied, launch, platform).worst.peak
+        after = needed(_forecast(varied, launch, platform))
         if after < before * (1 - _WORTHWHILE):
-            found.append(Remedy(overrides=_as_typed(changes), peak_gib=after / GIB))
-    return sorted(found, key=lambda remedy: remedy.peak_gib)
+            found.append(Remedy(overrides=_as_typed(changes), needed_gib=after))
+    return sorted(found, key=lambda remedy: remedy.needed_gib)
 
 
 def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:

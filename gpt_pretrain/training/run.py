@@ -39,6 +39,7 @@ from gpt_pretrain.megatron.platform import (
     plan_kernels,
     platform_notes,
 )
+from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import EndReason, Record
@@ -75,6 +76,7 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         torch.cuda.reset_peak_memory_stats()
     platform = detect_platform()
     check_platform(config, platform, launch)
+    check_states_fit(config, launch, platform)
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     check_prompt(config, corpus)
     with process_groups(config.model, launch, platform), ExitStack() as stack:
