@@ -20,7 +20,7 @@ RUNS = {
     "delayed most recent": ("fp8=delayed", "model.fp8_amax_compute_algo=most_recent", "model.fp8_margin=1"),
     "delayed excluded": ("fp8=delayed", "model.fp8_exclude=['decoder.layers.0.*','*.linear_fc2']"),
     "delayed stored": ("fp8=delayed", STORED),
-    "delayed fused": ("fp8=delayed", STORED, "model.activation_cast_fusion=true"),
+    "delayed separate": ("fp8=delayed", STORED, "model.activation_cast_fusion=false"),
     "tensorwise fused excluded": (
         "fp8=tensorwise",
         "model.activation_cast_fusion=true",

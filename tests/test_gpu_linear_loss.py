@@ -24,8 +24,8 @@ from tests.transformers_reference import (
 
 pytestmark = pytest.mark.gpu
 
-LINEAR = ("model.cross_entropy_fusion_impl=linear", "model.gradient_accumulation_fusion=true")
-EMBEDDING = (*LINEAR, "model.embedding_gradient_fusion=true")
+BOTH = ("model.cross_entropy_fusion_impl=linear", "model.gradient_accumulation_fusion=true")
+LINEAR, EMBEDDING = ((*BOTH, f"model.embedding_gradient_fusion={rows}") for rows in ("false", "true"))
 PLAIN = ("model.cross_entropy_loss_fusion=false", "model.gradient_accumulation_fusion=false")
 
 
@@ -97,3 +97,4 @@ def test_te_layers_train_as_with_gradients_of_their_own(precision):
         assert curves[name][0] == pytest.approx(curves["plain"][0], rel=5e-3, abs=2e-3)
         assert curves[name][1] == pytest.approx(curves["plain"][1], rel=5e-2)
         assert curves[name] != curves["plain"], "the settings did not arrive"
+    assert curves["embedding"] != curves["linear"], "one setting did not arrive"

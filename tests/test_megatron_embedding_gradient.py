@@ -52,6 +52,8 @@ def test_rows_of_tokens_grow_and_no_others(tied):
         assert torch.equal(weight.main_grad, expected)
         with torch.no_grad():
             assert torch.equal(embedding(tokens), weight[tokens])
+        with pytest.raises(IndexError):
+            embedding(torch.tensor([[-1, 7]]))
 
 
 @pytest.mark.parametrize(

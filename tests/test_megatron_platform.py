@@ -28,6 +28,10 @@ APEX_WITHOUT_TE = replace(GPU_WITHOUT_TE, **APEX)
 
 SMALL_IN_FP8 = ("model=gpt2_124m", "fp8=tensorwise")
 B200 = replace(GPU, device_name="NVIDIA B200", compute_capability=(10, 0))
+MICRO16, MICRO17 = (
+    (f"model.micro_batch_size={micro}", f"model.global_batch_size={micro}", "model.vocab_size=50257")
+    for micro in (16, 17)
+)
 TP8 = ("model.tensor_model_parallel_size=8", "model.sequence_parallel=true")
 GELU_WITHOUT_BIAS = ("model=gpt2_124m", "model.bias=false")
 TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS = (
@@ -64,18 +68,19 @@ def active(kernels: Kernels) -> set[str]:
         (CPU, ["model=gpt2_124m"], set()),
         (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
         # A learned position table: no rope to fuse.
-        (GPU, ["model=gpt2_124m"], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
-        # More tokens than rows: the preset's microbatch of 131,072.
-        (GPU, ["experiment=gpt2_124m_1gpu"], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
-        # 16,384 tokens, and 16,032 of 128,256 rows on each rank.
-        (GPU, ["model=llama3_8b", "model.micro_batch_size=2", *TP8], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
+        (GPU, ["model=gpt2_124m", *MICRO16], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        # 17,408 tokens for 50,257 rows are more than a third, and so are 8,192 for 16,032 of 128,256 rows on each rank.
+        (GPU, ["model=gpt2_124m", *MICRO17], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        (GPU, ["model=llama3_8b", *TP8], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
         # The fused GELU adds a bias and is the tanh form.
-        (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, ROWS, LOSS}),
-        (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
+        (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, LOSS}),
         # To be compared with: the plain loss.
         (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS}),
         (GPU, SMALL_IN_FP8, {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
-        (GPU, [*SMALL_IN_FP8, "model.cuda_graph_impl=none"], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, [*SMALL_IN_FP8, "model.cuda_graph_impl=none"], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        (GPU, [*SMALL_IN_FP8, *MICRO16], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
+        (GPU, ["model=llama3_8b", "model.fp8=true"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
         (GPU, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
         (
             GPU,
@@ -85,7 +90,7 @@ def active(kernels: Kernels) -> set[str]:
         (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
         (B200, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
         # What it does not go with is left out for, as it would be refused.
-        (GPU, ["model=gpt2_124m", "fp8=delayed", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=gpt2_124m", "fp8=delayed", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
         (
             GPU,
             ["model=llama3_8b", "fp8=delayed", f"model.{ACTIVATION}=false"],

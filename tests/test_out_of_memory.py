@@ -1,5 +1,7 @@
 """A run that runs out of memory says what was forecast, what was used, and which keys would help, and how much."""
 
+import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
-from gpt_pretrain.plan import out_of_memory
+from gpt_pretrain.plan import host_memory, out_of_memory
 from gpt_pretrain.plan.machine import planned_platform
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.out_of_memory import (
@@ -131,7 +133,7 @@ def test_the_message_names_the_rank_and_the_first_line_of_the_error():
 
 def refused(monkeypatch, platform, *overrides, total_gib, ranks=1):
     """What is said of a run on a machine with this much memory; None where nothing is."""
-    monkeypatch.setattr(out_of_memory, "_total_gib", lambda platform: total_gib)
+    monkeypatch.setattr(out_of_memory, "_total_gib", lambda platform: (total_gib, "this one"))
     config = load_config(["data=mock", *overrides])
     launch = replace(read_launch({}), world_size=ranks, local_world_size=ranks)
     try:
@@ -148,35 +150,87 @@ def test_states_that_no_gpu_could_hold_are_refused_with_the_keys_that_help(monke
     told = refused(monkeypatch, H200, *of_8b, total_gib=134.6).splitlines()
     assert told[0] == (
         "the model does not fit: weights, gradients and optimizer states alone take 134.62 GiB (weights 14.96, "
-        "gradients 29.92, masters 29.92, moments 59.83), and this GPU (NVIDIA H200) has 134.60 GiB"
+        "gradients 29.92, masters 29.92, moments 59.83), and this one has 134.60 GiB"
     )
     # Sixteen bits of each master are the weight itself.
     helps = " ".join(told[2].split())
     assert helps.startswith("model.use_distributed_optimizer=true model.optim.use_precision_aware_optimizer=true ")
     assert helps.endswith("119.66 GiB (-11%)")
     assert "granularity" not in "".join(told), "activations are not counted"
+    assert len(told) == 3
+    too_small = refused(monkeypatch, H200, *of_8b, total_gib=119.0).splitlines()
+    assert too_small[1:3] == told[1:3]
+    assert too_small[3] == "none of them is enough alone: use more GPUs, or a smaller model"
     # Sharded over four ranks, each with a GPU of its own: 6 bytes, and 12 of which it has a quarter.
     of_four = (*of_8b, "parallelism=dp", "model.global_batch_size=4")
     assert refused(monkeypatch, H200, *of_four, total_gib=67.4, ranks=4) is None
-    assert "in each of 4 processes" in refused(monkeypatch, H200, *of_four, total_gib=67.2, ranks=4)
+    assert "alone take 67.31 GiB (" in refused(monkeypatch, H200, *of_four, total_gib=67.2, ranks=4)
 
 
-def test_processes_without_gpus_share_the_memory_of_their_machine(monkeypatch):
+UNTIED = "model.share_embeddings_and_output_weights=false"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "copies"),
+    [(1, (), 1), (2, (), 2), (4, ("parallelism=pp2", "model.pipeline_model_parallel_size=4", UNTIED), 1)],
+)
+def test_processes_without_gpus_share_the_memory_of_their_machine(monkeypatch, ranks, layout, copies):
+    overrides = ("model=gpt2_124m", "model.global_batch_size=64", *layout)
     # In fp32, 16 bytes for each parameter.
-    needed_gib = 16 * plan_of("model=gpt2_124m").num_parameters / GIB
-    for ranks in (1, 2):
-        overrides = ("model=gpt2_124m", "model.global_batch_size=64")
-        assert refused(monkeypatch, CPU, *overrides, total_gib=ranks * needed_gib + 0.01, ranks=ranks) is None
-        told = refused(monkeypatch, CPU, *overrides, total_gib=ranks * needed_gib - 0.01, ranks=ranks)
-        assert f"alone take {ranks * needed_gib:.2f} GiB" in told
-        assert "and this machine, which has no GPU, has " in told
+    needed_gib = copies * 16 * plan_of(*overrides).num_parameters / GIB
+    assert refused(monkeypatch, CPU, *overrides, total_gib=needed_gib + 0.01, ranks=ranks) is None
+    told = refused(monkeypatch, CPU, *overrides, total_gib=needed_gib - 0.01, ranks=ranks)
+    assert f"alone take {needed_gib:.2f} GiB" in told
+    assert (f" in {ranks} processes (" in told) == (ranks > 1)
+    assert "this one, without a GPU, has " in told
+    items = re.findall(r"(?:weights|gradients|moments) (\d+\.\d+)", told.splitlines()[0])
+    assert len(items) == 3
+    assert sum(map(float, items)) == pytest.approx(needed_gib, abs=0.02)
 
 
-def test_a_model_that_no_machine_could_hold_is_refused_before_its_data_is_read(tmp_path, capfd, no_launcher):
+def test_a_model_that_no_machine_could_hold_is_refused_before_its_data_is_read(
+    tmp_path, capfd, no_launcher, monkeypatch
+):
     """Without a GPU, Linux would end the process, and nothing would be said."""
+    monkeypatch.setattr(out_of_memory, "_total_gib", lambda platform: (1000.0, "this machine"))
     arguments = ["model=llama3_70b", "data=text", f"model.data.text_files=[{tmp_path}/none.txt]"]
     assert main([*arguments, f"run_dir={tmp_path}/run", f"model.data.cache_dir={tmp_path}/cache"]) == 2
     error = capfd.readouterr().err
-    assert error.startswith("error: the model does not fit: weights, gradients and optimizer states alone take ")
-    assert error.endswith("use more GPUs, or a smaller model\n")
+    assert error.startswith(
+        "error: the model does not fit: weights, gradients and optimizer states alone take 1051.33 "
+    )
+    assert error.endswith(": use a machine with GPUs or with more memory, or a smaller model\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/\n", {"memory.max": "1073741824\n"}, 2**30),
+        # The narrowest of those that the process is in.
+        ("0::/job/step\n", {"job/memory.max": "1073741824\n", "job/step/memory.max": "max\n"}, 2**30),
+        ("0::/job/step\n", {"job/memory.max": "2147483648\n", "job/step/memory.max": "1073741824\n"}, 2**30),
+        # A container that sees itself as the root, under the host's path.
+        ("0::/docker/0123\n", {"memory.max": "1073741824\n"}, 2**30),
+        ("5:cpu:/job\n4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "1073741824\n"}, 2**30),
+        # What version 1 writes where there is no limit.
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ],
+)
+def test_a_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, groups, limits, expected):
+    own, memory, root = tmp_path / "own", tmp_path / "meminfo", tmp_path / "groups"
+    own.write_text(groups)
+    memory.write_text("MemTotal: 5 kB\nSwapTotal: 3 kB\n")
+    for name, limit in limits.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(limit)
+    for name, path in {"_OWN_GROUPS": own, "_MEMORY": memory, "_GROUPS": root}.items():
+        monkeypatch.setattr(host_memory, name, path)
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert installed > 2**31, "the limits above are lower"
+    if expected is None:
+        assert host_memory.host_memory_bytes() == (installed + 3072, "this machine")
+    else:
+        assert host_memory.host_memory_bytes() == (expected + 3072, "this process's control group")

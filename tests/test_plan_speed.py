@@ -233,10 +233,22 @@ def test_seconds_of_communication(overrides, name, seconds):
 
 def test_exchanges_over_a_network_hide_behind_passes_where_they_overlap():
     two_nodes = ("model=gpt3_1_3b", "model.global_batch_size=128", "plan.num_gpus=16")
-    assert "data parallel" not in plan_of(*two_nodes, "parallelism=dp").speed.run.seconds
+    sent = 15 / 16 * (4 + 2) * plan_of(*two_nodes).num_parameters
     in_turn = plan_of(*two_nodes, "model.use_distributed_optimizer=true").speed.run.seconds["data parallel"]
-    parameters = plan_of(*two_nodes).num_parameters
-    assert in_turn == pytest.approx(15 / 16 * (4 + 2) * parameters / (50e9 * EFFICIENCY.links))
+    assert in_turn == pytest.approx(sent / (50e9 * EFFICIENCY.links))
+    # What the same bytes cost over NVLink, they cost here.
+    beside = plan_of(*two_nodes, "parallelism=dp").speed.run.seconds["data parallel"]
+    assert beside == pytest.approx(sent / LINKS)
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "gpt3_1_3b"])
+def test_two_nodes_are_never_faster_than_one(model):
+    common = (f"model={model}", "model.global_batch_size=128", "parallelism=dp")
+    one, two = (
+        plan_of(*common, f"trainer.devices={devices}", f"trainer.num_nodes={8 // devices}").speed.run.step_s
+        for devices in (8, 4)
+    )
+    assert two >= one
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration; the
 loop is as bare as it gets: one batch of random tokens that stays on the device, no data loading, no logging, no
 validation, no schedule, no signal handling. The optimizer is megatron-core's as it comes, and so is the loss, without
-`linear_loss.py`: what ours bring shows in the comparison, unless both are told to have the plain loss. The layers are
-the application's, with what `kernels.py` and `weight_gradient.py` give them. One model chunk, no context parallelism.
+`linear_loss.py`: what ours bring shows in the comparison, unless both are told to have the plain loss. The model is the
+application's otherwise, with the kernels that `plan_kernels` chooses: what those bring does not show, and
+`model.activation_cast_fusion=false` or another key leaves one out. One model chunk, no context parallelism.
 """
 
 from collections.abc import Callable

@@ -280,7 +280,7 @@ class ModelConfig:
     gradient_accumulation_fusion: bool | None
     """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, without emulation."""
     embedding_gradient_fusion: bool | None
-    """Add gradients of embeddings to rows of their tokens alone; null: on a GPU, with fewer tokens than rows."""
+    """Add gradients of embeddings to rows of their tokens alone; null: on a GPU, for few tokens and a large table."""
     cross_entropy_loss_fusion: bool | None
     """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     cross_entropy_fusion_impl: CrossEntropyFusion | None

@@ -32,7 +32,7 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
         if shared:
             elsewhere = (rows < 0) | (rows >= self.num_embeddings_per_partition)
             rows = rows.masked_fill(elsewhere, -1)
-        embeddings: torch.Tensor = _Lookup.apply(rows, self.weight, self.is_tied)  # type: ignore[no-untyped-call]
+        embeddings: torch.Tensor = _Lookup.apply(rows, self.weight, self.is_tied, shared)  # type: ignore[no-untyped-call]
         if shared:
             embeddings = embeddings.masked_fill(elsewhere[..., None], 0.0)
         if self.reduce_scatter_embeddings:
@@ -42,16 +42,16 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a weight, the first where -1 says that another rank has it; their gradients go to its main gradient."""
+    """Rows of a weight, the first for -1 where it is shared out; their gradients go to its main gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: Any, is_tied: bool) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, weight: Any, is_tied: bool, is_shared: bool) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.weight, ctx.is_tied = weight, is_tied
-        return torch.nn.functional.embedding(rows.clamp(min=0), weight)
+        return torch.nn.functional.embedding(rows.clamp(min=0) if is_shared else rows, weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
         (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
         tokens, of_tokens = rows.flatten(), given.flatten(0, 1)
         if given.is_cuda:
@@ -63,7 +63,7 @@ class _Lookup(torch.autograd.Function):
             weight.main_grad.index_add_(0, tokens.clamp(min=0), of_tokens.float())
         weight.grad_added_to_main_grad = True
         # megatron-core's data parallelism waits for some gradient of each weight, and does not read this one.
-        return None, None if ctx.is_tied else torch.empty_like(weight), None
+        return None, None if ctx.is_tied else torch.empty_like(weight), None, None
 
 
 def install_embeddings(chunks: Sequence[GPTModel]) -> None:

@@ -24,6 +24,7 @@ from gpt_pretrain.config.choices import (
     Precision,
 )
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules_fused_kernels import activation_cast_obstacles, embedding_gradient_obstacles
@@ -172,6 +173,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
 
     te = choose(model.transformer_engine, otherwise_te)
     graphs = plan_graphs(config, world_size, transformer_engine=te)
+    settings = fp8_settings(model)
     # Emulated layers compute their weight gradients themselves.
     accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
@@ -190,7 +192,8 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
             model.activation_cast_fusion,
             te
             and is_hopper(platform)
-            and model.fp8_recipe is Fp8RecipeName.delayed
+            and settings is not None
+            and settings.recipe is Fp8RecipeName.delayed
             and graphs is None
             and not any(activation_cast_obstacles(model, sizes_known=True)),
         ),
@@ -200,13 +203,14 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
         gradient_accumulation_fusion=accumulates,
-        # With more tokens than rows in a microbatch, the table is not what costs.
+        # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
+        # 50,304 lose, and nothing between them was measured (benchmarks/llama3_8b_leads_*.md).
         embedding_gradient_fusion=choose(
             model.embedding_gradient_fusion,
             platform.cuda
             and accumulates
             and graphs is None
-            and tokens < rows
+            and 3 * tokens <= rows
             and not any(embedding_gradient_obstacles(config)),
         ),
         cross_entropy_loss_fusion=_plan_loss(config, platform),

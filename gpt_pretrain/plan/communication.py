@@ -79,14 +79,13 @@ def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage:
         # Weights of experts are not stored in FP8 (`config.rules_moe`).
         in_fp8 = stage.fp8_weights if settings is not None and settings.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
-    # Over NVLink, products that run beside NCCL's kernels lose as long as those take: 4 and 32 layers of Llama 3 8B on
-    # two and four H200s, BF16 and FP8 (benchmarks/layouts_h200_2026-11-22.md). Over a network, hiding is assumed.
-    if layout.tp * layout.shards <= layout.gpus_per_node:
-        return reduce_s + gather_s
+    # Products that run beside NCCL's kernels lose as long as those take over NVLink: 4 and 32 layers of Llama 3 8B on
+    # two and four H200s, BF16 and FP8 (benchmarks/layouts_h200_2026-11-22.md). What a network adds hides: assumed.
+    lost = rate / link_bytes_per_s(machine, layout, 1)
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
-    return max(0.0, reduce_s - hidden_reduce) + max(0.0, gather_s - hidden_gather)
+    return max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
 
 
 def context_parallel_s(

@@ -108,9 +108,9 @@ class Efficiency:
     host_s_per_graphed_layer: float
     """The same where layers are CUDA graphs."""
     host_s_per_tp_layer: float
-    """What collectives of tensor parallelism add to launching one layer."""
+    """What collectives of tensor parallelism add to launching one layer: in FP8, taken over for BF16."""
     host_s_per_cp_layer: float
-    """What attention in parts, and their exchange, add with context parallelism."""
+    """What attention in parts, and their exchange, add with context parallelism: in FP8, too much in BF16."""
 
 
 EFFICIENCY = Efficiency(
@@ -136,7 +136,7 @@ EFFICIENCY = Efficiency(
     host_s_per_graphed_layer=2.1e-3,
     # Four layers of Llama 3 8B in FP8 where the host was the slower one: 32 layers a step took 346 ms with TP 4 + SP,
     # 470 with CP 2, 489 with CP 4 and 590 with TP 2 + SP × CP 2, and 256 layers 2.63 s with TP 2 + SP
-    # (benchmarks/layouts_h200_2026-11-22.md). In BF16 CP costs less than this.
+    # (benchmarks/layouts_h200_2026-11-22.md).
     host_s_per_tp_layer=3.5e-3,
     host_s_per_cp_layer=7.4e-3,
 )

@@ -171,9 +171,7 @@ def weight_cast_s(machine: Machine, stage_linears: tuple[Linear, ...], settings:
     )
 
 
-def host_s(
-    machine: Machine, model: ModelConfig, layers: int, settings: Fp8Settings | None, kernels: Kernels
-) -> float:
+def host_s(machine: Machine, model: ModelConfig, layers: int, settings: Fp8Settings | None, kernels: Kernels) -> float:
     """Seconds that the host needs to launch one step: where the GPU is faster, it waits.
 
     Args:

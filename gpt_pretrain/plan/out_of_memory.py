@@ -6,7 +6,6 @@ The forecast is the plan's, for the machine that the run is on instead of a plan
 run on the CPU it says how the memory divides, and less exactly how much it is.
 """
 
-import os
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.megatron.platform import Platform, detect_platform
 from gpt_pretrain.plan.forecast import forecast_run_memory
 from gpt_pretrain.plan.hardware import GPUS, Gpu
+from gpt_pretrain.plan.host_memory import host_memory_bytes
 from gpt_pretrain.plan.memory import GIB, MemoryForecast
 
 # Less than this share of the peak is not worth a change.
@@ -41,7 +41,7 @@ class Remedy:
     overrides: str
     """As one would type it."""
     needed_gib: float
-    """What it would need then: on the GPU that needs most, of torch's allocator."""
+    """What would be needed then."""
 
 
 def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
@@ -58,25 +58,24 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
     Raises:
         UserError: What they take, what there is, and the keys that would help.
     """
-    config = _as_run(config, platform)
 
-    def states_gib(forecast: MemoryForecast) -> float:
-        stages = [sum(stage.items.get(name, 0.0) for name in _STATES) / GIB for stage in forecast.stages]
-        # Each GPU has memory of its own, and all processes of a node without GPUs have the machine's.
-        return max(stages) if platform.cuda else launch.local_world_size * sum(stages) / len(stages)
+    def states_gib(forecast: MemoryForecast) -> dict[str, float]:
+        stages = [{name: stage.items.get(name, 0.0) / GIB for name in _STATES} for stage in forecast.stages]
+        if platform.cuda:
+            return max(stages, key=lambda items: sum(items.values()))
+        # All processes of a node without GPUs have its memory; their stages are taken to be as in the whole run.
+        return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
-    forecast = _forecast(config, launch, platform)
-    needed_gib, total_gib = states_gib(forecast), _total_gib(platform)
+    items = states_gib(_forecast(_as_run(config, platform), launch, platform))
+    needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
         return
-    items = {name: forecast.worst.items.get(name, 0.0) / GIB for name in _STATES}
     listed = ", ".join(f"{name} {size:.2f}" for name, size in items.items() if size)
-    processes = f" in each of {launch.local_world_size} processes" if launch.local_world_size > 1 else ""
-    where = f"GPU ({platform.device_name})" if platform.cuda else "machine, which has no GPU,"
+    processes = f" in {launch.local_world_size} processes" if launch.local_world_size > 1 and not platform.cuda else ""
     lines = [
-        f"the model does not fit: weights, gradients and optimizer states alone take {needed_gib:.2f} GiB "
-        f"({listed}{processes}), and this {where} has {total_gib:.2f} GiB",
-        *_advice(config, launch, platform, states_gib),
+        f"the model does not fit: weights, gradients and optimizer states alone take {needed_gib:.2f} GiB{processes} "
+        f"({listed}), and {whose}{'' if platform.cuda else ', without a GPU,'} has {total_gib:.2f} GiB",
+        *_advice(config, launch, platform, lambda forecast: sum(states_gib(forecast).values()), has_gib=total_gib),
     ]
     raise UserError("\n".join(lines))
 
@@ -109,7 +108,7 @@ def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) 
         f"the forecast for this run is a peak of {peak_gib:.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),
-        *_advice(config, launch, platform, _peak_gib),
+        *_advice(config, launch, platform, _peak_gib, has_gib=None),
     ]
     return "\n".join(lines)
 
@@ -118,17 +117,28 @@ def _peak_gib(forecast: MemoryForecast) -> float:
     return forecast.worst.peak / GIB
 
 
-def _advice(config: Config, launch: Launch, platform: Platform, needed: Callable[[MemoryForecast], float]) -> list[str]:
+def _advice(
+    config: Config,
+    launch: Launch,
+    platform: Platform,
+    needed: Callable[[MemoryForecast], float],
+    *,
+    has_gib: float | None,
+) -> list[str]:
+    """Lines for the user; the last tells of more, where what there is (`has_gib`) is less than each remedy needs."""
     remedies = plan_remedies(config, launch, platform, needed)
+    larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
-        return ["no key of this run would make it smaller at the same work: use more GPUs, or a smaller model"]
-    now = needed(_forecast(config, launch, platform))
+        return [f"no key of this run would make it smaller at the same work: {larger}, or a smaller model"]
+    now = needed(_forecast(_as_run(config, platform), launch, platform))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
         f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"
         for remedy in remedies
     ]
-    return ["what would help, by the forecast, the most helpful first (each alone):", *told]
+    enough = has_gib is None or remedies[0].needed_gib <= has_gib
+    rest = [] if enough else [f"none of them is enough alone: {larger}, or a smaller model"]
+    return ["what would help, by the forecast, the most helpful first (each alone):", *told, *rest]
 
 
 def plan_remedies(
@@ -142,6 +152,7 @@ def plan_remedies(
         platform: The machine.
         needed: GiB of a forecast that shall become fewer.
     """
+    config = _as_run(config, platform)
     before = needed(_forecast(config, launch, platform))
     found = []
     for changes in _changes(config.model, launch):
@@ -205,14 +216,17 @@ def _gpu(platform: Platform) -> Gpu:
     )
 
 
-def _total_gib(platform: Platform) -> float:
+def _total_gib(platform: Platform) -> tuple[float, str]:
+    """Memory that the run can have, and whose it is."""
     if platform.cuda:
-        return float(torch.cuda.get_device_properties(platform.device).total_memory) / GIB
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+        total = torch.cuda.get_device_properties(platform.device).total_memory
+        return float(total) / GIB, f"this GPU ({platform.device_name})"
+    host, whose = host_memory_bytes()
+    return host / GIB, whose
 
 
 def _used(platform: Platform) -> str:
-    total = _total_gib(platform)
+    total, whose = _total_gib(platform)
     if platform.cuda:
         allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
         return (
@@ -221,7 +235,7 @@ def _used(platform: Platform) -> str:
         )
     # ru_maxrss is in KiB on Linux.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    return f"used at most: {resident:.2f} GiB by this process, of the machine's {total:.2f} GiB"
+    return f"used at most: {resident:.2f} GiB by this process, of {total:.2f} GiB that {whose} has"
 
 
 def _as_run(config: Config, platform: Platform) -> Config:

@@ -55,11 +55,11 @@ def fp8_verdict(*, bf16: Speed, fp8: Speed | None, recipe: str, is_on: bool, pro
         f"its GEMMs save {_ms(saved)} of a step of {_ms(bf16.step_s)}, and its casts cost {_ms(overhead)}; "
         f"{share:.0%} of the BF16 step is GEMMs that FP8 can take"
     )
-    if ratio >= WORTHWHILE:
-        return f"FP8: {'pays' if is_on else f'would pay (fp8={recipe})'}, {ratio:.2f}× BF16: {why}."
     waits = fp8.seconds.get("waiting for the host", 0.0)
     if waits > overhead:
-        why += f"; the GPU waits {_ms(waits)} for the host to launch so small kernels"
+        why += f"; the GPU waits {_ms(waits)} for the host to launch so small kernels, fewer in larger microbatches"
+    if ratio >= WORTHWHILE:
+        return f"FP8: {'pays' if is_on else f'would pay (fp8={recipe})'}, {ratio:.2f}× BF16: {why}."
     advice = "use fp8=none, or larger layers or microbatches" if is_on else "stay with BF16"
     return f"FP8: {'will' if is_on else 'would'} not pay, {ratio:.2f}× BF16: {why}. Advice: {advice}."
 
