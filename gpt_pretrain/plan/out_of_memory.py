@@ -74,7 +74,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
     processes = f" in {launch.local_world_size} processes" if launch.local_world_size > 1 and not platform.cuda else ""
     lines = [
         f"the model does not fit: weights, gradients and optimizer states alone take {needed_gib:.2f} GiB{processes} "
-        f"({listed}), and {whose}{'' if platform.cuda else ', without a GPU,'} has {total_gib:.2f} GiB",
+        f"({listed}), and {whose} has {total_gib:.2f} GiB{'' if platform.cuda else ' and no GPU'}",
         *_advice(config, launch, platform, lambda forecast: sum(states_gib(forecast).values()), has_gib=total_gib),
     ]
     raise UserError("\n".join(lines))
