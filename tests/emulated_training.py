@@ -22,7 +22,8 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.training.step import StepResult, data_iterators, mean_loss, train_step, validate
 
 # Two layers, four heads of 16; a step is two microbatches of two sequences.

@@ -19,7 +19,8 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 
 # Presets made small; otherwise they are what conf/model says.
 SMALL = (

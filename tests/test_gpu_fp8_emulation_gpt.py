@@ -17,7 +17,8 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.training.step import data_iterators, train_step
 
 pytestmark = pytest.mark.gpu

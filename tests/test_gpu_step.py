@@ -11,7 +11,8 @@ from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import Watchdog

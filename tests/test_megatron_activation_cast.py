@@ -17,7 +17,8 @@ from gpt_pretrain.megatron.activation_cast import CastingMLP
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import check_platform, plan_kernels
+from gpt_pretrain.megatron.platform import check_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import translate_transformer
 from tests.launching import run_ranks
 from tests.platforms import CPU, H200

@@ -18,7 +18,8 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import TorchNorm
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import translate_transformer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which is used as it is")

@@ -8,7 +8,8 @@ import torch
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.embedding_gradient import AccumulatingEmbedding
-from gpt_pretrain.megatron.platform import check_platform, plan_kernels
+from gpt_pretrain.megatron.platform import check_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from tests.emulated_training import emulated_training
 from tests.launching import run_ranks
 from tests.platforms import CPU, H200

@@ -18,7 +18,7 @@ import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import plan_kernels
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import (
     params_dtype,
     translate_ddp,
@@ -407,7 +407,7 @@ ELSEWHERE = {
         "model.rotary_base",
         "model.share_embeddings_and_output_weights",
     ),
-    "megatron/platform.py": ("model.activation_cast_fusion", "model.embedding_gradient_fusion"),
+    "megatron/platform_kernels.py": ("model.activation_cast_fusion", "model.embedding_gradient_fusion"),
     "megatron/initialization.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

@@ -26,7 +26,8 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import translate_optimizer
 
 

@@ -19,7 +19,8 @@ from gpt_pretrain.export.source import SavedModel, open_checkpoint
 from gpt_pretrain.generate.arguments import GenerateArguments
 from gpt_pretrain.megatron.model import build_gpt_chunks
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.training.generation import generate_tokens
 
 

@@ -35,7 +35,8 @@ from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.huggingface.weight_files import WEIGHT_TYPES, WeightFiles
 from gpt_pretrain.import_hf.arguments import ImportArguments
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import translate_transformer
 
 EXPERIMENT = "imported"

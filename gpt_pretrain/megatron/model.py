@@ -20,7 +20,8 @@ from gpt_pretrain.megatron.initialization import initialize_weights
 from gpt_pretrain.megatron.kernels import install_split
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
 from gpt_pretrain.megatron.linear_loss import install_loss_heads, losses_from_head
-from gpt_pretrain.megatron.platform import Kernels, Platform
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
 from gpt_pretrain.megatron.weight_gradient import install_weight_gradients
 

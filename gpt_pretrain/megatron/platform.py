@@ -15,19 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpt_pretrain.config.choices import (
-    CrossEntropyFusion,
-    CudaGraphImpl,
-    Fp8RecipeName,
-    MomentDtype,
-    PositionEmbedding,
-    Precision,
-)
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.rules_fused_kernels import activation_cast_obstacles, embedding_gradient_obstacles
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import (
     describe_gpu,
@@ -36,7 +27,7 @@ from gpt_pretrain.megatron.platform_fp8 import (
     is_hopper,
     recipe_variables,
 )
-from gpt_pretrain.megatron.platform_graphs import plan_graphs
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.platform_multicast import multicast_problems, multicast_variables
 
 if TYPE_CHECKING:
@@ -135,121 +126,6 @@ def detect_platform() -> Platform:
         multicast_variables=multicast_variables(),
         **(apex_parts() if cuda else dict.fromkeys(_APEX_PARTS, False)),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernels:
-    """Which implementation each part of the model runs on: the configuration's nulls, resolved for this machine."""
-
-    transformer_engine: bool
-    bias_activation_fusion: bool
-    activation_cast_fusion: bool
-    bias_dropout_add_fusion: bool
-    masked_softmax_fusion: bool
-    apply_rope_fusion: bool
-    gradient_accumulation_fusion: bool
-    embedding_gradient_fusion: bool
-    cross_entropy_loss_fusion: CrossEntropyFusion | None
-    """None: megatron-core's loss of separate operations."""
-    moe_grouped_gemm: bool
-    cuda_graph_impl: CudaGraphImpl | None
-    """None: no CUDA graphs."""
-
-
-def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Kernels:
-    """Resolves each `null` of the kernel keys; explicit values stand.
-
-    Args:
-        config: The configuration.
-        platform: The machine.
-        world_size: Processes of the run; one where a model is built alone.
-    """
-    model = config.model
-    # Emulated FP8 is computed by local layers, also where TE is there.
-    otherwise_te = platform.transformer_engine is not None and not model.fp8_emulate
-
-    def choose(value: bool | None, otherwise: bool) -> bool:
-        return otherwise if value is None else value
-
-    te = choose(model.transformer_engine, otherwise_te)
-    graphs = plan_graphs(config, world_size, transformer_engine=te)
-    settings = fp8_settings(model)
-    # Emulated layers compute their weight gradients themselves.
-    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
-    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
-    rows = model.vocab_size // model.tensor_model_parallel_size
-    return Kernels(
-        transformer_engine=te,
-        # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
-        # The fused GELU adds the bias itself and computes the tanh form; SwiGLU has no such limits.
-        bias_activation_fusion=choose(
-            model.bias_activation_fusion,
-            platform.cuda
-            and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
-        ),
-        # With tensorwise scaling the losses of 200 steps have been 0.55% apart (benchmarks/llama3_8b_leads_*.md).
-        activation_cast_fusion=choose(
-            model.activation_cast_fusion,
-            te
-            and is_hopper(platform)
-            and settings is not None
-            and settings.recipe is Fp8RecipeName.delayed
-            and graphs is None
-            and not any(activation_cast_obstacles(model, sizes_known=True)),
-        ),
-        bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
-        masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
-        apply_rope_fusion=choose(
-            model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
-        ),
-        gradient_accumulation_fusion=accumulates,
-        # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
-        # 50,304 lose, and nothing between them was measured (benchmarks/llama3_8b_leads_*.md).
-        embedding_gradient_fusion=choose(
-            model.embedding_gradient_fusion,
-            platform.cuda
-            and accumulates
-            and graphs is None
-            and 3 * tokens <= rows
-            and not any(embedding_gradient_obstacles(config)),
-        ),
-        cross_entropy_loss_fusion=_plan_loss(config, platform),
-        moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
-        cuda_graph_impl=graphs,
-    )
-
-
-def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
-    fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
-    if fused is None:
-        # Runs that are deterministic or in fp32 are there to be compared with: they keep the plain loss.
-        to_compare = config.trainer.deterministic or config.trainer.precision is Precision.fp32
-        fused = implementation is not None or (platform.cuda and not to_compare)
-    return (implementation or CrossEntropyFusion.linear) if fused else None
-
-
-def fused_parts(kernels: Kernels) -> str:
-    """The keys of `Kernels` that are on, or what they are, in a line."""
-    values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__ if name != "transformer_engine"}
-    active = [name if value is True else f"{name} ({value.value})" for name, value in values.items() if value]
-    return ", ".join(active) or "none"
-
-
-def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
-    """One line per part of the model for the run's header."""
-    layers = (
-        f"Transformer Engine {platform.transformer_engine}" if kernels.transformer_engine else "megatron-core local"
-    )
-    apex = [
-        name.removeprefix("apex_").replace("_", " ")
-        for name in Platform.__dataclass_fields__
-        if name.startswith("apex_") and getattr(platform, name)
-    ]
-    return {
-        "layers": layers,
-        "fused": fused_parts(kernels),
-        "apex": ", ".join(apex) or "not installed: nothing is lost but speed",
-    }
 
 
 def platform_notes(config: Config, platform: Platform) -> list[str]:

@@ -27,7 +27,8 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.megatron.platform import Kernels, Platform
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.platform_kernels import Kernels
 
 # Types of optimizer states by megatron-core's names.
 _STATE_DTYPES = {

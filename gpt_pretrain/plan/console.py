@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.megatron.platform import fused_parts
+from gpt_pretrain.megatron.platform_kernels import fused_parts
 from gpt_pretrain.plan.effective import FP8_KEYS, Setting
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY

@@ -17,7 +17,8 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig
 from gpt_pretrain.config.typed import show
-from gpt_pretrain.megatron.platform import Kernels, Platform
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.megatron.translate import expert_fields, translate_ddp, translate_optimizer, translate_transformer
 
 # megatron-core's config classes: how the table calls them, in the order of `Translation`.

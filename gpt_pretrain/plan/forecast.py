@@ -9,7 +9,8 @@ from gpt_pretrain.config.gemms import fp8_flops_share
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import Kernels, Platform, plan_kernels
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.platform_kernels import Kernels, plan_kernels
 from gpt_pretrain.plan.effective import Setting, effective_settings
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine

@@ -15,7 +15,7 @@ from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
 from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.config.gemms import EXPERT_FC1, FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.platform import Kernels
+from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in

@@ -23,7 +23,7 @@ from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.megatron.adam_states import BLOCK
 from gpt_pretrain.megatron.linear_loss import chunk_tokens
-from gpt_pretrain.megatron.platform import Kernels
+from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.plan.activations import SCALE_BYTES, LayerActivations, Storage, layer_activations
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Layout, Stage

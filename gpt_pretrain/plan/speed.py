@@ -8,7 +8,7 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.platform import Kernels
+from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.plan.communication import (
     context_parallel_s,
     data_parallel_s,

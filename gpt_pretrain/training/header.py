@@ -24,7 +24,8 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import written
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset
-from gpt_pretrain.megatron.platform import Kernels, Platform, describe_kernels
+from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.megatron.platform_kernels import Kernels, describe_kernels
 from gpt_pretrain.megatron.translate import params_dtype
 
 # Changed settings that a resume lists; the others are counted.

@@ -32,13 +32,8 @@ from gpt_pretrain.megatron.graphs import release_graphs
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
-from gpt_pretrain.megatron.platform import (
-    Platform,
-    check_platform,
-    detect_platform,
-    plan_kernels,
-    platform_notes,
-)
+from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, platform_notes
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics

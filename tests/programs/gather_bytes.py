@@ -20,7 +20,8 @@ def main(*overrides):
     install_cpu_device()
     from gpt_pretrain.megatron.model import build_model
     from gpt_pretrain.megatron.parallel import process_groups
-    from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+    from gpt_pretrain.megatron.platform import detect_platform
+    from gpt_pretrain.megatron.platform_kernels import plan_kernels
 
     platform = detect_platform()
     with process_groups(config.model, launch, platform):

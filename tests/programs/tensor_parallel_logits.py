@@ -18,7 +18,8 @@ from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_gpt_chunks
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform, plan_kernels
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 
 
 def shard(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
