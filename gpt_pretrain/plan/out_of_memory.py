@@ -66,7 +66,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
         # All processes of a node without GPUs have its memory; their stages are taken to be as in the whole run.
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
-    items = states_gib(_forecast(_as_run(config, platform), launch, platform))
+    items = states_gib(_forecast(config, launch, platform))
     needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
         return
@@ -96,7 +96,6 @@ def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) 
         error: What was raised.
     """
     platform = detect_platform()
-    config = _as_run(config, platform)
     forecast = _forecast(config, launch, platform)
     peak_gib = forecast.worst.peak / GIB
     items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
@@ -130,7 +129,7 @@ def _advice(
     larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
         return [f"no key of this run would make it smaller at the same work: {larger}, or a smaller model"]
-    now = needed(_forecast(_as_run(config, platform), launch, platform))
+    now = needed(_forecast(config, launch, platform))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
         f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"
@@ -152,6 +151,7 @@ def plan_remedies(
         platform: The machine.
         needed: GiB of a forecast that shall become fewer.
     """
+    # The rules ask for the precision, too.
     config = _as_run(config, platform)
     before = needed(_forecast(config, launch, platform))
     found = []
@@ -206,7 +206,7 @@ def _as_typed(changes: dict[str, Any]) -> str:
 
 
 def _forecast(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
-    return forecast_run_memory(config, launch, platform, _gpu(platform))
+    return forecast_run_memory(_as_run(config, platform), launch, platform, _gpu(platform))
 
 
 def _gpu(platform: Platform) -> Gpu:
