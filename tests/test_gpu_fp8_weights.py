@@ -5,7 +5,13 @@ import torch
 from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
 from torch._C._distributed_c10d import HashStore
 
+from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.megatron.fp8_weights import cast_masters, install_weight_cast
+from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.optimizer import build_optimizer
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -82,3 +88,27 @@ def test_blocks_are_left_to_transformer_engine(group):
         function(weights, [torch.full((weight.numel(),), 0.5, device="cuda") for weight in weights], [0, 0, 0], group)
         states.append([weight._rowwise_data.clone() for weight in weights])
     assert all(torch.equal(before, now) for before, now in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_masters_start_as_they_were_drawn_and_nothing_goes_over_the_host(recipe, compose_config, monkeypatch):
+    def refuse(tensor):
+        raise AssertionError(f"{tuple(tensor.shape)} was copied to the host")
+
+    masters = []
+    for overrides in ([], [f"fp8={recipe}", "model.fp8_params=true"]):
+        config = compose_config("model=tiny", "data=mock", "model.use_distributed_optimizer=true", *overrides)
+        platform = detect_platform()
+        with process_groups(config.model, read_launch({}), platform), monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "cpu", refuse)
+            model = build_model(config, platform, plan_kernels(config, platform))
+            optimizer = build_optimizer(config, model, platform)
+            (distributed,) = optimizer.chained_optimizers
+            drawn = [master for group in distributed.shard_fp32_from_float16_groups for master in group]
+            # In FP8 and in BF16 weights lie in other buffers, and so in another order.
+            masters.append(sorted((master.numel(), master.double().sum().item()) for master in drawn))
+            kept = [getattr(weight, "get_high_precision_init_val", None) for weight in model.chunks[0].parameters()]
+    assert masters[0] == masters[1]
+    stored = [first_value for first_value in kept if first_value is not None]
+    assert len(stored) == 4 * config.model.num_layers
+    assert all(first_value() is None for first_value in stored)

@@ -18,6 +18,7 @@ import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import (
     params_dtype,
@@ -25,7 +26,7 @@ from gpt_pretrain.megatron.translate import (
     translate_optimizer,
     translate_transformer,
 )
-from tests.platforms import CPU
+from tests.platforms import CPU, H200
 
 # Nothing here is null that another key of the table would decide.
 BASE = (
@@ -470,7 +471,7 @@ def translate(config: Config) -> dict[str, Any]:
     """All fields of the three configs of megatron-core, under "part.field"."""
     parts = {
         "transformer": translate_transformer(config, CPU, plan_kernels(config, CPU)),
-        "ddp": translate_ddp(config),
+        "ddp": translate_ddp(config, CPU),
         "optimizer": translate_optimizer(config, CPU),
     }
     return {
@@ -563,3 +564,14 @@ def test_nothing_known_to_be_wrong_is_ever_chosen() -> None:
         fields_of_run = translated(*overrides)
         assert fields_of_run["transformer.cross_entropy_fusion_impl"] == "native"
         assert fields_of_run["optimizer.use_precision_aware_optimizer"] is False
+
+
+@pytest.mark.parametrize(
+    ("platform", "eod_mask_loss", "expected"), [(H200, False, True), (H200, True, False), (CPU, False, False)]
+)
+def test_gradients_are_averaged_by_nccl_where_it_can(platform: Platform, eod_mask_loss: bool, expected: bool) -> None:
+    """gloo has no average; losses of single tokens are summed, and divided by their number at the end."""
+    assert (
+        translate_ddp(load_config([*BASE, f"model.data.eod_mask_loss={eod_mask_loss}"]), platform).average_in_collective
+        is expected
+    )

@@ -16,7 +16,7 @@ from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.embedding_gradient import install_embeddings
 from gpt_pretrain.megatron.graphs import prepare_graphs
-from gpt_pretrain.megatron.initialization import initialize_weights
+from gpt_pretrain.megatron.initialization import built_without_first_values, initialize_weights
 from gpt_pretrain.megatron.kernels import install_split
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
 from gpt_pretrain.megatron.linear_loss import install_loss_heads, losses_from_head
@@ -55,20 +55,21 @@ def build_gpt_chunks(
     chunks = []
     for vp_stage in range(vp_size or 1):
         stage = vp_stage if vp_size else None
-        chunk = GPTModel(
-            config=transformer_config,
-            transformer_layer_spec=build_layer_spec(transformer_config, kernels, local_layers, stage),
-            vocab_size=padded_vocab_size(model),
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            parallel_output=True,
-            share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-            position_embedding_type=model.position_embedding_type.value,
-            rotary_percent=model.rotary_percentage,
-            rotary_base=model.rotary_base,
-            vp_stage=stage,
-        )
+        with built_without_first_values(fp8_params=transformer_config.fp8_param):
+            chunk = GPTModel(
+                config=transformer_config,
+                transformer_layer_spec=build_layer_spec(transformer_config, kernels, local_layers, stage),
+                vocab_size=padded_vocab_size(model),
+                max_sequence_length=model.max_position_embeddings,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                parallel_output=True,
+                share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+                position_embedding_type=model.position_embedding_type.value,
+                rotary_percent=model.rotary_percentage,
+                rotary_base=model.rotary_base,
+                vp_stage=stage,
+            )
         apply_quantization_overrides(chunk)
         local_layers.attach(chunk)
         chunks.append(chunk.to(platform.device))
@@ -135,7 +136,7 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:
         modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]
-    ddp_config = translate_ddp(config)
+    ddp_config = translate_ddp(config, platform)
     chunks = [
         DistributedDataParallel(
             transformer_config,

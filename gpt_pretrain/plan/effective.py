@@ -126,7 +126,7 @@ def translated_fields(config: Config, platform: Platform, kernels: Kernels) -> d
         setattr(transformer, name, value)
     configs = (
         transformer,
-        translate_ddp(config),
+        translate_ddp(config, platform),
         translate_optimizer(config, platform),
     )
     return {f"{type(each).__name__}.{name}": value for each in configs for name, value in vars(each).items()}

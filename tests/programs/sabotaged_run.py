@@ -29,7 +29,7 @@ def drop_gather():
     from gpt_pretrain.megatron import model
 
     translate = model.translate_ddp
-    model.translate_ddp = lambda config: dataclasses.replace(translate(config), fp8_param_gather=False)
+    model.translate_ddp = lambda *given: dataclasses.replace(translate(*given), fp8_param_gather=False)
 
 
 def swap_te_recipe():
