@@ -27,12 +27,13 @@ MICRO16, MICRO17 = (
 )
 TP8 = ("model.tensor_model_parallel_size=8", "model.sequence_parallel=true")
 GELU_WITHOUT_BIAS = ("model=gpt2_124m", "model.bias=false")
-TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, LOSS = (
+TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, QKV, GRADIENT, LOSS = (
     "transformer_engine",
     "bias_activation_fusion",
     "bias_dropout_add_fusion",
     "masked_softmax_fusion",
     "apply_rope_fusion",
+    "fused_single_qkv_rope",
     "gradient_accumulation_fusion",
     "cross_entropy_loss_fusion",
 )
@@ -59,49 +60,56 @@ def active(kernels: Kernels) -> set[str]:
     [
         (CPU, [], set()),
         (CPU, ["model=gpt2_124m"], set()),
-        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         # A learned position table: no rope to fuse.
         (GPU, ["model=gpt2_124m", *MICRO16], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
         # 17,408 tokens for 50,257 rows are more than a third, and so are 8,192 for 16,032 of 128,256 rows on each rank.
         (GPU, ["model=gpt2_124m", *MICRO17], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
-        (GPU, ["model=llama3_8b", *TP8], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS}),
+        (GPU, ["model=llama3_8b", *TP8], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, LOSS}),
+        # Separate operations are asked for, and so is what the one kernel was not tried with.
+        (GPU, ["model=llama3_8b", f"model.{ROPE}=false"], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (
+            GPU,
+            ["model=llama3_8b", "model.cuda_graph_impl=local"],
+            {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS, "cuda_graph_impl"},
+        ),
         # The fused GELU adds a bias and is the tanh form.
         (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
         (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, LOSS}),
         # To be compared with: the plain loss.
-        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS}),
+        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS}),
         (GPU, SMALL_IN_FP8, {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
         (GPU, [*SMALL_IN_FP8, "model.cuda_graph_impl=none"], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
         (GPU, [*SMALL_IN_FP8, *MICRO16], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
-        (GPU, ["model=llama3_8b", "model.fp8=true"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
-        (GPU, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", "model.fp8=true"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         (
             GPU,
             ["model=llama3_8b", "fp8=delayed", f"model.{CAST}=false"],
-            {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS},
+            {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS},
         ),
-        (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
-        (B200, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (B200, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         # What it does not go with is left out for, as it would be refused.
         (GPU, ["model=gpt2_124m", "fp8=delayed", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
         (
             GPU,
             ["model=llama3_8b", "fp8=delayed", f"model.{ACTIVATION}=false"],
-            {TE, DROPOUT, ROPE, GRADIENT, ROWS, LOSS},
+            {TE, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS},
         ),
         (
             GPU,
             ["model=llama3_8b", "model.grad_reduce_in_fp32=false"],
-            {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, LOSS},
+            {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, LOSS},
         ),
         # Emulated layers compute their weight gradients themselves.
         (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, LOSS}),
         (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
-        (GPU, ["model=llama3_8b", f"model.{GRADIENT}=false"], {TE, ACTIVATION, DROPOUT, ROPE, LOSS}),
+        (GPU, ["model=llama3_8b", f"model.{GRADIENT}=false"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, LOSS}),
         (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
         (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
         # TE has its own attention, so apex's softmax serves layers without TE alone.
-        (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, GRADIENT, ROWS, LOSS}),
+        (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, SOFTMAX, GRADIENT, ROWS, LOSS}),
     ],
 )
@@ -245,6 +253,11 @@ NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false
             ["model.apply_rope_fusion=true needs Transformer Engine layers; use null or false"],
         ),
         (
+            GPU,
+            [f"model.{QKV}=true", f"model.{TE}=false"],
+            ["model.fused_single_qkv_rope=true needs Transformer Engine layers; use null or false"],
+        ),
+        (
             GPU_WITHOUT_TE,
             [f"model.{SOFTMAX}=true"],
             [
@@ -303,7 +316,7 @@ def test_explicit_setting_that_cannot_be_met_is_refused(
 @pytest.mark.parametrize(
     ("platform", "overrides"),
     [
-        (GPU, [f"model.{TE}=true", f"model.{ROPE}=true", "model.context_parallel_size=2"]),
+        (GPU, [f"model.{TE}=true", f"model.{ROPE}=true", f"model.{QKV}=true", "model.context_parallel_size=2"]),
         (GPU_WITHOUT_TE, [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", f"model.{LOSS}=true"]),
         (APEX_WITHOUT_TE, [f"model.{SOFTMAX}=true", f"model.{GRADIENT}=true"]),
         (GPU, ["trainer.precision=fp32", f"model.{TE}=false"]),
@@ -335,8 +348,8 @@ def test_more_processes_than_gpus_are_refused() -> None:
         (
             GPU,
             "Transformer Engine 2.12.0",
-            "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, gradient_accumulation_fusion, "
-            "embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
+            "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, fused_single_qkv_rope, "
+            "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
             "not installed: nothing is lost but speed",
         ),
         (

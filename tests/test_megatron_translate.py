@@ -183,6 +183,7 @@ ROWS = [
     Row(override="model.masked_softmax_fusion=true", transformer={"masked_softmax_fusion": True}),
     # megatron-core's config refuses it where TE is not installed.
     Row(override="model.apply_rope_fusion=true", transformer={"apply_rope_fusion": True}, needs_te=True),
+    Row(override="model.fused_single_qkv_rope=true", transformer={"fused_single_qkv_rope": True}),
     Row(override="model.gradient_accumulation_fusion=true", transformer={"gradient_accumulation_fusion": True}),
     # megatron-core 0.19 has no linear, and does not compute the loss then.
     Row(override="model.cross_entropy_fusion_impl=native", transformer={"cross_entropy_loss_fusion": True}),

@@ -49,6 +49,7 @@ SCHEMA = {
             "bias_dropout_add_fusion",
             "masked_softmax_fusion",
             "apply_rope_fusion",
+            "fused_single_qkv_rope",
             "gradient_accumulation_fusion",
             "embedding_gradient_fusion",
             "cross_entropy_loss_fusion",

@@ -75,7 +75,7 @@ COPIED = {
 
 def changed_fields(override, context):
     # What null comes to among the kernels depends on many keys, and is told beside the table.
-    context = ["data=mock", "model.cuda_graph_impl=none", *context]
+    context = ["data=mock", "model.cuda_graph_impl=none", "model.fused_single_qkv_rope=false", *context]
     before, after = (
         translated_fields(config, H200, plan_kernels(config, H200))
         for config in (load_config(context), load_config([*context, override]))

@@ -5,7 +5,7 @@ What stands in the way of one is refused where it is asked for, and `null` leave
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, Precision
+from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import FC1, FC2, linears
 from gpt_pretrain.config.obstacles import Obstacle, refusals
@@ -65,6 +65,16 @@ def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
         yield "model.cuda_graph_impl=local", "untried beside layers that are replayed"
 
 
+def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
+    """What `model.fused_single_qkv_rope` does not go with."""
+    if model.position_embedding_type is not PositionEmbedding.rope:
+        yield f"model.position_embedding_type={model.position_embedding_type.name}", "there is nothing to rotate"
+    if model.apply_rope_fusion is False:
+        yield "model.apply_rope_fusion=false", "that asks for a rotation of separate operations"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+
+
 def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]:
     """Fused kernels that are asked for beside what they do not go with.
 
@@ -78,3 +88,6 @@ def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]
     if config.model.embedding_gradient_fusion:
         obstacles = embedding_gradient_obstacles(config)
         yield from refusals("model.embedding_gradient_fusion=true", obstacles, "null or false")
+    if config.model.fused_single_qkv_rope:
+        obstacles = qkv_rope_obstacles(config.model)
+        yield from refusals("model.fused_single_qkv_rope=true", obstacles, "null or false")

@@ -277,6 +277,8 @@ class ModelConfig:
     """Fuse scale, mask and softmax in layers without TE; null: where apex's kernels are present."""
     apply_rope_fusion: bool | None
     """TE's fused rope; null: with rope on TE layers."""
+    fused_single_qkv_rope: bool | None
+    """Split queries, keys and values and apply rope in one kernel; null: with rope on TE layers without graphs."""
     gradient_accumulation_fusion: bool | None
     """Add weight gradients into the main gradient inside the GEMM; null: on a GPU, without emulation."""
     embedding_gradient_fusion: bool | None

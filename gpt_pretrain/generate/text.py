@@ -91,6 +91,7 @@ def inference_config(saved: SavedModel) -> Config:
         bias_dropout_add_fusion=None,
         masked_softmax_fusion=None,
         apply_rope_fusion=None,
+        fused_single_qkv_rope=None,
         gradient_accumulation_fusion=None,
         embedding_gradient_fusion=None,
         cross_entropy_loss_fusion=None,

@@ -22,6 +22,7 @@ from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrid
 from gpt_pretrain.megatron.linear_loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.platform_kernels import Kernels
+from gpt_pretrain.megatron.qkv_rope import install_rotation
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
 from gpt_pretrain.megatron.weight_gradient import install_weight_gradients
 
@@ -48,6 +49,8 @@ def build_gpt_chunks(
         install_weight_gradients()
     if kernels.transformer_engine:
         install_split()
+    if kernels.fused_single_qkv_rope:
+        install_rotation()
     if kernels.cuda_graph_impl is not None:
         prepare_graphs(model.seed)
     if local_layers is None:

@@ -202,8 +202,11 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
             f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: "
             f"{no_te if platform.transformer_engine is None else 'model.transformer_engine=false excludes it'}. Use 1"
         )
-    if model.apply_rope_fusion and not te:
-        problems.append("model.apply_rope_fusion=true needs Transformer Engine layers; use null or false")
+    problems += [
+        f"model.{key}=true needs Transformer Engine layers; use null or false"
+        for key in ("apply_rope_fusion", "fused_single_qkv_rope", "moe_grouped_gemm")
+        if getattr(model, key) and not te
+    ]
     if model.masked_softmax_fusion and (te or not platform.apex_softmax):
         why = "Transformer Engine layers have their own attention" if te else "apex's softmax kernels are not installed"
         problems.append(f"model.masked_softmax_fusion=true has no effect: {why}; use null or false")
@@ -226,8 +229,6 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
             "here; set it, or use null or false"
         )
     problems += multicast_problems(config, platform)
-    if model.moe_grouped_gemm and not te:
-        problems.append("model.moe_grouped_gemm=true needs Transformer Engine layers; use null or false")
     if not platform.cuda:
         problems += [
             f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
 from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.rules_fused_kernels import activation_cast_obstacles, embedding_gradient_obstacles
+from gpt_pretrain.config.rules_fused_kernels import (
+    activation_cast_obstacles,
+    embedding_gradient_obstacles,
+    qkv_rope_obstacles,
+)
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import is_hopper
 from gpt_pretrain.megatron.platform_graphs import plan_graphs
@@ -30,6 +34,7 @@ class Kernels:
     bias_dropout_add_fusion: bool
     masked_softmax_fusion: bool
     apply_rope_fusion: bool
+    fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
     embedding_gradient_fusion: bool
     cross_entropy_loss_fusion: CrossEntropyFusion | None
@@ -85,6 +90,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
+        fused_single_qkv_rope=choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model))),
         gradient_accumulation_fusion=accumulates,
         # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
         # 50,304 lose, and nothing between them was measured (benchmarks/llama3_8b_leads_*.md).

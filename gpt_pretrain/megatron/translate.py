@@ -178,6 +178,7 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         bias_dropout_fusion=kernels.bias_dropout_add_fusion,
         masked_softmax_fusion=kernels.masked_softmax_fusion,
         apply_rope_fusion=kernels.apply_rope_fusion,
+        fused_single_qkv_rope=kernels.fused_single_qkv_rope,
         gradient_accumulation_fusion=kernels.gradient_accumulation_fusion,
         # megatron-core 0.19 has no linear: `linear_loss.LossHead` takes the loss over from it.
         cross_entropy_loss_fusion=kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native,

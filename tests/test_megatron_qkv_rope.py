@@ -1,0 +1,79 @@
+"""Queries, keys and values split and rotated in one kernel: what it computes, where it is refused and where planned."""
+
+import importlib.util
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from gpt_pretrain.config.load import load_config
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.megatron.qkv_rope import split_and_rotate
+from tests.launching import run_ranks
+from tests.platforms import H200
+
+ASKED = "model.fused_single_qkv_rope=true"
+
+# Triton's interpreter rounds FP16 as GPUs do, and cuts BF16 off.
+INTERPRETED = """
+import torch
+from tests.qkv_ropes import check_against_fp64, check_training
+check_against_fp64("cpu", torch.float32, 1e-6)
+check_against_fp64("cpu", torch.float16, 1.01 * 2**-11)
+check_training("model.num_query_groups=2", "model.rotary_percentage=0.5")
+print("done")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_interpreted_rotates_and_trains_as_separate_operations_do():
+    done = run_ranks(1, ["-W", "ignore", "-c", INTERPRETED], timeout_s=120, env={"TRITON_INTERPRET": "1"})
+    assert done.stdout.endswith("done\n"), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_the_second_half_of_the_angles_is_the_first(share):
+    """The kernel reads one of them."""
+    install_cpu_device()
+    angles = RotaryEmbedding(kv_channels=24, rotary_percent=share, use_cpu_initialization=True)(9)
+    assert angles.dtype is torch.float32
+    assert angles.is_contiguous()
+    first, second = angles.chunk(2, dim=-1)
+    assert torch.equal(first, second)
+    assert first.size(-1) == {1.0: 12, 0.3: 4}[share]
+
+
+def test_other_angles_for_keys_and_rounded_ones_are_refused():
+    mixed, angles = torch.ones(3, 1, 1, 3 * 4), torch.ones(3, 1, 1, 4)
+    rounded = angles.bfloat16()
+    with pytest.raises(AssertionError, match="rotated alike"):
+        split_and_rotate(mixed, angles, angles.clone(), [4, 4, 4])
+    with pytest.raises(AssertionError, match="BF16"):
+        split_and_rotate(mixed, rounded, rounded, [4, 4, 4])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model=gpt2_124m",),
+            "model.position_embedding_type=learned_absolute: there is nothing to rotate",
+        ),
+        (
+            ("model.apply_rope_fusion=false",),
+            "model.apply_rope_fusion=false: that asks for a rotation of separate operations",
+        ),
+        (
+            ("model.cuda_graph_impl=local",),
+            "model.cuda_graph_impl=local: untried in layers that are replayed",
+        ),
+    ],
+)
+def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, message):
+    start = "model=llama3_8b", "data=mock"
+    assert broken_rules(*start, ASKED, *overrides) == [
+        f"model.fused_single_qkv_rope=true does not go with {message}; use null or false"
+    ]
+    assert broken_rules(*start, *overrides) == []
+    assert not plan_kernels(load_config([*start, *overrides]), H200).fused_single_qkv_rope
