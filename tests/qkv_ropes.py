@@ -10,7 +10,7 @@ from gpt_pretrain.megatron import qkv_rope_triton
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.platform_kernels import Kernels, plan_kernels
 from gpt_pretrain.megatron.qkv_rope import split_and_rotate
-from gpt_pretrain.megatron.qkv_rope_triton import launch_move
+from gpt_pretrain.megatron.qkv_rope_triton import launch_qkv_rope
 from tests import emulated_training
 
 
@@ -134,7 +134,7 @@ def check_training(*overrides: str) -> None:
 
         with (
             patch.object(emulated_training, "plan_kernels", planned),
-            patch.object(qkv_rope_triton, "launch_move", Mock(wraps=launch_move)) as launches,
+            patch.object(qkv_rope_triton, "launch_qkv_rope", Mock(wraps=launch_qkv_rope)) as launches,
             emulated_training.emulated_training("trainer.precision=fp32", *overrides) as training,
         ):
             curves[fused] = [training.step() for _ in range(3)] + [training.validate()]

@@ -47,13 +47,13 @@ def test_bits_are_those_of_transformer_engines_rotation(name):
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_layers_train_as_with_separate_kernels(precision, monkeypatch):
     launches = Counter()
-    launch = qkv_rope_triton.launch_move
+    launch = qkv_rope_triton.launch_qkv_rope
 
     def launch_and_count(*arguments, joins):
         launches[joins] += 1
         launch(*arguments, joins=joins)
 
-    monkeypatch.setattr(qkv_rope_triton, "launch_move", launch_and_count)
+    monkeypatch.setattr(qkv_rope_triton, "launch_qkv_rope", launch_and_count)
     case = CASES["llama3"]
     weights = te_names(map_weights(build_reference(case), case))
     fp8 = [] if precision == "bf16" else [f"fp8={precision}"]

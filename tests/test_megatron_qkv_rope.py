@@ -44,13 +44,19 @@ def test_the_second_half_of_the_angles_is_the_first(share):
     assert first.size(-1) == {1.0: 12, 0.3: 4}[share]
 
 
-def test_other_angles_for_keys_and_rounded_ones_are_refused():
+def test_what_the_kernel_would_read_wrongly_is_refused():
     mixed, angles = torch.ones(3, 1, 1, 3 * 4), torch.ones(3, 1, 1, 4)
-    rounded = angles.bfloat16()
     with pytest.raises(AssertionError, match="rotated alike"):
         split_and_rotate(mixed, angles, angles.clone(), [4, 4, 4])
-    with pytest.raises(AssertionError, match="BF16"):
-        split_and_rotate(mixed, rounded, rounded, [4, 4, 4])
+    for refused, message in (
+        (angles.bfloat16(), "BF16"),
+        (angles[:2], "each position"),
+        (torch.ones(3, 1, 1, 5)[..., :4], "as they lie"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            split_and_rotate(mixed, refused, refused, [4, 4, 4])
+    with pytest.raises(AssertionError, match="as it lies"):
+        split_and_rotate(torch.ones(3, 1, 1, 13)[..., :12], angles, angles, [4, 4, 4])
 
 
 @pytest.mark.parametrize(

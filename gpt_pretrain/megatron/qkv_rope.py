@@ -31,6 +31,9 @@ def split_and_rotate(
     """
     assert query_angles is key_angles, "queries and keys are rotated alike"
     assert query_angles.dtype is torch.float32, "angles in BF16 would be off by whole turns"
+    assert query_angles.size(0) >= mixed.size(0), "each position has its angles"
+    assert query_angles.is_contiguous(), "read as they lie"
+    assert mixed.is_contiguous(), "read as it lies"
     return _SplitAndRotate.apply(mixed, query_angles, widths[-1])  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -39,25 +42,25 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, angles: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-        from gpt_pretrain.megatron.qkv_rope_triton import launch_move
+        from gpt_pretrain.megatron.qkv_rope_triton import launch_qkv_rope
 
         length, batch, groups, of_group = mixed.shape
         shapes = [(length, batch, heads, width) for heads in (groups * (of_group // width - 2), groups, groups)]
         parts = tuple(mixed.new_empty(shape) for shape in shapes)
-        launch_move(mixed, parts, angles, joins=False)
+        launch_qkv_rope(mixed, parts, angles, joins=False)
         ctx.save_for_backward(angles)
         ctx.shape = mixed.shape
         return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        from gpt_pretrain.megatron.qkv_rope_triton import launch_move
+        from gpt_pretrain.megatron.qkv_rope_triton import launch_qkv_rope
 
         (angles,) = ctx.saved_tensors
         # Attention may give them as parts of one tensor, which are read where they are.
         parts = [each if each.stride(-1) == 1 else each.contiguous() for each in gradients]
         mixed = parts[0].new_empty(ctx.shape)
-        launch_move(mixed, parts, angles, joins=True)
+        launch_qkv_rope(mixed, parts, angles, joins=True)
         return mixed, None, None
 
 

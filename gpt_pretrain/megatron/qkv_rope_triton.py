@@ -62,7 +62,7 @@ def _move_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _move_kernel(  # type: ignore[no-untyped-def]
+def _qkv_rope_kernel(  # type: ignore[no-untyped-def]
     mixed,
     queries,
     keys,
@@ -115,7 +115,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
         _move_heads(joined + (HEADS + 1) * WIDTH, values + group * value_head, 0, here, cos, sin, 1, 0, WIDTH, JOINS)
 
 
-def launch_move(mixed: torch.Tensor, parts: Sequence[torch.Tensor], angles: torch.Tensor, *, joins: bool) -> None:
+def launch_qkv_rope(mixed: torch.Tensor, parts: Sequence[torch.Tensor], angles: torch.Tensor, *, joins: bool) -> None:
     """Writes rotated queries, rotated keys, and values; or, of gradients of these, those of what they came from.
 
     Args:
@@ -130,7 +130,7 @@ def launch_move(mixed: torch.Tensor, parts: Sequence[torch.Tensor], angles: torc
     length, batch, num_groups, _ = mixed.shape
     width, turned = queries.size(-1), angles.size(-1)
     grid = triton.cdiv(length * batch, _TOKENS), triton.cdiv(num_groups, _GROUPS)
-    _move_kernel[grid](
+    _qkv_rope_kernel[grid](
         mixed,
         queries,
         keys,
