@@ -58,8 +58,8 @@ def make_gradients(shape: Shape, dtype: torch.dtype, device: str, kind: str) -> 
         shape: Of the projection.
         dtype: Of the gradients.
         device: Where they are.
-        kind: "contiguous"; "joined": parts of one tensor; "batch first": what a transposition leaves; "spread":
-            elements of a head apart from each other.
+        kind: "contiguous"; "joined": parts of one tensor; "different": queries such a part, keys with the batch first,
+            values with the heads first; "spread": elements of a head apart from each other.
     """
     generator = torch.Generator().manual_seed(6)
     counts = [shape.groups * shape.heads, shape.groups, shape.groups]
@@ -68,8 +68,12 @@ def make_gradients(shape: Shape, dtype: torch.dtype, device: str, kind: str) -> 
     parts = list(together.split(counts, dim=2))
     if kind == "contiguous":
         return [part.contiguous() for part in parts]
-    if kind == "batch first":
-        return [part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts]
+    if kind == "different":
+        queries, keys, values = parts
+        return [
+            queries,
+            *(each.transpose(0, dim).contiguous().transpose(0, dim) for each, dim in ((keys, 1), (values, 2))),
+        ]
     if kind == "spread":
         return [part.transpose(2, 3).contiguous().transpose(2, 3) for part in parts]
     return parts
@@ -110,7 +114,7 @@ def check_against_fp64(device: str, dtype: torch.dtype, rtol: float) -> None:
             _assert_close(part, exactly, rtol, name)
         # Values are copied.
         assert torch.equal(parts[2].double(), expected[2])
-        for kind in ("contiguous", "joined", "batch first", "spread"):
+        for kind in ("contiguous", "joined", "different", "spread"):
             gradients = make_gradients(shape, dtype, device, kind)
             (of_mixed,) = torch.autograd.grad(parts, mixed, gradients, retain_graph=True)
             (exactly,) = torch.autograd.grad(
