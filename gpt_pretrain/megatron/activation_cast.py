@@ -61,11 +61,17 @@ class CastingMLP(MLP):  # type: ignore[misc]
 
 
 def _multiply_in_fp8(*layers: Any) -> bool:
-    """Whether all of these layers compute in FP8 here: not where `model.fp8_exclude` names one of them."""
+    """Whether all of these layers are Transformer Engine's and compute in FP8: not where `model.fp8_exclude` names one.
+
+    Layers that should be its and are not are the proof's to tell of (`gpt_pretrain.fp8`), after the first step.
+    """
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     enabled = FP8GlobalStateManager.is_fp8_enabled()
-    return all(layer.will_execute_quantized(enabled) for layer in layers)
+    return all(
+        isinstance(layer, TransformerEngineBaseModule) and layer.will_execute_quantized(enabled) for layer in layers
+    )
 
 
 def _input_quantizer(layer: Any) -> Any:
