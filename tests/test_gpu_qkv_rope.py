@@ -14,6 +14,7 @@ from tests.transformers_reference import build_reference, built_training, map_we
 pytestmark = pytest.mark.gpu
 
 FUSED, SEPARATE = (f"model.fused_single_qkv_rope={fused}" for fused in ("true", "false"))
+PLAIN_LOSS = "model.cross_entropy_loss_fusion=false"
 SHAPES = {
     "Llama 3 8B": Shape(length=8192, batch=2, groups=8, heads=4, width=128, turned=128),
     "half of each head": Shape(length=1024, batch=3, groups=12, heads=1, width=64, turned=32),
@@ -38,14 +39,13 @@ def test_bits_are_those_of_transformer_engines_rotation(name):
     theirs = *(apply_rotary_pos_emb(each, angles, fused=True) for each in (queries, keys)), values
     gradients = make_gradients(shape, torch.bfloat16, "cuda", "joined")
     of_ours, of_theirs = (torch.autograd.grad(parts, mixed, gradients) for parts in (ours, theirs))
-    for one, other in zip((*ours, *of_ours), (*theirs, *of_theirs), strict=True):
-        # Where two products cancel out, their own rounding may show.
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
-        assert (one != other).float().mean() < 1e-4
+    assert all(map(torch.equal, (*ours, *of_ours), (*theirs, *of_theirs)))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_layers_train_as_with_separate_kernels(precision, monkeypatch):
+def test_layers_train_bit_for_bit_as_with_separate_kernels(precision, monkeypatch):
+    # As in test_gpu_graphs.py: otherwise attention's own gradients vary from run to run, and the loss may.
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     launches = Counter()
     launch = qkv_rope_triton.launch_qkv_rope
 
@@ -59,11 +59,9 @@ def test_layers_train_as_with_separate_kernels(precision, monkeypatch):
     fp8 = [] if precision == "bf16" else [f"fp8={precision}"]
     curves, counts = {}, {}
     for fusion in (SEPARATE, FUSED):
-        with built_training(case, weights, *TE_BF16, *fp8, fusion, "model.optim.lr=2e-4") as training:
+        with built_training(case, weights, *TE_BF16, *fp8, fusion, PLAIN_LOSS, "model.optim.lr=2e-4") as training:
             curves[fusion] = train_ours(training, 10)
             counts[fusion], passes = dict(launches), 10 * case.layers * len(training.batches)
         launches.clear()
     assert counts == {SEPARATE: {}, FUSED: {False: passes, True: passes}}
-    assert curves[FUSED][0][0] == pytest.approx(curves[SEPARATE][0][0], rel=1e-4)
-    assert curves[FUSED][0] == pytest.approx(curves[SEPARATE][0], rel=5e-3, abs=5e-3)
-    assert curves[FUSED][1] == pytest.approx(curves[SEPARATE][1], rel=0.1)
+    assert curves[FUSED] == curves[SEPARATE]

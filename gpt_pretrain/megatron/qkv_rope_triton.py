@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Tokens of a program. On an H200 no other number, nor several groups to a program or several heads read ahead of what is
-# written, was more than 2% faster, in heads of 128 or of 64; 1.7 times as long as torch takes to copy as many bytes is
-# the slowest that was tried.
+# Tokens of a program. On an H200 115 µs each way for 16,384 tokens of Llama 3 8B, where torch takes 103 to copy as many
+# bytes. More tokens, several groups to a program, or heads that are read ahead took 2% less at most.
 _TOKENS = 8
 _WARPS = 2
 
