@@ -67,7 +67,8 @@ def _qkv_rope_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
 ):
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    group = tl.program_id(1)
+    # Times a stride it may pass 32 bits.
+    group = tl.program_id(1).to(tl.int64)
     inside = tokens < num_tokens
     position, sequence = (tokens // batch).to(tl.int64), (tokens % batch).to(tl.int64)
     columns = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
@@ -75,10 +76,11 @@ def _qkv_rope_kernel(  # type: ignore[no-untyped-def]
     cos, sin = tl.cos(angle), tl.sin(angle)
     if JOINS:
         sin = -sin
-    joined = mixed + (tokens.to(tl.int64) * num_groups + group) * ((HEADS + 2) * WIDTH)
-    part = queries + position * query_position + sequence * query_sequence + group * HEADS * query_head
+    joined = mixed + (tokens * num_groups + group) * ((HEADS + 2) * WIDTH)
+    part = queries + position * query_position + sequence * query_sequence
     for head in range(HEADS):
-        _move_head(joined + head * WIDTH, part + head * query_head, inside, cos, sin, HALF, WIDTH, JOINS)
+        of_head = part + (group * HEADS + head) * query_head
+        _move_head(joined + head * WIDTH, of_head, inside, cos, sin, HALF, WIDTH, JOINS)
     part = keys + position * key_position + sequence * key_sequence + group * key_head
     _move_head(joined + HEADS * WIDTH, part, inside, cos, sin, HALF, WIDTH, JOINS)
     part = values + position * value_position + sequence * value_sequence + group * value_head
