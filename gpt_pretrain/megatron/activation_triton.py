@@ -1,8 +1,9 @@
 """The kernels behind `activation_cast`: an activation and its gradient, written as FP8 codes and as their transpose.
 
 One program takes a tile: it reads what the activation needs once, computes in fp32, rounds to the type of the layers as
-separate kernels would, and writes the tile's codes twice. Both are bound by memory. A module of its own, as Triton is
-not installed everywhere.
+separate kernels would, and writes the tile's codes twice. Instructions count here as bytes do: with a third fewer of
+them the SwiGLU of Llama 3 8B moves 4.1 TB/s on an H200 in place of 3.6, and its gradient 3.9 in place of 2.8. A module
+of its own, as Triton is not installed everywhere.
 """
 
 # Triton reads annotations and takes none but its own, and kernels are called with everything by place.
@@ -14,15 +15,25 @@ import triton.language as tl
 
 from gpt_pretrain.megatron.activation_cast import CastInto
 
-# Rows and columns of a tile.
-_ROWS = 64
+# A tile, its rows in pairs: of thirteen on an H200 none was faster by more than 1%.
+_PAIRS = 32
 _COLUMNS = 64
 _WARPS = 4
+
+# The interpreter knows no assembly.
+_ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _sigmoid(values):  # type: ignore[no-untyped-def]
-    return 1 / (1 + tl.exp(-values))
+    # tl.exp and a division take more instructions for numbers below the smallest normal one. Here those are nothing
+    # beside 1, and a share that small makes no code but 0.
+    inverse = 1 + tl.exp2(-1.4426950408889634 * values)
+    if _ASSEMBLY:
+        share = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [inverse], tl.float32, True, 1)
+    else:
+        share = 1 / inverse
+    return share
 
 
 @triton.jit
@@ -59,29 +70,77 @@ def _factor(scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):  # type:
 
 
 @triton.jit
-def _magnitudes(values):  # type: ignore[no-untyped-def]
-    # Transformer Engine's amax passes over NaN, which differs from itself.
-    return tl.where(values == values, tl.abs(values), 0.0)  # noqa: PLR0124
+def _measure(magnitudes, amax):  # type: ignore[no-untyped-def]
+    # Transformer Engine's amax passes over NaN, and so does a maximum, which leaves NaN where there is nothing else.
+    largest = tl.max(magnitudes)
+    tl.atomic_max(amax, tl.where(largest == largest, largest, 0.0), sem="relaxed")  # noqa: PLR0124
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _word(even, odd, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codes of two rows, one above the other, as one number: a GPU transposes numbers of two bytes, not of one.
+
+    Not put together from single codes: to shift the second one out of a conversion, ptxas 12.8 reads a register that
+    holds something else.
+    """
+    if _ASSEMBLY:
+        # Two at a time.
+        tl.static_assert((dtype == tl.float8e4nv) | (dtype == tl.float8e5))
+        convert: tl.constexpr = (
+            "cvt.rn.satfinite.e4m3x2.f32" if dtype == tl.float8e4nv else "cvt.rn.satfinite.e5m2x2.f32"
+        )
+        first: tl.constexpr = "{ .reg .b16 a, b; " + convert + " a, $3, $1; "
+        word = tl.inline_asm_elementwise(
+            first + convert + " b, $4, $2; mov.b32 $0, {a, b}; }", "=r,r,r,r,r", [even, odd], tl.uint16, True, 2
+        )
+    else:
+        tl.static_assert(dtype == tl.float16)
+        low = even.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        word = low | (odd.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return word
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
-    values,
+    even,
+    odd,
     into,
     into_transposed,
     factor,
-    rows,
+    pairs,
     columns,
     inside,
     num_rows,
     stride: tl.constexpr,
     TRANSPOSES: tl.constexpr,
 ):
-    codes = (values * factor).to(into.dtype.element_ty)
-    tl.store(into + rows.to(tl.int64)[:, None] * stride + columns[None, :], codes, mask=inside)
+    even, odd = even * factor, odd * factor
+    rows = 2 * pairs
+    places = into + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(places, even.to(into.dtype.element_ty), mask=(rows < num_rows)[:, None] & inside[None, :])
+    tl.store(places + stride, odd.to(into.dtype.element_ty), mask=(rows + 1 < num_rows)[:, None] & inside[None, :])
     if TRANSPOSES:
-        places = into_transposed + columns.to(tl.int64)[:, None] * num_rows + rows[None, :]
-        tl.store(places, tl.trans(codes), mask=tl.trans(inside))
+        words, num_pairs = _word(even, odd, into.dtype.element_ty), num_rows // 2
+        places = into_transposed.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
+        tl.store(places + pairs[None, :], tl.trans(words), mask=inside[:, None] & (pairs < num_pairs)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(  # type: ignore[no-untyped-def]
+    inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr
+):
+    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    if GATED:
+        gate = _read(inputs, rows, columns, inside, 2 * width)
+        values = gate * _sigmoid(gate) * _read(inputs, rows, columns + width, inside, 2 * width)
+    else:
+        biased = _read_biased(inputs, bias, rows, columns, inside, width, BIASED)
+        share, _ = _gelu_parts(biased)
+        values = biased * share
+    if BIASED:
+        # Outside of the tensor a bias is left.
+        values = tl.where(inside, values, 0.0)
+    return values.to(inputs.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -102,28 +161,46 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     TRANSPOSES: tl.constexpr,
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
-    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    if GATED:
-        gate = _read(inputs, rows, columns, inside, 2 * width)
-        values = gate * _sigmoid(gate) * _read(inputs, rows, columns + width, inside, 2 * width)
-    else:
-        biased = _read_biased(inputs, bias, rows, columns, inside, width, BIASED)
-        share, _ = _gelu_parts(biased)
-        values = biased * share
-    # Outside of the tensor a bias is left.
-    values = tl.where(inside, values, 0.0).to(inputs.dtype.element_ty).to(tl.float32)
-    if MEASURES:
-        tl.atomic_max(amax, tl.max(_magnitudes(values)), sem="relaxed")
     if WRITES:
+        # First of all, so that no tile waits for it.
         factor = _factor(scale, amax, LARGEST, EPSILON)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inverse_scale, tl.div_rn(1.0, factor))
-        _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, width, TRANSPOSES)
+    even = _activate(inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
+    odd = _activate(inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
+    if MEASURES:
+        _measure(tl.maximum(tl.abs(even), tl.abs(odd)), amax)
+    if WRITES:
+        inside = columns < width
+        _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, width, TRANSPOSES)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _differentiate(  # type: ignore[no-untyped-def]
+    gradients, inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr
+):
+    """The gradient of a GELU's inputs, or of gates; and of what those are multiplied with."""
+    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    arriving = _read(gradients, rows, columns, inside, width)
+    if GATED:
+        gate = _read(inputs, rows, columns, inside, 2 * width)
+        linear = _read(inputs, rows, columns + width, inside, 2 * width)
+        share = _sigmoid(gate)
+        values = (arriving * share * (1 + gate * (1 - share)) * linear).to(inputs.dtype.element_ty).to(tl.float32)
+        of_linear = (arriving * gate * share).to(inputs.dtype.element_ty).to(tl.float32)
+    else:
+        biased = _read_biased(inputs, bias, rows, columns, inside, width, BIASED)
+        share, slope = _gelu_parts(biased)
+        values = arriving * share * (1 + biased * (1 - share) * slope)
+        values = values.to(inputs.dtype.element_ty).to(tl.float32)
+        # There is none, and Triton returns no None.
+        of_linear = values
+    return values, of_linear
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,41 +223,35 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     TRANSPOSES: tl.constexpr,
     LARGEST: tl.constexpr,
     EPSILON: tl.constexpr,
-    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    arriving = _read(gradients, rows, columns, inside, width)
-    if GATED:
-        gate = _read(inputs, rows, columns, inside, 2 * width)
-        linear = _read(inputs, rows, columns + width, inside, 2 * width)
-        share = _sigmoid(gate)
-        values = (arriving * share * (1 + gate * (1 - share)) * linear).to(inputs.dtype.element_ty).to(tl.float32)
-        of_linear = (arriving * gate * share).to(inputs.dtype.element_ty).to(tl.float32)
-        largest = tl.max(tl.maximum(_magnitudes(values), _magnitudes(of_linear)))
-    else:
-        biased = _read_biased(inputs, bias, rows, columns, inside, width, BIASED)
-        share, slope = _gelu_parts(biased)
-        values = arriving * share * (1 + biased * (1 - share) * slope)
-        values = values.to(inputs.dtype.element_ty).to(tl.float32)
-        largest = tl.max(_magnitudes(values))
-    if MEASURES:
-        tl.atomic_max(amax, largest, sem="relaxed")
     if WRITES:
+        # First of all, so that no tile waits for it.
         factor = _factor(scale, amax, LARGEST, EPSILON)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(inverse_scale, tl.div_rn(1.0, factor))
+    even, even_linear = _differentiate(gradients, inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
+    odd, odd_linear = _differentiate(gradients, inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
+    if MEASURES:
+        magnitudes = tl.maximum(tl.abs(even), tl.abs(odd))
         if GATED:
-            _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, 2 * width, TRANSPOSES)
+            magnitudes = tl.maximum(magnitudes, tl.maximum(tl.abs(even_linear), tl.abs(odd_linear)))
+        _measure(magnitudes, amax)
+    if WRITES:
+        inside = columns < width
+        if GATED:
             beside = columns + width
-            _write(of_linear, into, into_transposed, factor, rows, beside, inside, num_rows, 2 * width, TRANSPOSES)
+            _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, 2 * width, TRANSPOSES)
+            even, odd = even_linear, odd_linear
+            _write(even, odd, into, into_transposed, factor, pairs, beside, inside, num_rows, 2 * width, TRANSPOSES)
         else:
-            _write(values, into, into_transposed, factor, rows, columns, inside, num_rows, width, TRANSPOSES)
+            _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, width, TRANSPOSES)
         if BIASED:
             sums = bias_gradients + tl.program_id(1) * width + columns
-            tl.store(sums, tl.sum(values, axis=0), mask=columns < width)
+            tl.store(sums, tl.sum(even + odd, axis=0), mask=columns < width)
 
 
 def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto) -> None:
@@ -192,7 +263,7 @@ def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: Cas
         into: FP8 of [rows, width].
     """
     rows, width = into.codes.shape
-    grid = triton.cdiv(width, _COLUMNS), triton.cdiv(rows, _ROWS)
+    grid = _grid(rows, width)
     for measures, writes in _passes(into):
         _activation_kernel[grid](
             inputs,
@@ -211,7 +282,7 @@ def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: Cas
             TRANSPOSES=into.transposed is not None,
             LARGEST=_largest(into),
             EPSILON=into.amax_epsilon,
-            ROWS=_ROWS,
+            PAIRS=_PAIRS,
             COLUMNS=_COLUMNS,
             num_warps=_WARPS,
         )
@@ -229,7 +300,7 @@ def launch_gradient(
         into: FP8 of the inputs' shape.
     """
     rows, width = gradients.shape
-    grid = triton.cdiv(width, _COLUMNS), triton.cdiv(rows, _ROWS)
+    grid = _grid(rows, width)
     sums = None if bias is None else torch.empty(grid[1], width, dtype=torch.float32, device=inputs.device)
     for measures, writes in _passes(into):
         _gradient_kernel[grid](
@@ -251,11 +322,18 @@ def launch_gradient(
             TRANSPOSES=into.transposed is not None,
             LARGEST=_largest(into),
             EPSILON=into.amax_epsilon,
-            ROWS=_ROWS,
+            PAIRS=_PAIRS,
             COLUMNS=_COLUMNS,
             num_warps=_WARPS,
         )
     return None if sums is None else sums.sum(dim=0)
+
+
+def _grid(rows: int, width: int) -> tuple[int, int]:
+    """Programs across and down."""
+    # Transformer Engine's own rule for FP8: no row is without its pair, and codes are stored in words.
+    assert rows % 8 == 0 and width % 16 == 0, f"no FP8 tensor has {rows} rows of {width}"  # noqa: PT018
+    return triton.cdiv(width, _COLUMNS), triton.cdiv(rows, 2 * _PAIRS)
 
 
 def _passes(into: CastInto) -> tuple[tuple[bool, bool], ...]:
