@@ -28,3 +28,15 @@ def test_a_recording_that_fails_does_not_pass_for_one_that_goes_on(monkeypatch):
         graphs._create_graphs()
     assert not cuda_graphs.is_graph_capturing()
     assert streams == ["default"]
+
+
+def test_each_use_of_the_graphs_pool_is_given_back_at_the_end(monkeypatch):
+    released = []
+    monkeypatch.setattr(graphs, "_allocate", lambda meta: torch.zeros(meta))
+    monkeypatch.setattr(cuda_graphs.CudaGraphManager, "global_mempool", (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: released.append(pool))
+    assert [graphs._allocate_in_pool(size).numel() for size in (2, 5)] == [2, 5]
+    graphs.release_graphs([])
+    graphs.release_graphs([])
+    assert released == [(3, (0, 7))] * 2

@@ -22,6 +22,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
 
+# megatron-core's own, and the pool that it took memory from, once for each time.
+_allocate = cuda_graphs.alloc_tensor_from_graph_mempool
+_taken_from: list[tuple[int, int]] = []
+
 
 class GraphedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
     """A layer that is replayed in training steps, and computed by its modules otherwise."""
@@ -43,8 +47,16 @@ def prepare_graphs(seed: int) -> None:
     # The console belongs to the run.
     cuda_graphs.HAVE_TQDM = False
     schedules.create_cudagraphs = _create_graphs
+    cuda_graphs.alloc_tensor_from_graph_mempool = _allocate_in_pool
     track_random_states(in_graphs=True)
     seed_dropout(seed)
+
+
+def _allocate_in_pool(meta: Any) -> torch.Tensor:
+    """megatron-core's: a tensor in the pool of the graphs, which torch keeps for it until `release_graphs`."""
+    _taken_from.append(cuda_graphs.CudaGraphManager.global_mempool)
+    tensor: torch.Tensor = _allocate(meta)
+    return tensor
 
 
 def _create_graphs() -> None:
@@ -90,12 +102,15 @@ def release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
     """Lets go of the graphs of a run that has ended, and so of their memory, which no other tensor can have.
 
     Otherwise the next job of a sweep has to do without it: what replays a layer and what the replay puts out refer to
-    each other through autograd's nodes, where Python's collector does not look.
+    each other through autograd's nodes, where Python's collector does not look. And torch counts who uses a pool, from
+    `_cuda_beginAllocateCurrentThreadToPool` to `_cuda_releasePool`, which megatron-core 0.19 does not call.
     """
     for layer in _graphed_layers(chunks):
         for runner in layer.cudagraph_manager.cudagraph_runners:
             vars(runner).clear()
         layer.cudagraph_manager.cudagraph_runners.clear()
+    while _taken_from:
+        torch._C._cuda_releasePool(torch.cuda.current_device(), _taken_from.pop())
 
 
 def _graphed_layers(chunks: Sequence[torch.nn.Module]) -> list[GraphedLayer]:
