@@ -53,7 +53,7 @@ def test_nemos_override_string_reaches_every_field_of_megatron_core(nemo, no_lau
     assert transformer.transformer_impl == "transformer_engine"
     assert not transformer.first_last_layers_bf16
     assert transformer.bf16
-    ddp, optimizer = translate_ddp(config, H200), translate_optimizer(config, H200)
+    ddp, optimizer = translate_ddp(config, H200, 2), translate_optimizer(config, H200)
     assert ddp.use_distributed_optimizer
     assert ddp.fp8_param_gather
     assert optimizer.use_distributed_optimizer
@@ -69,7 +69,7 @@ def test_fp8_weights_and_their_gather_are_told_together_or_not_at_all(recipe, pa
     overrides = [f"model.fp8_params={params}", f"model.fp8_emulate={emulate}"]
     config = load_config([*GPT3, f"fp8={recipe.name}", *overrides])
     transformer = translate_transformer(config, H200, plan_kernels(config, H200))
-    ddp, optimizer = translate_ddp(config, H200), translate_optimizer(config, H200)
+    ddp, optimizer = translate_ddp(config, H200, 2), translate_optimizer(config, H200)
     told = params and not emulate
     assert (transformer.fp8_param, ddp.fp8_param_gather) == (told, told)
     assert optimizer.fp8_recipe == (None if emulate else recipe.name)

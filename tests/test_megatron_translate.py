@@ -472,7 +472,7 @@ def translate(config: Config) -> dict[str, Any]:
     """All fields of the three configs of megatron-core, under "part.field"."""
     parts = {
         "transformer": translate_transformer(config, CPU, plan_kernels(config, CPU)),
-        "ddp": translate_ddp(config, CPU),
+        "ddp": translate_ddp(config, CPU, 2),
         "optimizer": translate_optimizer(config, CPU),
     }
     return {
@@ -568,11 +568,20 @@ def test_nothing_known_to_be_wrong_is_ever_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "eod_mask_loss", "expected"), [(H200, False, True), (H200, True, False), (CPU, False, False)]
+    ("platform", "num_shards", "overrides", "expected"),
+    [
+        (H200, 2, [], True),
+        # A sum leaves one rank's gradients where they are; an average multiplies them by 1.
+        (H200, 1, [], False),
+        # Losses of single tokens are summed, and divided by their number at the end.
+        (H200, 2, ["model.data.eod_mask_loss=true"], False),
+        (H200, 2, ["model.num_moe_experts=4"], False),
+        # gloo has no average.
+        (CPU, 2, [], False),
+    ],
 )
-def test_gradients_are_averaged_by_nccl_where_it_can(platform: Platform, eod_mask_loss: bool, expected: bool) -> None:
-    """gloo has no average; losses of single tokens are summed, and divided by their number at the end."""
-    assert (
-        translate_ddp(load_config([*BASE, f"model.data.eod_mask_loss={eod_mask_loss}"]), platform).average_in_collective
-        is expected
-    )
+def test_gradients_are_averaged_by_nccl_where_that_saves_a_pass(
+    platform: Platform, num_shards: int, overrides: list[str], expected: bool
+) -> None:
+    config = load_config([*BASE, *overrides])
+    assert translate_ddp(config, platform, num_shards).average_in_collective is expected

@@ -77,7 +77,7 @@ def changed_fields(override, context):
     # What null comes to among the kernels depends on many keys, and is told beside the table.
     context = ["data=mock", "model.cuda_graph_impl=none", "model.fused_single_qkv_rope=false", *context]
     before, after = (
-        translated_fields(config, H200, plan_kernels(config, H200))
+        translated_fields(config, H200, plan_kernels(config, H200), 2)
         for config in (load_config(context), load_config([*context, override]))
     )
     changed = {name for name in before if before[name] != after[name]}

@@ -139,7 +139,8 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:
         modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]
-    ddp_config = translate_ddp(config, platform)
+    num_shards = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    ddp_config = translate_ddp(config, platform, num_shards)
     chunks = [
         DistributedDataParallel(
             transformer_config,

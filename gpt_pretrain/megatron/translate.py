@@ -191,8 +191,14 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
     )
 
 
-def translate_ddp(config: Config, platform: Platform) -> DistributedDataParallelConfig:
-    """Gradient reduction and parameter gathering: `model.*` to `DistributedDataParallelConfig`."""
+def translate_ddp(config: Config, platform: Platform, num_shards: int) -> DistributedDataParallelConfig:
+    """Gradient reduction and parameter gathering: `model.*` to `DistributedDataParallelConfig`.
+
+    Args:
+        config: The run's configuration.
+        platform: The machine.
+        num_shards: Ranks that reduce gradients with each other, DP · CP.
+    """
     model = config.model
     fp8 = _transformer_engine_fp8(model)
     return DistributedDataParallelConfig(
@@ -205,8 +211,12 @@ def translate_ddp(config: Config, platform: Platform) -> DistributedDataParallel
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
         align_param_gather=model.overlap_param_gather and model.virtual_pipeline_model_parallel_size is not None,
         # NCCL divides as it reads; otherwise a pass of its own over the gradients does, 15 ms for those of Llama 3 8B.
-        # gloo cannot, and with losses per token there is nothing to divide by.
-        average_in_collective=platform.cuda and not model.data.eod_mask_loss,
+        # gloo cannot, and with losses per token there is nothing to divide by. NCCL multiplies what one rank has by 1,
+        # and leaves a sum of it as it is; what experts have, megatron-core scales in a pass before it averages.
+        average_in_collective=platform.cuda
+        and num_shards > 1
+        and model.num_moe_experts is None
+        and not model.data.eod_mask_loss,
         check_for_nan_in_grad=False,
     )
 

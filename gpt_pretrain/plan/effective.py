@@ -115,7 +115,7 @@ class Setting:
     """What null came to, and what else is worth knowing."""
 
 
-def translated_fields(config: Config, platform: Platform, kernels: Kernels) -> dict[str, Any]:
+def translated_fields(config: Config, platform: Platform, kernels: Kernels, num_shards: int) -> dict[str, Any]:
     """Every field of megatron-core's three configs under "Class.field", as training would set it."""
     # megatron-core refuses this one fusion where Transformer Engine does not import, and no key of the table sets it.
     importable = replace(kernels, apply_rope_fusion=False)
@@ -126,7 +126,7 @@ def translated_fields(config: Config, platform: Platform, kernels: Kernels) -> d
         setattr(transformer, name, value)
     configs = (
         transformer,
-        translate_ddp(config, platform),
+        translate_ddp(config, platform, num_shards),
         translate_optimizer(config, platform),
     )
     return {f"{type(each).__name__}.{name}": value for each in configs for name, value in vars(each).items()}
@@ -216,7 +216,7 @@ def effective_settings(config: Config, platform: Platform, kernels: Kernels, num
         num_shards: Ranks that reduce gradients with each other, DP · CP.
     """
     settings = fp8_settings(config.model)
-    fields = translated_fields(config, platform, kernels)
+    fields = translated_fields(config, platform, kernels, num_shards)
     for key, names in FIELDS.items():
         inert = _why_inert(config.model, settings, key, num_shards)
         effective = {name: _shown(fields[name]) for name in names}
