@@ -28,12 +28,12 @@ class Shape:
 
 
 SHAPES = {
-    # Odd numbers of tokens; more groups than a program goes through, no multiple of them.
+    # No multiple of the tokens of a program, and an odd number of sequences.
     "grouped": Shape(length=19, batch=3, groups=5, heads=4, width=32, turned=32),
     # A part of each head, and halves that are no power of two.
     "partial": Shape(length=21, batch=1, groups=2, heads=2, width=32, turned=16),
     "narrow": Shape(length=5, batch=2, groups=3, heads=1, width=24, turned=20),
-    # More heads than are read at once, no multiple of them.
+    # Keys and values of one head, as in multi-query attention.
     "one group": Shape(length=7, batch=2, groups=1, heads=7, width=16, turned=16),
 }
 
