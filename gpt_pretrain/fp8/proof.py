@@ -27,6 +27,7 @@ from gpt_pretrain.fp8.readback import NOT_IN_FP8, live_recipe, parameter_bytes, 
 from gpt_pretrain.fp8.watched import Difference, WatchedProducts, differences_of_ranks
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
+from gpt_pretrain.megatron.parallel import sum_over
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
@@ -168,7 +169,7 @@ class Proof:
         total = in_fp8 = 0
         for group, parameters in parameters_by_group(self._chunks):
             sums = torch.tensor(parameter_bytes(parameters), dtype=torch.float64, device=torch.cuda.current_device())
-            torch.distributed.all_reduce(sums, group=group)
+            sum_over(group, sums)
             total, in_fp8 = total + int(sums[0].item()), in_fp8 + int(sums[1].item())
         return total, in_fp8
 

@@ -20,6 +20,7 @@ from gpt_pretrain.megatron.initialization import built_without_first_values, ini
 from gpt_pretrain.megatron.kernels import install_split
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
 from gpt_pretrain.megatron.linear_loss import install_loss_heads, losses_from_head
+from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.megatron.qkv_rope import install_rotation
@@ -199,6 +200,6 @@ def _count_parameters(chunks: Sequence[GPTModel]) -> int:
             if id(parameter) not in copies and (rank == 0 or getattr(parameter, "tensor_model_parallel", False))
         )
         total = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
-        torch.distributed.all_reduce(total, group=group)
+        sum_over(group, total)
         count += int(total.item())
     return count

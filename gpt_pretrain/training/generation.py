@@ -125,7 +125,8 @@ def generate_tokens(
                 choice = logits.argmax(keepdim=True)
             else:
                 choice.copy_(_draw(logits, temperature, top_k, generator))
-        torch.distributed.broadcast(choice, src=last_stage, group=pipeline_group)
+        if pipeline_group.size() > 1:
+            torch.distributed.broadcast(choice, src=last_stage, group=pipeline_group)
         if config.num_moe_experts is not None:
             # Replicas meet at their experts: one that rounds otherwise and ends earlier would leave the others waiting.
             torch.distributed.broadcast(choice, src=0)
