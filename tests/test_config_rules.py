@@ -221,6 +221,19 @@ RULES = {
         "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and model.overlap_grad_reduce=true",
         ["parallelism=dp"],
     ),
+    "buckets of what is exchanged at the end": (
+        ["model.ddp_bucket_size=1000000"],
+        1,
+        "model.ddp_bucket_size=1000000 is how much is exchanged at once behind computation, and "
+        "model.overlap_grad_reduce=false leaves all of it to the end; use null, or overlap_grad_reduce=true",
+        ["parallelism=dp", "model.ddp_bucket_size=1000000"],
+    ),
+    "empty buckets": (
+        ["parallelism=dp", "model.ddp_bucket_size=0"],
+        1,
+        "model.ddp_bucket_size=0 is not positive; use 1 or more",
+        ["parallelism=dp", "model.ddp_bucket_size=1"],
+    ),
     "distributed SGD": (
         ["parallelism=dp", "model.optim.name=sgd"],
         1,

@@ -172,6 +172,11 @@ ROWS = [
         ddp={"overlap_param_gather": True},
         optimizer={"overlap_param_gather": True},
     ),
+    Row(
+        override="model.ddp_bucket_size=5000000",
+        context=("model.overlap_grad_reduce=true",),
+        ddp={"bucket_size": 5_000_000},
+    ),
     Row(override="model.grad_reduce_in_fp32=false", ddp={"grad_reduce_in_fp32": False}),
     Row(
         override="model.transformer_engine=true",

@@ -47,6 +47,7 @@ CHANGES = [
     ("model.use_distributed_optimizer=true", ()),
     ("model.overlap_grad_reduce=true", ()),
     ("model.overlap_param_gather=true", ("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true")),
+    ("model.ddp_bucket_size=5000000", ("model.overlap_grad_reduce=true",)),
     ("model.tp_comm_overlap=true", (TP2, "model.sequence_parallel=true")),
     ("model.grad_reduce_in_fp32=false", ()),
     ("model.optim.use_precision_aware_optimizer=true", ()),
@@ -123,7 +124,7 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
     expected |= {"trainer.precision", "model.transformer_engine", "model.use_distributed_optimizer"}
     expected |= {key for key in schema_keys() if key.startswith("model.optim.") and key.endswith("_dtype")}
     expected |= {"model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"}
-    assert set(FIELDS) == expected | {"model.grad_reduce_in_fp32", "model.tp_comm_overlap"}
+    assert set(FIELDS) == expected | {"model.grad_reduce_in_fp32", "model.tp_comm_overlap", "model.ddp_bucket_size"}
 
 
 TC, DDP, OPT = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"

@@ -42,6 +42,7 @@ COUNTS = (
     "moe_router_topk",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "ddp_bucket_size",
 )
 
 

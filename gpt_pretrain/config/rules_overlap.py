@@ -16,6 +16,12 @@ def gradients(model: ModelConfig) -> Iterator[str]:
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
         )
+    if model.ddp_bucket_size is not None and not model.overlap_grad_reduce:
+        yield (
+            f"model.ddp_bucket_size={model.ddp_bucket_size} is how much is exchanged at once behind computation, and "
+            "model.overlap_grad_reduce=false leaves all of it to the end; use null, or overlap_grad_reduce=true "
+            "(parallelism=dp has it so)"
+        )
     if model.nccl_ub:
         yield (
             "model.nccl_ub=true is refused: megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink "

@@ -78,6 +78,7 @@ def inference_config(saved: SavedModel) -> Config:
         use_distributed_optimizer=False,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
+        ddp_bucket_size=None,
         fp8=False,
         fp8_params=False,
         fp8_emulate=False,

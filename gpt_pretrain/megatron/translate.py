@@ -208,6 +208,7 @@ def translate_ddp(config: Config, platform: Platform, num_shards: int) -> Distri
         fp8_param_gather=fp8 is not None and fp8.params,
         overlap_grad_reduce=model.overlap_grad_reduce,
         overlap_param_gather=model.overlap_param_gather,
+        bucket_size=model.ddp_bucket_size,
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
         align_param_gather=model.overlap_param_gather and model.virtual_pipeline_model_parallel_size is not None,
         # NCCL divides as it reads; otherwise a pass of its own over the gradients does, 15 ms for those of Llama 3 8B.

@@ -69,6 +69,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model.use_distributed_optimizer": (f"{DDP}.use_distributed_optimizer", f"{OPTIMIZER}.use_distributed_optimizer"),
     "model.overlap_grad_reduce": (f"{DDP}.overlap_grad_reduce",),
     "model.overlap_param_gather": (f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.overlap_param_gather"),
+    "model.ddp_bucket_size": (f"{DDP}.bucket_size",),
     "model.tp_comm_overlap": (f"{TRANSFORMER}.tp_comm_overlap",),
     "model.grad_reduce_in_fp32": (f"{DDP}.grad_reduce_in_fp32",),
     "model.optim.use_precision_aware_optimizer": (f"{OPTIMIZER}.use_precision_aware_optimizer",),
@@ -81,7 +82,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model.activations_checkpoint_num_layers": (f"{TRANSFORMER}.recompute_num_layers",),
 }
 FP8_KEYS = tuple(key for key in FIELDS if key.startswith("model.fp8_") or key.endswith("_bf16"))
-_OVERLAPS = ("model.overlap_grad_reduce", "model.overlap_param_gather")
+_OVERLAPS = ("model.overlap_grad_reduce", "model.overlap_param_gather", "model.ddp_bucket_size")
 _OF_EXPERTS = ("model.expert_model_parallel_size", "model.expert_tensor_parallel_size")
 _PRECISION_AWARE, _REMAINDERS = "model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"
 _KEPT_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
