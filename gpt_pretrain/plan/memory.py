@@ -31,10 +31,11 @@ from gpt_pretrain.plan.stages import Layout, Stage
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
 WORKSPACE_BYTES = 0.1 * GIB
-# Outside of torch's allocator: the CUDA context with its kernels, and NCCL's buffers. Assumed.
-CONTEXT_GIB = 0.8
-NCCL_GIB = 1.0
-# What the allocator holds and cannot use. Assumed.
+# Outside of torch's allocator: the CUDA context with its kernels, and NCCL's communicators, 0.47 GiB each: four were
+# used at DP 4 on H200s, between five and six at TP 2 × DP 2 (benchmarks/llama3_8b_4gpu_h200_2026-11-22.md).
+CONTEXT_GIB = 1.1
+NCCL_GIB = 2.4
+# What the allocator holds and cannot use: of the peaks there 0.7 to 1.3%, with tensor parallelism 3.4 and 4.2%.
 FRAGMENTATION = 0.03
 
 # Bytes of a moment of one parameter: a scale in fp32 for each block of what has scales.
