@@ -35,7 +35,7 @@ WORKSPACE_BYTES = 0.1 * GIB
 # used at DP 4 on H200s, between five and six at TP 2 × DP 2 (benchmarks/llama3_8b_4gpu_h200_2026-11-22.md).
 CONTEXT_GIB = 1.1
 NCCL_GIB = 2.4
-# What the allocator holds and cannot use: of the peaks there 0.7 to 1.3%, with tensor parallelism 3.4 and 4.2%.
+# What the allocator holds and cannot use: 1 to 2% of the peaks there with expandable segments, 7 to 9 at TP 2 without.
 FRAGMENTATION = 0.03
 
 # Bytes of a moment of one parameter: a scale in fp32 for each block of what has scales.
