@@ -165,7 +165,7 @@ ROWS = [
         ddp={"use_distributed_optimizer": True},
         optimizer={"use_distributed_optimizer": True},
     ),
-    Row(override="model.overlap_grad_reduce=true", ddp={"overlap_grad_reduce": True}),
+    Row(override="model.overlap_grad_reduce=true", ddp={"overlap_grad_reduce": True, "bucket_size": 400_000_000}),
     Row(
         override=OVERLAP,
         context=("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true"),

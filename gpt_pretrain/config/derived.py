@@ -79,6 +79,26 @@ def matmul_parameters_per_layer(model: ModelConfig) -> int:
     return attention + model.hidden_size * model.num_moe_experts + experts
 
 
+def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
+    """Values of a bucket that gradients are reduced in behind computation, and parameters gathered; else None.
+
+    megatron-core's 40 million, or a million for each rank, leave NCCL many short exchanges: the whole Llama 3 8B on
+    four H200s is 1.0% faster with 400 million, with a thousand million 0.7%. A model that has only few buckets of that
+    size would have little to hide them behind, so that they hold a 16th of a rank's layers at most.
+
+    Args:
+        model: The configuration.
+        num_shards: Ranks that reduce gradients with each other, DP · CP.
+    """
+    if not model.overlap_grad_reduce:
+        return None
+    if model.ddp_bucket_size is not None:
+        return model.ddp_bucket_size
+    weights = model.num_layers * matmul_parameters_per_layer(model)
+    of_rank = weights // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
+    return max(40_000_000, 1_000_000 * num_shards, min(400_000_000, of_rank // 16))
+
+
 # What `flops_per_token` computes, as a person reads it.
 FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × sequence) + 2 × hidden × vocabulary)"
 

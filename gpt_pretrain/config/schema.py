@@ -225,7 +225,7 @@ class ModelConfig:
     """Gather parameters while the forward pass runs; needs use_distributed_optimizer and overlap_grad_reduce."""
     ddp_bucket_size: int | None
     """Values that overlap_grad_reduce and overlap_param_gather exchange at once, about; null: a 16th of a rank's
-    parameters, no more than 400 million, and at least 40 million and 1 million per data-parallel rank."""
+    layers, no more than 400 million, and at least 40 million and 1 million per data-parallel rank."""
     tp_comm_overlap: bool
     """Exchange activations between TP ranks while their products run, in TE's user buffers; needs sequence_parallel."""
     nccl_ub: bool

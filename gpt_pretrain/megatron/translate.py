@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 
 from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, OptimizerName, Precision
 from gpt_pretrain.config.derived import (
+    ddp_bucket_size,
     expert_tensor_parallel_size,
     ffn_hidden_size,
     kv_channels,
@@ -208,7 +209,7 @@ def translate_ddp(config: Config, platform: Platform, num_shards: int) -> Distri
         fp8_param_gather=fp8 is not None and fp8.params,
         overlap_grad_reduce=model.overlap_grad_reduce,
         overlap_param_gather=model.overlap_param_gather,
-        bucket_size=model.ddp_bucket_size,
+        bucket_size=ddp_bucket_size(model, num_shards),
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
         align_param_gather=model.overlap_param_gather and model.virtual_pipeline_model_parallel_size is not None,
         # NCCL divides as it reads; otherwise a pass of its own over the gradients does, 15 ms for those of Llama 3 8B.

@@ -67,7 +67,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model.expert_tensor_parallel_size": (f"{TRANSFORMER}.expert_tensor_parallel_size",),
     "model.sequence_parallel": (f"{TRANSFORMER}.sequence_parallel",),
     "model.use_distributed_optimizer": (f"{DDP}.use_distributed_optimizer", f"{OPTIMIZER}.use_distributed_optimizer"),
-    "model.overlap_grad_reduce": (f"{DDP}.overlap_grad_reduce",),
+    "model.overlap_grad_reduce": (f"{DDP}.overlap_grad_reduce", f"{DDP}.bucket_size"),
     "model.overlap_param_gather": (f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.overlap_param_gather"),
     "model.ddp_bucket_size": (f"{DDP}.bucket_size",),
     "model.tp_comm_overlap": (f"{TRANSFORMER}.tp_comm_overlap",),
