@@ -82,12 +82,12 @@ def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]
         config: The configuration.
         sizes_known: Whether all counts are positive; what a layer multiplies is divided by them.
     """
-    if config.model.activation_cast_fusion:
-        obstacles = activation_cast_obstacles(config.model, sizes_known=sizes_known)
-        yield from refusals("model.activation_cast_fusion=true", obstacles, "null or false")
-    if config.model.embedding_gradient_fusion:
-        obstacles = embedding_gradient_obstacles(config)
-        yield from refusals("model.embedding_gradient_fusion=true", obstacles, "null or false")
-    if config.model.fused_single_qkv_rope:
-        obstacles = qkv_rope_obstacles(config.model)
-        yield from refusals("model.fused_single_qkv_rope=true", obstacles, "null or false")
+    model = config.model
+    found = {
+        "activation_cast_fusion": activation_cast_obstacles(model, sizes_known=sizes_known),
+        "embedding_gradient_fusion": embedding_gradient_obstacles(config),
+        "fused_single_qkv_rope": qkv_rope_obstacles(model),
+    }
+    for key, obstacles in found.items():
+        if getattr(model, key):
+            yield from refusals(f"model.{key}=true", obstacles, "null or false")
