@@ -58,7 +58,8 @@ def _read_biased(inputs, bias, rows, columns, inside, width: tl.constexpr, BIASE
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _factor(scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):  # type: ignore[no-untyped-def]
+def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What values are multiplied by; one program of all leaves its inverse."""
     if LARGEST == 0:
         factor = tl.load(scale)
     else:
@@ -66,6 +67,8 @@ def _factor(scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):  # type:
         measured = tl.maximum(tl.load(amax), EPSILON)
         factor = tl.where((measured > 0) & (measured < float("inf")), tl.div_rn(LARGEST * 1.0, measured), 1.0)
         factor = tl.minimum(factor, 3.4028234663852886e38)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse_scale, tl.div_rn(1.0, factor))
     return factor
 
 
@@ -168,9 +171,7 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if WRITES:
         # First of all, so that no tile waits for it.
-        factor = _factor(scale, amax, LARGEST, EPSILON)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(inverse_scale, tl.div_rn(1.0, factor))
+        factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
     even = _activate(inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
     odd = _activate(inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
     if MEASURES:
@@ -230,9 +231,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if WRITES:
         # First of all, so that no tile waits for it.
-        factor = _factor(scale, amax, LARGEST, EPSILON)
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-            tl.store(inverse_scale, tl.div_rn(1.0, factor))
+        factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
     even, even_linear = _differentiate(gradients, inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
     odd, odd_linear = _differentiate(gradients, inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
     if MEASURES:
