@@ -16,11 +16,15 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 # What is needed changes less often than the code: a layer of its own, and pip's downloads outside of the image.
 # PIP_CONSTRAINT, where the base sets it, names pins of its own that reach into isolated builds, too; what has to stay
 # is in base/constraints.txt.
+# Of pyproject.toml's extras none is in the image unless it is asked for, by commas: --build-arg EXTRAS=flash,wandb.
+# With flash more than attention hangs on it: Transformer Engine 2.15 to 2.18 do not load where it is installed and does
+# not load itself.
+ARG EXTRAS=""
 WORKDIR /opt/gpt_pretrain
 COPY pyproject.toml constraints.txt ./
 COPY scripts/base_packages.py scripts/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python scripts/base_packages.py freeze base \
+    python scripts/base_packages.py freeze base "${EXTRAS}" \
     && PIP_CONSTRAINT='' python -m pip install --constraint base/constraints.txt --requirement base/requirements.txt \
     && python scripts/base_packages.py check base
 

@@ -1,19 +1,24 @@
-"""What an image's base has installed stays as it is: `base_packages.py freeze|check FOLDER`, for the Dockerfile.
+"""What an image's base has installed stays as it is; for the Dockerfile.
+
+    base_packages.py freeze FOLDER [EXTRA,…]
+    base_packages.py check FOLDER
 
 A base such as NVIDIA's PyTorch container brings packages that were compiled for each other and that no registry has:
 PyTorch, Transformer Engine, apex, flash-attn. `freeze` writes to FOLDER, before anything is installed:
 
     constraints.txt   the versions that pip has to keep: of what was compiled for the base; and, for packages that the
                       base does not have, those of this project's own constraints.txt
-    requirements.txt  what pyproject.toml asks for
-    base.json         a fingerprint of each package that has to stay
+    requirements.txt  what pyproject.toml asks for, and what those of its extras ask for that are named
+    base.json         a fingerprint of each package: of those that have to stay, and of those that need not
 
 A package of the base that was not compiled for it (tensorboard, rich) is not pinned: pip leaves what is new enough, and
-replaces what this project cannot use. `check` compares afterwards: exit code 1 names what is no longer what it was.
+replaces what this project cannot use. `check` compares afterwards: exit code 1 names what is no longer what it was, and
+what another package has written over: pip does so without a word where two have a file of the same name.
 """
 
 import hashlib
 import json
+import os
 import re
 import sys
 import tomllib
@@ -65,39 +70,71 @@ def project_pins() -> Iterator[tuple[str, str]]:
             yield canonical(line.partition("==")[0]), line
 
 
-def freeze(folder: Path) -> None:
+def project_requirements(extras: str) -> list[str]:
+    """What this project needs with those of its extras that are named, separated by commas; none is fine."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    offered = project["optional-dependencies"]
+    requirements = list(project["dependencies"])
+    for extra in filter(None, extras.split(",")):
+        if extra not in offered:
+            sys.exit(f"error: EXTRAS={extras}: pyproject.toml has no extra {extra!r}; use {', '.join(offered)}")
+        requirements += offered[extra]
+    return requirements
+
+
+def freeze(folder: Path, extras: str) -> None:
     """Writes the three files."""
+    requirements = project_requirements(extras)
     packages = installed()
     kept = {name: package for name, package in sorted(packages.items()) if is_compiled_for_base(package)}
     lines = [f"{name}=={package.version}" for name, package in kept.items()]
     lines += [line for name, line in project_pins() if name not in packages]
-    requirements = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "constraints.txt").write_text("\n".join(lines) + "\n")
     (folder / "requirements.txt").write_text("\n".join(requirements) + "\n")
-    fingerprints = {name: fingerprint(package) for name, package in kept.items()}
-    (folder / "base.json").write_text(json.dumps(fingerprints, indent=2) + "\n")
+    base = {
+        "kept": {name: fingerprint(package) for name, package in kept.items()},
+        "free": {name: fingerprint(package) for name, package in packages.items() if name not in kept},
+    }
+    (folder / "base.json").write_text(json.dumps(base, indent=2) + "\n")
     sys.stdout.write("kept as the base has them: " + ", ".join(lines[: len(kept)]) + "\n")
+
+
+def contents(package: Distribution) -> dict[str, str | None]:
+    """Path → hash, where one was noted, of what a package has installed."""
+    return {os.path.normpath(package.locate_file(file)): file.hash and file.hash.value for file in package.files or []}
 
 
 def check(folder: Path) -> int:
     """Compares with what was frozen; returns the exit code."""
     packages = installed()
-    before = json.loads((folder / "base.json").read_text())
-    changed = False
-    for name, was in before.items():
-        now = fingerprint(packages[name]) if name in packages else None
-        if now != was:
-            changed = True
-            what = "is gone"
-            if now is not None:
-                build = "another build of " if now["version"] == was["version"] else ""
-                what = f"is now {build}{now['version']} in {now['folder']}"
-            sys.stderr.write(f"error: {name} {was['version']} of the base in {was['folder']} {what}\n")
-    return int(changed)
+    base = json.loads((folder / "base.json").read_text())
+    before = base["kept"] | base["free"]
+    added = {name: contents(package) for name, package in packages.items() if fingerprint(package) != before.get(name)}
+    changes = []
+    for name, was in base["kept"].items():
+        here = f"{name} {was['version']} of the base in {was['folder']}"
+        if name not in packages:
+            changes.append(f"{here} is gone")
+        elif name in added:
+            now = fingerprint(packages[name])
+            build = "another build of " if now["version"] == was["version"] else ""
+            changes.append(f"{here} is now {build}{now['version']} in {now['folder']}")
+        else:
+            own = contents(packages[name])
+            for other, files in added.items():
+                if lost := sorted(path for path, content in files.items() if own.get(path, content) != content):
+                    by = f"{other} {packages[other].version}"
+                    changes.append(f"{here} was written over by {by}: files: {len(lost)}, the first: {lost[0]}")
+    sys.stderr.writelines(f"error: {change}\n" for change in changes)
+    return int(bool(changes))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("freeze", "check"):
-        sys.exit("usage: base_packages.py freeze|check FOLDER")
-    sys.exit(freeze(Path(sys.argv[2])) if sys.argv[1] == "freeze" else check(Path(sys.argv[2])))
+    match sys.argv[1:]:
+        case ["freeze", folder, *extras] if len(extras) <= 1:
+            freeze(Path(folder), *extras or [""])
+        case ["check", folder]:
+            sys.exit(check(Path(folder)))
+        case _:
+            sys.exit("usage: base_packages.py freeze FOLDER [EXTRA,…] | check FOLDER")

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from dataclasses import dataclass
@@ -26,8 +27,10 @@ from packaging.utils import canonicalize_name
 from tests.launching import REPOSITORY
 
 # What the stand-in for the base lacks, and what it has too old.
-MISSING = ("antlr4-python3-runtime", "hydra-core", "megatron-core", "omegaconf", "plotext", "tokenizers")
+MISSING = ("antlr4-python3-runtime", "hydra-core", "matplotlib", "megatron-core", "omegaconf", "plotext", "tokenizers")
 TOO_OLD = "safetensors"
+# The extra that is asked for when its commands are carried out: it needs the matplotlib that is missing.
+EXTRA = "plot"
 
 
 def parse_dockerfile():
@@ -85,11 +88,12 @@ def test_nothing_else_reaches_the_engine(path):
     assert not is_sent(path)
 
 
-def test_the_base_can_be_chosen_and_the_user_is_not_root():
+def test_the_base_and_the_extras_can_be_chosen_and_the_user_is_not_root():
     values = {step["instruction"]: step["value"] for step in STEPS}
 
-    assert values["ARG"] == "BASE=nvcr.io/nvidia/pytorch:26.07-py3"
+    assert (STEPS[0]["instruction"], STEPS[0]["value"]) == ("ARG", "BASE=nvcr.io/nvidia/pytorch:26.07-py3")
     assert values["FROM"] == "${BASE}"
+    assert values["ARG"] == 'EXTRAS=""', "no extra is installed that nobody asked for"
     assert int(values["USER"]) > 1000
 
 
@@ -168,6 +172,7 @@ def build(tmp_path_factory):
         "PIP_FIND_LINKS": str(wheels),
         "PIP_CONSTRAINT": str(root / "pins.txt"),
         **ENVIRONMENT,
+        "EXTRAS": EXTRA,
     }
     done = Build(environment=environment, folder=root, packages=packages, commands=[])
     folder = root
@@ -200,6 +205,7 @@ def test_the_commands_install_beside_the_base(build):
         assert done.returncode == 0, done.stdout + done.stderr
     there = {path.name for path in build.packages.iterdir()}
     assert {"megatron", "hydra", "omegaconf", "gpt_pretrain", "tokenizers"} <= there
+    assert "matplotlib" in there, "what the extra needs"
     assert not {"torch", "numpy", "pyarrow", "rich"} & there, "what the base has is not installed again"
     assert "safetensors" in there, "what the base has too old is"
     assert (build.packages / "gpt_pretrain" / "conf" / "config.yaml").is_file()
@@ -223,6 +229,14 @@ COMPILED = {
 FREE = {"rich": "12.0.0"}
 
 
+def install_files(folder, name, version, files):
+    """A package with empty files: path → hash that its metadata has."""
+    for path in files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).touch()
+    install_metadata(folder, name, version, files="".join(f"{path},sha256={each},0\n" for path, each in files.items()))
+
+
 def install_metadata(folder, name, version, files=""):
     metadata = folder / f"{name}-{version}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
@@ -232,11 +246,11 @@ def install_metadata(folder, name, version, files=""):
         (metadata / "direct_url.json").write_text('{"url": "file:///opt/dllogger"}')
 
 
-def base_packages(action, root, *first):
+def base_packages(action, root, *first, extras=()):
     """Runs the script on a Python that has the packages of `root/packages`, behind those of the folders `first`."""
     path = os.pathsep.join(map(str, [*first, root / "packages"]))
     return subprocess.run(
-        [sys.executable, "-S", REPOSITORY / "scripts" / "base_packages.py", action, root / "base"],
+        [sys.executable, "-S", REPOSITORY / "scripts" / "base_packages.py", action, root / "base", *extras],
         env={"PYTHONPATH": path, "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
@@ -285,4 +299,42 @@ def test_a_base_that_was_changed_ends_the_build_with_what_changed(frozen, tmp_pa
         f"error: apex 0.1 of the base in {packages} is now another build of 0.1 in {packages}",
         f"error: dllogger 1.1.0 of the base in {packages} is gone",
         f"error: torch {COMPILED['torch']} of the base in {packages} is now 2.12.0 in {tmp_path / 'user'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "extras"), [([], []), ([""], []), (["flash"], ["flash"]), (["wandb,flash"], ["wandb", "flash"])]
+)
+def test_the_extras_that_are_asked_for_are_required_too(tmp_path, asked, extras):
+    done = base_packages("freeze", tmp_path, extras=asked)
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    expected = [*project["dependencies"], *(project["optional-dependencies"][extra][0] for extra in extras)]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "base" / "requirements.txt").read_text().splitlines() == expected
+
+
+def test_an_extra_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+    done = base_packages("freeze", tmp_path, extras=["flash,wand"])
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: EXTRAS=flash,wand: pyproject.toml has no extra 'wand'; use te, flash, wandb")
+
+
+def test_files_of_the_base_that_another_package_writes_over_end_the_build(tmp_path):
+    packages = tmp_path / "packages"
+    install_files(packages, "flash_attn", "2.8.3", {"flash_attn/__init__.py": "a", "flash_attn/cute/mask.py": "a"})
+    install_files(packages, "nvidia_nccl", "2.28", {"nvidia/__init__.py": "a"})
+    assert base_packages("freeze", tmp_path).returncode == 0
+    # The same file, with the same content: nothing of the base is lost.
+    install_files(packages, "nvidia_cutlass_dsl", "4.8.1", {"nvidia/__init__.py": "a"})
+    assert base_packages("check", tmp_path).returncode == 0
+
+    install_files(packages, "flash_attn_4", "4.0.0", {"flash_attn/cute/mask.py": "b", "flash_attn/cute/new.py": "b"})
+    done = base_packages("check", tmp_path)
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: flash-attn 2.8.3 of the base in {packages} was written over by flash-attn-4 4.0.0: "
+        f"files: 1, the first: {packages}/flash_attn/cute/mask.py"
     ]

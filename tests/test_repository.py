@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import zipfile
 from dataclasses import fields, is_dataclass
@@ -126,6 +127,18 @@ def test_the_wheel_carries_every_configuration_file(tmp_path):
     assert expected <= packed
     assert {f"{path.relative_to(ROOT)}" for path in (ROOT / "gpt_pretrain").rglob("*.py")} <= packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)
+
+
+def test_an_editable_installation_without_build_isolation_needs_hatchling_alone(tmp_path, monkeypatch):
+    from hatchling.builders.wheel import WheelBuilder
+
+    # What is None is not found, installed or not.
+    monkeypatch.setitem(sys.modules, "editables", None)
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["editable"])
+
+    packed = zipfile.ZipFile(wheel)
+    (path,) = (name for name in packed.namelist() if name.endswith(".pth"))
+    assert packed.read(path).decode() == str(ROOT)
 
 
 @pytest.mark.parametrize("script", [".ci/run", "scripts/install.sh", "tests/slurm/start.sh"])
