@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpt_pretrain.config.load import load_config
 from gpt_pretrain.doctor.console import print_verdict
 from gpt_pretrain.doctor.document import doctor_document
 from gpt_pretrain.doctor.facts import (
@@ -12,6 +13,7 @@ from gpt_pretrain.doctor.facts import (
     Driver,
     Facts,
     Failure,
+    FlashAttention,
     Gpu,
     Requirement,
     Torch,
@@ -19,7 +21,8 @@ from gpt_pretrain.doctor.facts import (
 )
 from gpt_pretrain.doctor.finding import Blocks
 from gpt_pretrain.doctor.verdict import give_verdict, platform_of
-from tests.platforms import H200, INSTALL_TE
+from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE
 
 TORCH = Torch(
     version="2.11.0+cu130",
@@ -49,6 +52,7 @@ HEALTHY = Facts(
     driver=DRIVER,
     device_files=("/dev/nvidia0", "/dev/nvidia1"),
     transformer_engine=TE,
+    flash_attention=MISSING,
     apex=MISSING,
     application=Application(megatron_core="0.19.2"),
     requirements=(),
@@ -63,8 +67,11 @@ HEALTHY = Facts(
 NO_DRIVER = Failure(problem="FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'", is_missing=True)
 NO_GPU_TORCH = replace(TORCH, gpus=(), peer_access=None, why_no_gpu="RuntimeError: Found no NVIDIA driver")
 LAPTOP = replace(HEALTHY, torch=NO_GPU_TORCH, driver=NO_DRIVER, device_files=(), transformer_engine=MISSING)
+FLASH = FlashAttention(version="4.0.0b36")
 PIP = "python -m pip install"
 INSTALL = INSTALL_TE.removeprefix("install it from the checkout with ")
+REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
+REINSTALL_FLASH = f"{REMOVE_FLASH} && {INSTALL_FLASH.removeprefix('install it from the checkout with ')}"
 REBUILD = f"{PIP} --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer-engine-torch==2.12.0"
 OUR_LIBRARIES = (
     "export CUDNN_HOME=/site/nvidia/cudnn "
@@ -74,6 +81,10 @@ OUR_LIBRARIES = (
 
 def broken_te(problem):
     return replace(HEALTHY, transformer_engine=Failure(problem=problem, version="2.12.0"))
+
+
+def broken_flash(problem, version="4.0.0b36", **changes):
+    return replace(HEALTHY, flash_attention=Failure(problem=problem, version=version), **changes)
 
 
 def with_gpu(name, capability):
@@ -103,10 +114,44 @@ def test_a_healthy_machine_has_no_findings_and_trains_in_fp8():
 
 def test_the_platform_is_the_one_that_training_detects():
     assert platform_of(HEALTHY, TORCH) == H200
+    flash = replace(HEALTHY, flash_attention=FLASH)
+    assert platform_of(flash, TORCH) == replace(H200, flash_attention="4.0.0b36")
+    assert platform_of(broken_flash("OSError: x"), TORCH) == replace(H200, flash_attention_problem="OSError: x")
+    # It is not looked for without a GPU.
+    assert platform_of(flash, NO_GPU_TORCH) == CPU
 
 
-def test_a_laptop_trains_small_models_without_fp8():
-    verdict = give_verdict(LAPTOP)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("te", [TE, MISSING])
+@pytest.mark.parametrize("flash", [FLASH, MISSING, Failure(problem="OSError: x", version="4.0.0b36")])
+def test_attention_runs_on_flash_attention_where_null_chooses_it(capability, te, flash):
+    facts = replace(with_gpu("GPU", capability), transformer_engine=te, flash_attention=flash)
+    (attention,) = (part.here for part in give_verdict(facts).parts if part.name == "attention")
+    wide, narrow = (load_config([f"model={model}", "data=mock"]) for model in ("llama3_8b", "gpt2_124m"))
+    platform = platform_of(facts, facts.torch)
+
+    assert attention.startswith("FlashAttention-4") == plan_kernels(wide, platform).use_flash_attention
+    assert attention.endswith("cuDNN or flash-attn") == plan_kernels(narrow, platform).transformer_engine
+
+
+@pytest.mark.parametrize(
+    ("flash", "row"),
+    [
+        (FLASH, "FlashAttention-4 4.0.0b36 loads"),
+        (MISSING, "FlashAttention-4 not installed nothing is lost but speed"),
+        (Failure(problem="OSError: x", version="4.0.0b36"), "FlashAttention-4 4.0.0b36 cannot be used"),
+    ],
+)
+def test_the_table_has_its_version_or_what_its_absence_costs(capsys, flash, row):
+    facts = replace(HEALTHY, flash_attention=flash)
+    print_verdict(facts, give_verdict(facts))
+
+    assert row in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("flash", [MISSING, FLASH, Failure(problem="OSError: x", version="4.0.0b36")])
+def test_a_laptop_trains_small_models_without_fp8(flash):
+    verdict = give_verdict(replace(LAPTOP, flash_attention=flash))
 
     (finding,) = verdict.findings
     assert finding.blocks is Blocks.nothing
@@ -308,6 +353,40 @@ def test_a_laptop_trains_small_models_without_fp8():
             3,
             "Transformer Engine 2.12.0 loads, and a small FP8 layer fails: RuntimeError: cuBLAS Error",
             REBUILD,
+        ),
+        # FlashAttention-4.
+        (
+            broken_flash("4.0.0b36 or newer is needed, and 4.0.0b20 is installed", version="4.0.0b20"),
+            0,
+            "FlashAttention-4 is installed and cannot be used: 4.0.0b36 or newer is needed, and 4.0.0b20 is installed. "
+            "Without it nothing is lost but speed",
+            REINSTALL_FLASH,
+        ),
+        (
+            broken_flash("ModuleNotFoundError: No module named 'cutlass'"),
+            0,
+            "FlashAttention-4 is installed and cannot be used: ModuleNotFoundError: No module named 'cutlass'",
+            REINSTALL_FLASH,
+        ),
+        (
+            broken_flash(
+                "loading it ended Python with signal SIGABRT (Fatal Python error: Aborted)",
+                application=Failure(
+                    problem="loading it ended Python with signal SIGABRT (UserWarning: x)", version="0.19.2"
+                ),
+            ),
+            1,
+            "FlashAttention-4, which megatron-core loads, fails alike: mend it, or train without it",
+            REMOVE_FLASH,
+        ),
+        (
+            broken_flash(
+                "ImportError: cannot import name 'x'",
+                application=Failure(problem="AttributeError: module 'y' has no attribute 'z'", version="0.19.2"),
+            ),
+            1,
+            "training does not load: AttributeError: module 'y' has no attribute 'z'",
+            f"{PIP} --force-reinstall --no-deps 'megatron-core==0.19.2'",
         ),
         # megatron-core.
         (

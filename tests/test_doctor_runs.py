@@ -1,4 +1,4 @@
-"""The doctor on real Pythons: this one, one with a Transformer Engine that kills it, one without megatron-core."""
+"""The doctor on real Pythons: this one, one with libraries that kill it, one without megatron-core."""
 
 import importlib.metadata
 import json
@@ -45,6 +45,14 @@ def test_this_machine_trains_on_its_processor():
     assert [finding["about"] for finding in document["findings"]] == ["this machine"]
 
 
+def beside(folder, name, version):
+    """PYTHONPATH of a Python that takes what is in a folder for a package of that name."""
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return os.pathsep.join([str(folder), str(REPOSITORY)])
+
+
 def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
@@ -52,12 +60,7 @@ def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
     # What a compiled part does that was built for another PyTorch and meets it too late for an ImportError.
     for name in ("__init__.py", "fp8.py"):
         (package / "pytorch" / name).write_text("import os\nos.abort()\n")
-    metadata = tmp_path / "transformer_engine-2.12.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.12.0\n")
-
-    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
-    done = ask_doctor("--assume-gpu", "h200", PYTHONPATH=path)
+    done = ask_doctor("--assume-gpu", "h200", PYTHONPATH=beside(tmp_path, "transformer-engine", "2.12.0"))
 
     assert done.returncode == 1, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
@@ -66,6 +69,38 @@ def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
     assert "python -m pip uninstall --yes transformer-engine" in said
     assert "no FP8: Transformer Engine does not load: loading it ended Python with signal SIGABRT" in said
     assert importlib.metadata.version("torch").split("+")[0] in said, "PyTorch beside it is found all the same"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("", None),
+        ("import cutlass_of_another_name", "ModuleNotFoundError: No module named 'cutlass_of_another_name'"),
+        # megatron-core imports it as well, and catches no other error than the one above.
+        ("raise OSError('libcute_dsl_runtime.so is missing\\nMore.')", "OSError: libcute_dsl_runtime.so is missing"),
+        ("import os\nos.abort()", "loading it ended Python with signal SIGABRT (Fatal Python error: Aborted)"),
+    ],
+    ids=["loads", "misses a module", "misses a library", "kills"],
+)
+def test_a_flash_attention_is_tried_in_a_process_of_its_own(tmp_path, source, problem):
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(source)
+
+    done = ask_doctor("--json", "--assume-gpu", "h200", PYTHONPATH=beside(tmp_path, "flash-attn-4", "4.0.0b36"))
+
+    document = json.loads(done.stdout)
+    found = document["facts"]["flash_attention"]
+    assert found["version"] == "4.0.0b36"
+    assert found.get("problem") == problem
+    findings = [finding["what"] for finding in document["findings"] if finding["about"] == "FlashAttention-4"]
+    assert findings == (
+        [] if problem is None else [f"is installed and cannot be used: {problem}. Without it nothing is lost but speed"]
+    )
+    ends_training = problem is not None and "ModuleNotFoundError" not in problem
+    assert (done.returncode == 1) == ends_training, done.stdout + done.stderr
+    fixes = [finding["fix"] for finding in document["findings"] if finding["blocks"] == "training"]
+    assert fixes == (["python -m pip uninstall --yes flash-attn-4"] if ends_training else [])
 
 
 @pytest.fixture

@@ -414,7 +414,11 @@ ELSEWHERE = {
         "model.rotary_base",
         "model.share_embeddings_and_output_weights",
     ),
-    "megatron/platform_kernels.py": ("model.activation_cast_fusion", "model.embedding_gradient_fusion"),
+    "megatron/platform_kernels.py": (
+        "model.activation_cast_fusion",
+        "model.embedding_gradient_fusion",
+        "model.use_flash_attention",
+    ),
     "megatron/initialization.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

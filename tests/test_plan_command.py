@@ -48,6 +48,7 @@ SCHEMA = {
             "activation_cast_fusion",
             "bias_dropout_add_fusion",
             "masked_softmax_fusion",
+            "use_flash_attention",
             "apply_rope_fusion",
             "fused_single_qkv_rope",
             "gradient_accumulation_fusion",
@@ -237,6 +238,22 @@ def test_the_way_out_of_a_plan_is_another_plan(capsys, arguments, end):
     assert code == 2
     assert told.endswith(end)
     assert "torchrun" not in told
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])
+@pytest.mark.parametrize(("asked", "has_it"), [("true", True), ("false", False), ("null", False)])
+def test_the_planned_machine_has_flash_attention_where_it_is_asked_for(capsys, tmp_path, gpu, asked, has_it):
+    arguments = ["model=llama3_8b", "data=mock", f"plan.gpu={gpu}", f"model.use_flash_attention={asked}"]
+    code, out, err = run_plan(capsys, *arguments, f"run_dir={tmp_path / 'run'}")
+    assert (code, err) == (0, "")
+    assert ("use_flash_attention" in out) is has_it
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["kernels"]["use_flash_attention"] is has_it
+
+
+def test_what_flash_attention_does_not_go_with_the_plan_refuses(capsys):
+    code, _, told = run_plan(capsys, "model=llama3_8b", "parallelism=cp2", "model.use_flash_attention=true")
+    assert code == 2
+    assert told.startswith("error: model.use_flash_attention=true does not go with model.context_parallel_size=2: ")
 
 
 @pytest.mark.parametrize(

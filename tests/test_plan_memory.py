@@ -4,7 +4,9 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
-from gpt_pretrain.plan.memory import GIB
+from gpt_pretrain.config.derived import kv_channels, num_query_groups
+from gpt_pretrain.plan.activations import layer_activations
+from gpt_pretrain.plan.memory import GIB, plan_storage
 from tests.planning import SEPARATE_KERNELS, plan_of
 
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)
@@ -154,6 +156,24 @@ def test_bytes_of_activations(overrides, bytes_per_token):
     plan = plan_of("model=llama3_8b", *overrides)
     # The two norms' statistics (8 bytes) are whole on each rank of a split sequence's own tokens.
     assert plan.memory.worst.items["activations"] == pytest.approx(8192 * bytes_per_token, rel=1e-3)
+
+
+@pytest.mark.parametrize("fp8", ["fp8=none", "fp8=tensorwise"])
+@pytest.mark.parametrize("preset", ["gpt2_124m", "gpt3_1_3b", "llama3_8b", "qwen2_5_7b", "mixtral_8x7b"])
+def test_gradients_of_attention_in_fp32_fit_into_what_the_mlp_has_let_go_of(preset, fp8):
+    """FlashAttention-4's; cuDNN has of them only that of queries. So the peak is the MLP's with both."""
+    plan = plan_of(f"model={preset}", fp8, "model.use_flash_attention=true")
+    model = plan.config.model
+    of_queries = model.num_attention_heads * kv_channels(model)
+    of_keys = num_query_groups(model) * kv_channels(model)
+    # In BF16 the gradient of the output, and of queries, keys and values; and that of the residual stream twice.
+    per_token = 2 * (2 * of_queries + 2 * of_keys) + 2 * 2 * model.hidden_size
+    per_token += 4 * (of_queries + (2 * of_keys if of_keys < of_queries else 0))
+    storage = plan_storage(plan.config, transformer_engine=True, fused_activation=True, fused_softmax=False)
+    first = [linear for linear in plan.stages[0].linears if linear.layer == 0]
+    layer = layer_activations(model, first, storage)
+    assert first[0].tokens * per_token < layer.mlp + layer.backward
+    assert plan.memory == plan_of(f"model={preset}", fp8, "model.use_flash_attention=false").memory
 
 
 def test_without_transformer_engine_the_scores_are_kept():

@@ -54,10 +54,14 @@ NOW_EIGHT, NOW_XL, NOW_SMALL = (
 )
 MICRO, BATCH = "model.micro_batch_size", "model.global_batch_size"
 TENSORWISE, DELAYED, WITHOUT_GRAPHS = "fp8=tensorwise", "fp8=delayed", "model.cuda_graph_impl=none"
+FUSED_EIGHT = ("model=llama3_8b", "model.num_layers=8", f"{BATCH}=8", DELAYED)
+FLASH, CUDNN = "model.use_flash_attention=true", "model.use_flash_attention=false"
 BY_DEFAULT = {
     "8 layers, BF16": (NOW_EIGHT, 37_909),
     "8 layers, delayed": ((*NOW_EIGHT, DELAYED), 50_286),
     "8 layers, tensorwise stored": ((*NOW_EIGHT, TENSORWISE, FP8_PARAMS), 49_326),
+    "8 layers, delayed, casts fused": ((*FUSED_EIGHT, CUDNN), 51_794),
+    "8 layers, delayed, casts fused, FlashAttention-4": ((*FUSED_EIGHT, FLASH), 52_974),
     "1.3B, BF16": (NOW_XL, 66_645),
     "1.3B, delayed": ((*NOW_XL, DELAYED), 89_742),
     "124M, BF16, 1 × 128": ((*NOW_SMALL, f"{MICRO}=128"), 553_900),
@@ -169,6 +173,45 @@ def test_fp8_parameters_cost_what_their_casts_do(recipe, milliseconds, ratio):
     # Eight layers have twice as many weights.
     assert stored.seconds["FP8 parameters"] == pytest.approx(2 * milliseconds / 1e3, rel=0.10)
     assert without.step_s / stored.step_s == pytest.approx(ratio, rel=0.01)
+
+
+# On an H200, attention of one microbatch, forward + backward, in milliseconds: cuDNN's and FlashAttention-4's
+# (benchmarks/flash_attention_h200_2026-11-22.md). The factor is that of the first.
+ATTENTION = {
+    "heads of 128, 8,192 tokens": ("model=llama3_8b", 1.94 + 5.69, 1.84 + 5.09),
+    "heads of 128, 2,048 tokens": ("model=gpt3_1_3b", 0.285 + 0.886, 0.286 + 0.798),
+    "heads of 64, 1,024 tokens": ("model=gpt2_124m", 0.624 + 2.051, 0.806 + 1.683),
+}
+
+
+@pytest.mark.parametrize(("preset", "cudnn", "flash"), ATTENTION.values(), ids=ATTENTION)
+def test_flash_attention_is_as_much_faster_as_its_kernels_are(preset, cudnn, flash):
+    seconds = [plan_of(preset, asked).speed.run.seconds["attention"] for asked in (CUDNN, FLASH)]
+    assert seconds[0] / seconds[1] == pytest.approx(cudnn / flash, rel=0.03)
+
+
+def test_flash_attention_makes_a_step_as_much_faster_as_was_measured():
+    steps = [plan_of(*FUSED_EIGHT, asked).speed.run.step_s for asked in (CUDNN, FLASH)]
+    assert steps[0] / steps[1] == pytest.approx(52_974 / 51_794, abs=0.005)
+
+
+RECOMPUTED = "model.activations_checkpoint"
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        (f"{RECOMPUTED}_granularity=selective",),
+        (f"{RECOMPUTED}_granularity=full", f"{RECOMPUTED}_method=uniform", f"{RECOMPUTED}_num_layers=1"),
+    ],
+    ids=["attention", "whole layers"],
+)
+def test_attention_that_is_recomputed_is_the_same_one(again):
+    cudnn, flash = (plan_of(*EIGHT_LAYERS, *again, asked).speed.run.seconds for asked in (CUDNN, FLASH))
+    # Two products of its seven.
+    saved = (cudnn["attention"] - flash["attention"]) * 2 / 7
+    assert saved > 0
+    assert cudnn["recomputation"] - flash["recomputation"] == pytest.approx(saved)
 
 
 def h200(**changed):

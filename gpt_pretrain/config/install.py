@@ -6,6 +6,8 @@ The package is on no registry, so that an extra is installed from the checkout.
 _COMMANDS = {
     # Built against the PyTorch that is there, hence no build isolation.
     "te": "python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'",
+    # Its wheel for CUDA 13.
+    "flash": "python -m pip install -c constraints.txt -e '.[flash]'",
     "wandb": "python -m pip install -c constraints.txt -e '.[wandb]'",
     "plot": "python -m pip install -c constraints.txt -e '.[plot]'",
 }

@@ -6,10 +6,14 @@ What stands in the way of one is refused where it is asked for, and `null` leave
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
+from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.gemms import FC1, FC2, linears
 from gpt_pretrain.config.obstacles import Obstacle, refusals
 from gpt_pretrain.config.schema import Config, ModelConfig
+
+# Heads that FlashAttention-4 takes on Hopper (`_validate_head_dims` of its interface.py).
+WIDTH_MULTIPLE, WIDEST = 8, 256
 
 
 def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Iterator[Obstacle]:
@@ -75,6 +79,27 @@ def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
 
 
+def flash_attention_obstacles(config: Config) -> Iterator[Obstacle]:
+    """What `model.use_flash_attention` does not go with."""
+    model = config.model
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "it takes the place of Transformer Engine's attention"
+    if model.fp8_emulate:
+        yield "model.fp8_emulate=true", "it takes the place of Transformer Engine's attention"
+    if model.fp8_dot_product_attention:
+        yield "model.fp8_dot_product_attention=true", "its products are in BF16"
+    if model.context_parallel_size > 1:
+        size = model.context_parallel_size
+        yield f"model.context_parallel_size={size}", "ranks exchange keys and values in Transformer Engine's attention"
+    if model.attention_dropout:
+        yield f"model.attention_dropout={model.attention_dropout}", "it drops nothing"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+    width = kv_channels(model)
+    if width % WIDTH_MULTIPLE or width > WIDEST:
+        yield f"heads of {width} channels", f"it takes multiples of {WIDTH_MULTIPLE} up to {WIDEST}"
+
+
 def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]:
     """Fused kernels that are asked for beside what they do not go with.
 
@@ -87,6 +112,7 @@ def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]
         "activation_cast_fusion": activation_cast_obstacles(model, sizes_known=sizes_known),
         "embedding_gradient_fusion": embedding_gradient_obstacles(config),
         "fused_single_qkv_rope": qkv_rope_obstacles(model),
+        "use_flash_attention": flash_attention_obstacles(config) if sizes_known else (),
     }
     for key, obstacles in found.items():
         if getattr(model, key):

@@ -278,6 +278,8 @@ class ModelConfig:
     """Fuse bias, dropout and residual; null: on a GPU."""
     masked_softmax_fusion: bool | None
     """Fuse scale, mask and softmax in layers without TE; null: where apex's kernels are present."""
+    use_flash_attention: bool | None
+    """FlashAttention-4 for attention, not cuDNN; null: for heads of 128 on Hopper, where flash-attn-4 is installed."""
     apply_rope_fusion: bool | None
     """TE's fused rope; null: with rope on TE layers."""
     fused_single_qkv_rope: bool | None

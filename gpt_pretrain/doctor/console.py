@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, Torch, TransformerEngine
+from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, FlashAttention, Torch, TransformerEngine
 from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.verdict import Verdict
 from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF
@@ -25,19 +25,18 @@ def _failed(failure: Failure) -> tuple[str, str]:
     if failure.is_missing:
         return "not installed", ""
     # The finding says why.
-    return failure.version or "?", "does not load"
+    return failure.version or "?", "cannot be used"
+
+
+def _failed_without_loss(failure: Failure) -> tuple[str, str]:
+    return ("not installed", "nothing is lost but speed") if failure.is_missing else _failed(failure)
 
 
 def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Name, version, and what else is to be said."""
     yield "Python", facts.python, facts.executable
-    torch, driver, te, apex, application = (
-        facts.torch,
-        facts.driver,
-        facts.transformer_engine,
-        facts.apex,
-        facts.application,
-    )
+    torch, driver, application = facts.torch, facts.driver, facts.application
+    te, flash, apex = facts.transformer_engine, facts.flash_attention, facts.apex
     if isinstance(torch, Torch):
         libraries = (("CUDA", torch.cuda), ("cuDNN", torch.cudnn), ("NCCL", torch.nccl))
         built = ", ".join(f"{name} {version}" for name, version in libraries if version is not None)
@@ -54,6 +53,10 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "Transformer Engine", te.version, f"with cuDNN {te.cudnn}, cuBLASLt {te.cublaslt}"
     else:
         yield "Transformer Engine", *_failed(te)
+    if isinstance(flash, FlashAttention):
+        yield "FlashAttention-4", flash.version, "loads"
+    else:
+        yield "FlashAttention-4", *_failed_without_loss(flash)
     if isinstance(application, Failure):
         yield "megatron-core", application.version or "not installed", "training does not load"
     else:
@@ -62,7 +65,7 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
         parts = ", ".join(part.removeprefix("apex_").replace("_", " ") for part, loads in apex.parts.items() if loads)
         yield "apex", apex.version, parts or "none of its compiled parts load"
     else:
-        yield "apex", *(("not installed", "nothing is lost but speed") if apex.is_missing else _failed(apex))
+        yield "apex", *_failed_without_loss(apex)
 
 
 def _gpus(facts: Facts, torch: Torch | Failure) -> Iterator[tuple[str, str, str]]:

@@ -21,6 +21,7 @@ from gpt_pretrain.doctor.facts import (
     Driver,
     Facts,
     Failure,
+    FlashAttention,
     Gpu,
     Requirement,
     Torch,
@@ -59,7 +60,7 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
     """
     application = "application" if assumed_gpu is None else "application_on_gpu"
     files = device_files()
-    on_gpu = ["torch", "transformer_engine", "apex", application]
+    on_gpu = ["torch", "transformer_engine", "flash-attn-4", "apex", application]
     queues = [on_gpu] if files else [[name] for name in on_gpu]
     answers = run_probes([*queues, ["driver"], ["requirements"]])
     shm = Path("/dev/shm")
@@ -70,6 +71,7 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
         driver=_read(Driver, answers["driver"]),
         device_files=tuple(files),
         transformer_engine=_read(TransformerEngine, answers["transformer_engine"]),
+        flash_attention=_read_flash_attention(answers["flash-attn-4"]),
         apex=_read(Apex, answers["apex"]),
         application=_read(Application, answers[application]),
         requirements=_read_requirements(answers["requirements"]),
@@ -141,6 +143,15 @@ def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: hardware.Gpu | Non
         gpu = {name: getattr(assumed_gpu, name) for name in ("name", "compute_capability", "memory_gib")}
         found = {**found, "gpus": [gpu], "why_no_gpu": None, "product_problem": None, "peer_access": None}
     return _read(Torch, {**found, "gpus": [_read(Gpu, gpu) for gpu in found["gpus"]]})
+
+
+def _read_flash_attention(found: dict[str, Any] | Failure) -> FlashAttention | Failure:
+    """What a run catches and goes on without is a failure here, as what ended the probe is."""
+    if isinstance(found, Failure):
+        return found
+    if found["problem"] is not None:
+        return Failure(problem=found["problem"], version=_version_of("flash-attn-4"))
+    return FlashAttention(version=found["version"])
 
 
 def _read_requirements(found: dict[str, Any] | Failure) -> tuple[Requirement, ...] | Failure | None:

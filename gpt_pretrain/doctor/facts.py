@@ -72,6 +72,13 @@ class TransformerEngine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FlashAttention:
+    """FlashAttention-4, loaded, and new enough for runs to use it."""
+
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Apex:
     """apex, installed; each part for itself."""
 
@@ -107,6 +114,7 @@ class Facts:
     device_files: tuple[str, ...]
     """Through which processes reach the GPUs, `/dev/nvidia0` and so on; there without a driver that works, too."""
     transformer_engine: TransformerEngine | Failure
+    flash_attention: FlashAttention | Failure
     apex: Apex | Failure
     application: Application | Failure
     requirements: tuple[Requirement, ...] | Failure | None

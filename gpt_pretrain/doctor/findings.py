@@ -5,6 +5,7 @@ The messages that are recognised are those of PyTorch 2.11, megatron-core 0.19 a
 
 from collections.abc import Iterator, Sequence
 
+from gpt_pretrain.config.install import install_command
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
 from gpt_pretrain.doctor.finding import WHO_HAS_IT, Blocks, Finding, is_taken
 from gpt_pretrain.doctor.surroundings import surroundings
@@ -15,6 +16,7 @@ from gpt_pretrain.megatron.platform_fp8 import leading_version
 _FIRST_DRIVER = {11: "450 or newer", 12: "525 or newer", 13: "580 or newer"}
 # BF16 came with Ampere.
 _BF16_CAPABILITY = (8, 0)
+_REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 # Where PyTorch comes from the machine's image, it must not be replaced: a fix names the one package that is missing.
 _INSTALL = "python -m pip install"
 
@@ -26,6 +28,7 @@ def list_findings(facts: Facts) -> list[Finding]:
         *_torch(facts),
         *_application(facts),
         *transformer_engine_findings(facts),
+        *_flash_attention(facts),
         *surroundings(facts),
     ]
     return sorted(found, key=lambda finding: list(Blocks).index(finding.blocks))
@@ -183,7 +186,7 @@ def _broken_driver(files: Sequence[str], driver: Failure) -> Finding:
 
 def _application(facts: Facts) -> Iterator[Finding]:
     """Training's own modules; not told again where a finding about what they need says why."""
-    application, te = facts.application, facts.transformer_engine
+    application, te, flash = facts.application, facts.transformer_engine, facts.flash_attention
     is_explained = isinstance(facts.requirements, tuple) and any(
         unmet.installed is None for unmet in facts.requirements
     )
@@ -200,4 +203,25 @@ def _application(facts: Facts) -> Iterator[Finding]:
     elif "'megatron" in application.problem and application.version is not None:
         what += ". megatron-core is installed: another folder named megatron comes first on Python's path"
         fix = 'unset PYTHONPATH; python -c "import megatron; print(megatron.__path__)"'
+    elif isinstance(flash, Failure) and _ended_by(flash.problem) == _ended_by(application.problem):
+        what += ". FlashAttention-4, which megatron-core loads, fails alike: mend it, or train without it"
+        fix = _REMOVE_FLASH
     yield Finding(about="training", what=what, fix=fix, blocks=Blocks.training)
+
+
+def _ended_by(problem: str) -> str:
+    """Without what the process wrote first, which may be another library's warning and stands in parentheses."""
+    return problem.partition(" (")[0]
+
+
+def _flash_attention(facts: Facts) -> Iterator[Finding]:
+    """FlashAttention-4 that is installed and cannot be used; none where a run looks for none, without a GPU."""
+    flash, torch = facts.flash_attention, facts.torch
+    if not isinstance(flash, Failure) or flash.is_missing or isinstance(torch, Failure) or not torch.gpus:
+        return
+    yield Finding(
+        about="FlashAttention-4",
+        what=f"is installed and cannot be used: {flash.problem}. Without it nothing is lost but speed",
+        fix=f"{_REMOVE_FLASH} && {install_command('flash')}",
+        blocks=Blocks.nothing,
+    )

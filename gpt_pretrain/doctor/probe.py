@@ -112,6 +112,16 @@ def probe_transformer_engine() -> dict[str, Any]:
     }
 
 
+def probe_flash_attention() -> dict[str, Any]:
+    """FlashAttention-4 as a run looks it up: the problem says why runs do not use it."""
+    importlib.metadata.version("flash-attn-4")  # its absence is the answer
+
+    from gpt_pretrain.megatron.platform import flash_attention
+
+    version, problem = flash_attention()
+    return {"version": version, "problem": None if problem is None else problem.partition("\n")[0]}
+
+
 def probe_apex() -> dict[str, Any]:
     """The parts of apex that load."""
     import apex  # noqa: F401  its absence is the answer
@@ -171,10 +181,12 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+# A library's has the name that it is installed by.
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "torch": probe_torch,
     "driver": probe_driver,
     "transformer_engine": probe_transformer_engine,
+    "flash-attn-4": probe_flash_attention,
     "apex": probe_apex,
     "application": probe_application,
     "application_on_gpu": probe_application_on_gpu,

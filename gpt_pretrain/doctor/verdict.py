@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.doctor.facts import Apex, Facts, Failure, Torch, TransformerEngine
+from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torch, TransformerEngine
 from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.megatron.platform import Platform, why_no_transformer_engine
-from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, recipe_variable_problems, why_no_recipe
+from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, is_hopper, recipe_variable_problems, why_no_recipe
+from gpt_pretrain.megatron.platform_kernels import FLASH_ATTENTION_WIDTH
 from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF
 
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
@@ -60,13 +61,16 @@ class Verdict:
 def platform_of(facts: Facts, torch: Torch) -> Platform:
     """The machine as training describes it."""
     gpu = torch.gpus[0] if torch.gpus else None
-    te, apex = facts.transformer_engine, facts.apex
+    te, flash, apex = facts.transformer_engine, facts.flash_attention, facts.apex
     te_version, te_problem = None, None
+    flash_version, flash_problem = None, None
     parts: Mapping[str, bool] = {}
-    # Without a GPU a run looks for neither of them.
+    # Without a GPU a run looks for none of them.
     if gpu is not None:
         te_version = te.version if isinstance(te, TransformerEngine) else None
         te_problem = te.problem if isinstance(te, Failure) and not te.is_missing else None
+        flash_version = flash.version if isinstance(flash, FlashAttention) else None
+        flash_problem = flash.problem if isinstance(flash, Failure) and not flash.is_missing else None
         parts = apex.parts if isinstance(apex, Apex) else {}
     return Platform(
         cuda=gpu is not None,
@@ -78,6 +82,8 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
         transformer_engine_problem=te_problem,
         recipe_variables={name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment},
         multicast_variables={name: facts.environment[name] for name in MULTICAST_OFF if name in facts.environment},
+        flash_attention=flash_version,
+        flash_attention_problem=flash_problem,
         apex_layer_norm=parts.get("apex_layer_norm", False),
         apex_optimizer=parts.get("apex_optimizer", False),
         apex_softmax=parts.get("apex_softmax", False),
@@ -98,6 +104,8 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Fp8RecipeName) -> s
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     te = facts.transformer_engine if platform.transformer_engine is not None else None
     has_te = isinstance(te, TransformerEngine)
+    # Where null chooses it for heads that are wide enough (`plan_kernels`).
+    has_flash = has_te and is_hopper(platform) and platform.flash_attention is not None
 
     def first(*choices: tuple[bool, str], otherwise: str) -> str:
         return next((name for is_there, name in choices if is_there), otherwise)
@@ -111,11 +119,17 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
         Part(
             name="attention",
             here=first(
+                (
+                    has_flash,
+                    f"FlashAttention-4 in heads of {FLASH_ATTENTION_WIDTH} channels, else Transformer Engine: "
+                    "cuDNN or flash-attn",
+                ),
                 (has_te, "Transformer Engine: cuDNN or flash-attn"),
                 (platform.apex_softmax, "PyTorch with apex's softmax"),
                 otherwise="PyTorch",
             ),
-            order="Transformer Engine; PyTorch with apex's softmax; PyTorch",
+            order="FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch with apex's "
+            "softmax; PyTorch",
         ),
         Part(
             name="layer norm",

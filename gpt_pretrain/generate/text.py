@@ -91,6 +91,7 @@ def inference_config(saved: SavedModel) -> Config:
         activation_cast_fusion=None,
         bias_dropout_add_fusion=None,
         masked_softmax_fusion=None,
+        use_flash_attention=None,
         apply_rope_fusion=None,
         fused_single_qkv_rope=None,
         gradient_accumulation_fusion=None,

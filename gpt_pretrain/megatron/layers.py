@@ -84,6 +84,10 @@ def build_layer_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
         )
+        if kernels.use_flash_attention:
+            from gpt_pretrain.megatron.flash_attention import FlashAttention
+
+            layer.submodules.self_attention.submodules.core_attention = FlashAttention
         if kernels.activation_cast_fusion:
             mlp = layer.submodules.mlp
             layer.submodules.mlp = partial(CastingMLP.as_mlp_submodule, **mlp.keywords)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from packaging.version import Version
+
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
@@ -33,6 +35,8 @@ from gpt_pretrain.megatron.platform_multicast import multicast_problems, multica
 if TYPE_CHECKING:
     import torch
 
+# The first that was tried; what `flash_attn_func` takes and returns has changed before.
+_OLDEST_FLASH_ATTENTION = "4.0.0b36"
 # What each part of apex needs: its Python module, where it has one, and its compiled kernels.
 _APEX_PARTS = {
     "apex_layer_norm": ("apex.normalization", "fused_layer_norm_cuda"),
@@ -64,6 +68,10 @@ class Platform:
     """Environment variables that are set and could change what an FP8 recipe computes."""
     multicast_variables: Mapping[str, str]
     """Environment variables that are set and say whether libraries may use NVLink multicast."""
+    flash_attention: str | None
+    """Version of FlashAttention-4, if it imports on this machine."""
+    flash_attention_problem: str | None
+    """Why FlashAttention-4, though installed, is not used."""
     apex_layer_norm: bool
     """apex's fused layer norm."""
     apex_optimizer: bool
@@ -103,6 +111,23 @@ def _transformer_engine() -> tuple[str | None, str | None]:
     return importlib.metadata.version("transformer_engine"), None
 
 
+def flash_attention() -> tuple[str | None, str | None]:
+    """The fields of `Platform` about FlashAttention-4: its version, or why it is not used where it is installed."""
+    try:
+        # The distribution's: the module has none, and flash_attn beside it is another package's.
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return None, None
+    if Version(version) < Version(_OLDEST_FLASH_ATTENTION):
+        return None, f"{_OLDEST_FLASH_ATTENTION} or newer is needed, and {version} is installed"
+    try:
+        importlib.import_module("flash_attn.cute")
+    # A compiler that does not fit the driver or PyTorch fails in as many ways as its libraries have.
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+    return version, None
+
+
 def apex_parts() -> dict[str, bool]:
     """The fields of `Platform` about apex: which of its parts load."""
     return {field: all(map(_imports, modules)) for field, modules in _APEX_PARTS.items()}
@@ -114,6 +139,7 @@ def detect_platform() -> Platform:
 
     cuda = torch.cuda.is_available()
     te_version, te_problem = _transformer_engine() if cuda else (None, None)
+    flash_version, flash_problem = flash_attention() if cuda else (None, None)
     return Platform(
         cuda=cuda,
         num_gpus=torch.cuda.device_count() if cuda else 0,
@@ -124,6 +150,8 @@ def detect_platform() -> Platform:
         transformer_engine_problem=te_problem,
         recipe_variables=recipe_variables(),
         multicast_variables=multicast_variables(),
+        flash_attention=flash_version,
+        flash_attention_problem=flash_problem,
         **(apex_parts() if cuda else dict.fromkeys(_APEX_PARTS, False)),
     )
 
@@ -136,6 +164,8 @@ def platform_notes(config: Config, platform: Platform) -> list[str]:
     if platform.cuda and platform.transformer_engine is None and unasked:
         why = platform.transformer_engine_problem or f"it is not installed; {how_to_install('te')}"
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
+    if platform.flash_attention_problem is not None and model.use_flash_attention is None:
+        notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
     if model.fp8_emulate and platform.transformer_engine is not None and has_fp8(platform):
         notes.append(
             "FP8 is emulated on a GPU that multiplies in FP8 itself, and slower than BF16; leave "
@@ -149,6 +179,21 @@ def why_no_transformer_engine(platform: Platform) -> str:
     return platform.transformer_engine_problem or (
         f"it is not installed; {how_to_install('te')}" if platform.cuda else "there is no CUDA device"
     )
+
+
+def _why_no_flash_attention(platform: Platform) -> str | None:
+    """Why FlashAttention-4, which was asked for, cannot be used."""
+    capability = platform.compute_capability
+    if capability is None:
+        return "there is no CUDA device"
+    if platform.transformer_engine is None:
+        return "it takes the place of Transformer Engine's attention"
+    # flash_attn.cute.interface._flash_attn_bwd.
+    if not (9, 0) <= capability < (11, 0):
+        return f"its gradients need compute capability 9.x or 10.x, and this is {describe_gpu(platform)}"
+    if platform.flash_attention is None:
+        return platform.flash_attention_problem or f"it is not installed; {how_to_install('flash')}"
+    return None
 
 
 def _loss_problems(config: Config, platform: Platform) -> list[str]:
@@ -207,6 +252,10 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
         for key in ("apply_rope_fusion", "fused_single_qkv_rope", "moe_grouped_gemm")
         if getattr(model, key) and not te
     ]
+    if model.use_flash_attention and (why := _why_no_flash_attention(platform)) is not None:
+        problems.append(
+            f"model.use_flash_attention=true, but FlashAttention-4 cannot be used here: {why}. Use null or false"
+        )
     if model.masked_softmax_fusion and (te or not platform.apex_softmax):
         why = "Transformer Engine layers have their own attention" if te else "apex's softmax kernels are not installed"
         problems.append(f"model.masked_softmax_fusion=true has no effect: {why}; use null or false")

@@ -10,15 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
+from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.rules_fused_kernels import (
     activation_cast_obstacles,
     embedding_gradient_obstacles,
+    flash_attention_obstacles,
     qkv_rope_obstacles,
 )
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import is_hopper
 from gpt_pretrain.megatron.platform_graphs import plan_graphs
+
+# Width of the heads that FlashAttention-4 computes faster than cuDNN on Hopper: with those of 64 it gains nothing, and
+# others were not measured (benchmarks/flash_attention_h200_*.md).
+FLASH_ATTENTION_WIDTH = 128
 
 if TYPE_CHECKING:
     from gpt_pretrain.megatron.platform import Platform
@@ -33,6 +39,7 @@ class Kernels:
     activation_cast_fusion: bool
     bias_dropout_add_fusion: bool
     masked_softmax_fusion: bool
+    use_flash_attention: bool
     apply_rope_fusion: bool
     fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
@@ -87,6 +94,15 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
+        use_flash_attention=choose(
+            model.use_flash_attention,
+            te
+            and is_hopper(platform)
+            and platform.flash_attention is not None
+            and graphs is None
+            and kv_channels(model) == FLASH_ATTENTION_WIDTH
+            and not any(flash_attention_obstacles(config)),
+        ),
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),

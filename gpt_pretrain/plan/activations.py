@@ -129,5 +129,7 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
         + inner * storage.input_bytes(fc2)
         + dropout_mask,
         # The activation's gradient stands beside its kept input; the gradient of the residual stream before and after.
+        # Attention's backward pass, cuDNN's or FlashAttention-4's with gradients in fp32, takes less than what the MLP
+        # has let go of by then.
         backward=fc1_output + 2 * residual,
     )

@@ -93,6 +93,9 @@ class Efficiency:
     """Of the BF16 peak, by fused causal attention, forward and backward together."""
     fp8_attention: float
     """Speed of attention in FP8 over BF16. Assumed: only the forward gains on Hopper."""
+    flash_attention: float
+    """Speed of FlashAttention-4's attention over cuDNN's, forward and backward together: of heads of 128 and sequences
+    of 8,192; 1.08 with sequences of 2,048 (benchmarks/flash_attention_h200_2026-11-22.md)."""
     bandwidth: float
     """Of the memory's bandwidth, by elementwise kernels."""
     links: float
@@ -125,6 +128,7 @@ EFFICIENCY = Efficiency(
     depth=50,
     attention=0.45,
     fp8_attention=1.2,
+    flash_attention=1.10,
     bandwidth=0.75,
     links=0.75,
     kernel_s=3e-6,

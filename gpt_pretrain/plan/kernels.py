@@ -79,14 +79,19 @@ def _weight_cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> f
     return machine.memory_s(linear.num_weights * passes)
 
 
-def _attention_s(machine: Machine, model: ModelConfig, tokens: int, *, fp8: bool) -> float:
+def _attention_s(
+    machine: Machine, model: ModelConfig, tokens: int, settings: Fp8Settings | None, kernels: Kernels
+) -> float:
     """Causal attention: half of the scores."""
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
     # What a score costs beside its products weighs more in narrow heads.
     reached = machine.efficiency.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
-    rate = machine.gpu.bf16_tflops * 1e12 * reached
-    return flops / rate / (machine.efficiency.fp8_attention if fp8 else 1.0) + 3 * machine.efficiency.kernel_s
+    if settings is not None and settings.dot_product_attention:
+        reached *= machine.efficiency.fp8_attention
+    if kernels.use_flash_attention:
+        reached *= machine.efficiency.flash_attention
+    return flops / (machine.gpu.bf16_tflops * 1e12 * reached) + 3 * machine.efficiency.kernel_s
 
 
 def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
@@ -121,24 +126,24 @@ def layer_s(
         if not kernels.gradient_accumulation_fusion:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
-    qkv = layer[0]
-    seconds["attention"] = _attention_s(
-        machine, model, qkv.tokens, fp8=settings is not None and settings.dot_product_attention
-    )
+    seconds["attention"] = _attention_s(machine, model, layer[0].tokens, settings, kernels)
     elementwise = _elementwise_bytes(model, layer)
     seconds["norms, activation, residuals"] = machine.memory_s(elementwise, ELEMENTWISE_KERNELS)
     return seconds
 
 
 def recompute_s(
-    machine: Machine, model: ModelConfig, layer: list[Linear], settings: Fp8Settings | None, *, whole: bool
+    machine: Machine,
+    model: ModelConfig,
+    layer: list[Linear],
+    settings: Fp8Settings | None,
+    kernels: Kernels,
+    *,
+    whole: bool,
 ) -> float:
     """Seconds of a second forward pass of one layer, or of its attention alone."""
     recipe = None if settings is None else settings.recipe
-    attention = _attention_s(
-        machine, model, layer[0].tokens, fp8=settings is not None and settings.dot_product_attention
-    )
-    forward = attention * 2 / ATTENTION_PRODUCTS
+    forward = _attention_s(machine, model, layer[0].tokens, settings, kernels) * 2 / ATTENTION_PRODUCTS
     if whole:
         forward += sum(machine.gemm_s(gemms(linear)[0], recipe) for linear in layer)
         forward += machine.memory_s(_elementwise_bytes(model, layer) / 3)

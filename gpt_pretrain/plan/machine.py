@@ -14,11 +14,14 @@ from gpt_pretrain.megatron.platform_multicast import multicast_variables
 from gpt_pretrain.plan.hardware import GPUS
 
 # What this project is tested with (pyproject.toml, constraints.txt).
-TRANSFORMER_ENGINE, TORCH_CUDA = "2.12.0", "13.0"
+TRANSFORMER_ENGINE, FLASH_ATTENTION, TORCH_CUDA = "2.12.0", "4.0.0b36", "13.0"
 
 
 def planned_platform(config: Config, launch: Launch) -> Platform:
-    """A node with the planned GPUs, Transformer Engine and no apex; with the environment that the plan is made in."""
+    """A node with the planned GPUs, Transformer Engine and no apex; with the environment that the plan is made in.
+
+    FlashAttention-4, an optional package, is there only where `model.use_flash_attention=true` asks for it.
+    """
     gpu = GPUS[config.plan.gpu]
     return Platform(
         cuda=True,
@@ -30,6 +33,8 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         transformer_engine_problem=None,
         recipe_variables=recipe_variables(),
         multicast_variables=multicast_variables(),
+        flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,
+        flash_attention_problem=None,
         apex_layer_norm=False,
         apex_optimizer=False,
         apex_softmax=False,

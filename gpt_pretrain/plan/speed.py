@@ -50,7 +50,7 @@ def _microbatch_s(
             seconds = layer_s(machine, model, own, settings, kernels)
             if recomputed:
                 whole = granularity is RecomputeGranularity.full
-                seconds["recomputation"] = recompute_s(machine, model, own, settings, whole=whole)
+                seconds["recomputation"] = recompute_s(machine, model, own, settings, kernels, whole=whole)
             seconds["tensor parallel"] = tensor_parallel_s(machine, model, layout, own, settings)
             seconds["expert parallel"] = expert_parallel_s(machine, model, layout, own)
             seconds["context parallel"] = context_parallel_s(machine, model, layout, own, seconds["attention"])
