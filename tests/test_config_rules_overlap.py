@@ -106,8 +106,8 @@ def test_graphs_go_with_dense_models_that_reduce_gradients_at_the_end(broken_rul
             "has no buffers for experts, and model.num_moe_experts=4; use false",
         ),
         (
-            (*TP2_SP, "fp8=delayed", "model.fp8_params=true"),
-            "is untried with model.fp8_params=true; use false",
+            (*TP2_SP, "fp8=tensorwise", "model.fp8_params=true"),
+            "is untried with model.fp8_params=true and model.fp8_recipe=tensorwise; use false",
         ),
         (
             (*TP2_SP, "fp8=delayed", "model.fp8_exclude=['decoder.layers.0.*']"),
@@ -140,6 +140,11 @@ def test_graphs_go_with_dense_models_that_reduce_gradients_at_the_end(broken_rul
 def test_tensor_parallel_overlap_is_refused_where_nothing_could_do_it(broken_rules, overrides, message):
     assert broken_rules(OVERLAP, *overrides, world_size=2) == [f"{OVERLAP} {message}"]
     assert broken_rules(*overrides, world_size=2) == []
+
+
+def test_tensor_parallel_overlap_goes_with_what_it_has_trained_with(broken_rules):
+    overrides = ("fp8=delayed", "model.fp8_params=true", "model.activation_cast_fusion=true")
+    assert broken_rules(OVERLAP, *TP2_SP, *overrides, world_size=2) == []
 
 
 @pytest.mark.parametrize("key", ["model.pipeline_model_parallel_size", "model.context_parallel_size"])

@@ -8,9 +8,12 @@ RUN = (*SMALL_GPU_RUN, "parallelism=tp2_sp", "model.optim.lr=3e-4", "trainer.lim
 
 
 @pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("fp8", ["none", "tensorwise", "delayed"])
+@pytest.mark.parametrize("fp8", ["none", "tensorwise", "delayed", "delayed with FP8 weights"])
 def test_overlapped_exchanges_train_as_plain_ones_do(fp8, tmp_path, cache_dir):
-    overrides = [*RUN, f"fp8={fp8}", "sample.max_new_tokens=4"]
+    recipe, _, with_weights = fp8.partition(" ")
+    overrides = [*RUN, f"fp8={recipe}", "sample.max_new_tokens=4"]
+    if with_weights:
+        overrides += ["model.fp8_params=true", "model.activation_cast_fusion=true"]
     plain, overlapped = (
         run_small(2, tmp_path / name, cache_dir, [*overrides, f"model.tp_comm_overlap={name}"], on_gpus=True)
         for name in ("false", "true")

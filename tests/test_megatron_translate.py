@@ -384,7 +384,10 @@ ROWS = [
         transformer={"expert_tensor_parallel_size": 2},
     ),
     Row(override="model.fp8_emulate=true", context=(FP8, "model.fp8_exclude=['*']"), **NO_FP8),
-    Row(override="model.tp_comm_overlap=true", transformer={"tp_comm_overlap": True}),
+    Row(
+        override="model.tp_comm_overlap=true",
+        transformer={"tp_comm_overlap": True, "tp_comm_bulk_dgrad": False, "tp_comm_bulk_wgrad": False},
+    ),
     Row(
         override="model.cuda_graph_impl=local",
         # megatron-core's own answer to the first, for its inference engines.

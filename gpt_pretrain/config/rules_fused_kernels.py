@@ -42,8 +42,8 @@ def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Itera
         yield f"model.activations_checkpoint_granularity={granularity}", "untried with recomputation"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
-    if model.tp_comm_overlap:
-        yield "model.tp_comm_overlap=true", "untried with user buffers"
+    if model.tp_comm_overlap and settings is not None and settings.recipe is not Fp8RecipeName.delayed:
+        yield "model.tp_comm_overlap=true", "untried with user buffers but in delayed scaling"
 
 
 def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[Obstacle]:

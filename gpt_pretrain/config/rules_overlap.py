@@ -74,7 +74,10 @@ def _untried_with_overlap(model: ModelConfig) -> Iterator[str]:
     granularity = model.activations_checkpoint_granularity
     if granularity is not None:
         yield f"model.activations_checkpoint_granularity={granularity.name}"
-    for name in ("fp8_params", "fp8_dot_product_attention", "first_last_layers_bf16"):
+    settings = fp8_settings(model)
+    if model.fp8_params and settings is not None and settings.recipe is not Fp8RecipeName.delayed:
+        yield f"model.fp8_params=true and model.fp8_recipe={settings.recipe.name}"
+    for name in ("fp8_dot_product_attention", "first_last_layers_bf16"):
         if getattr(model, name):
             yield f"model.{name}=true"
     if model.fp8_exclude:

@@ -70,7 +70,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "model.overlap_grad_reduce": (f"{DDP}.overlap_grad_reduce", f"{DDP}.bucket_size"),
     "model.overlap_param_gather": (f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.overlap_param_gather"),
     "model.ddp_bucket_size": (f"{DDP}.bucket_size",),
-    "model.tp_comm_overlap": (f"{TRANSFORMER}.tp_comm_overlap",),
+    "model.tp_comm_overlap": (
+        f"{TRANSFORMER}.tp_comm_overlap",
+        f"{TRANSFORMER}.tp_comm_bulk_dgrad",
+        f"{TRANSFORMER}.tp_comm_bulk_wgrad",
+    ),
     "model.grad_reduce_in_fp32": (f"{DDP}.grad_reduce_in_fp32",),
     "model.optim.use_precision_aware_optimizer": (f"{OPTIMIZER}.use_precision_aware_optimizer",),
     "model.optim.main_params_dtype": (f"{OPTIMIZER}.main_params_dtype",),
