@@ -49,16 +49,34 @@ def test_sequences_side_by_side_are_heads_of_one_sequence(asked):
     ]
 
 
-def test_nothing_is_copied_on_the_way_in(asked, monkeypatch):
-    from gpt_pretrain.megatron.flash_attention import causal_attention
-
-    query, key, value, _ = make_inputs(SHAPES["four queries to a key"], torch.float32, "cpu")
+@pytest.fixture
+def given(asked, monkeypatch):
+    """What the package was given."""
     seen = []
     package = sys.modules["flash_attn.cute"]
     inner = package.flash_attn_func
     monkeypatch.setattr(package, "flash_attn_func", lambda *given, **how: seen.extend(given) or inner(*given, **how))
+    return seen
+
+
+def test_what_is_contiguous_is_not_copied(given):
+    from gpt_pretrain.megatron.flash_attention import causal_attention
+
+    *inputs, _ = make_inputs(SHAPES["four queries to a key"], torch.float32, "cpu")
+    causal_attention(*inputs, 1.0)
+    assert [each.data_ptr() for each in given] == [each.data_ptr() for each in inputs]
+
+
+def test_parts_of_one_projection_are_not_copied_and_values_alone_do_not_keep_it(given):
+    from gpt_pretrain.megatron.flash_attention import causal_attention
+
+    query, key, value = torch.randn(5, 2, 3, 3 * 8).split(8, dim=-1)
     causal_attention(query, key, value, 1.0)
-    assert [each.data_ptr() for each in seen] == [each.data_ptr() for each in (query, key, value)]
+    assert [each.data_ptr() for each in given] == [each.data_ptr() for each in (query, key, value)]
+    given.clear()
+    causal_attention(query.clone(), key.clone(), value, 1.0)
+    assert given[2].untyped_storage().nbytes() == value.numel() * value.element_size()
+    assert torch.equal(given[2].view(value.shape), value)
 
 
 @pytest.mark.parametrize("by", ["torch", "environment"])
@@ -113,13 +131,18 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
         (H200, f"it is not installed; {INSTALL_FLASH}"),
         (replace(WITH_FLASH, transformer_engine=None), "it takes the place of Transformer Engine's attention"),
         (
+            replace(WITH_FLASH, device_name="NVIDIA B200", compute_capability=(10, 0)),
+            "on NVIDIA B200, compute capability 10.0 it takes heads of up to 128 channels, not of 192",
+        ),
+        (
             replace(WITH_FLASH, device_name="NVIDIA A100", compute_capability=(8, 0)),
-            "its gradients need compute capability 9.x or 10.x, and this is NVIDIA A100, compute capability 8.0",
+            "it is for compute capability 9.x and 10.x here, and this is NVIDIA A100, compute capability 8.0",
         ),
     ],
 )
 def test_a_machine_without_it_refuses_and_null_does_without(platform, why):
-    config = load_config([*LLAMA, ASKED])
+    # Heads that only Hopper takes.
+    config = load_config([*LLAMA, "model.kv_channels=192", ASKED])
     with pytest.raises(ConfigError) as refused:
         check_platform(config, platform, read_launch({}))
     (problem,) = (each for each in refused.value.problems if ASKED in each)
@@ -133,6 +156,8 @@ def test_one_that_is_installed_and_does_not_load_is_told():
     broken = replace(H200, flash_attention_problem="OSError: libcute_dsl_runtime.so is missing")
     with pytest.raises(ConfigError, match=r"cannot be used here: OSError: libcute_dsl_runtime\.so is missing\. Use"):
         check_platform(load_config([*LLAMA, ASKED]), broken, read_launch({}))
+    for without in ("model.kv_channels=64", "model.fused_single_qkv_rope=false", "model.transformer_engine=false"):
+        assert platform_notes(load_config([*LLAMA, without]), broken) == []
     told = "Attention is Transformer Engine's, not FlashAttention-4: OSError: libcute_dsl_runtime.so is missing"
     assert platform_notes(load_config([*LLAMA]), broken) == [told]
     assert platform_notes(load_config([*LLAMA, "model.use_flash_attention=false"]), broken) == []
@@ -176,8 +201,7 @@ def test_null_takes_it_where_it_was_measured():
         assert not plan_kernels(config, blackwell).use_flash_attention
         off = replace(config, model=replace(config.model, use_flash_attention=False))
         assert not plan_kernels(off, WITH_FLASH).use_flash_attention
-    for width in (64, 256):
-        other = load_config([*LLAMA, f"model.kv_channels={width}"])
-        assert not plan_kernels(other, WITH_FLASH).use_flash_attention
+    for unmeasured in ("model.kv_channels=64", "model.kv_channels=256", "model.fused_single_qkv_rope=false"):
+        assert not plan_kernels(load_config([*LLAMA, unmeasured]), WITH_FLASH).use_flash_attention
     check_platform(load_config([*LLAMA, ASKED]), blackwell, read_launch({}))
     check_platform(load_config([*LLAMA, ASKED]), WITH_FLASH, read_launch({}))

@@ -168,6 +168,7 @@ def test_the_loss_is_linear_where_nothing_speaks_against_it(
         ((*SMALL_IN_FP8, "model.hidden_dropout=0.1"), 1, None),
         ((*SMALL_IN_FP8, "logging.fp8_statistics_interval=10"), 1, None),
         ((*SMALL_IN_FP8, "model.activation_cast_fusion=true"), 1, None),
+        ((*SMALL_IN_FP8, "model.use_flash_attention=true"), 1, None),
     ],
 )
 def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(

@@ -12,8 +12,8 @@ from gpt_pretrain.config.gemms import FC1, FC2, linears
 from gpt_pretrain.config.obstacles import Obstacle, refusals
 from gpt_pretrain.config.schema import Config, ModelConfig
 
-# Heads that FlashAttention-4 takes on Hopper (`_validate_head_dims` of its interface.py).
-WIDTH_MULTIPLE, WIDEST = 8, 256
+# Heads that FlashAttention-4 takes (`_validate_head_dims` of its interface.py).
+WIDTH_MULTIPLE, WIDEST, WIDEST_ON_BLACKWELL = 8, 256, 128
 
 
 def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Iterator[Obstacle]:
@@ -43,7 +43,7 @@ def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Itera
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
     if model.tp_comm_overlap and settings is not None and settings.recipe is not Fp8RecipeName.delayed:
-        yield "model.tp_comm_overlap=true", "untried with user buffers but in delayed scaling"
+        yield "model.tp_comm_overlap=true", "tried with user buffers in delayed scaling alone"
 
 
 def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[Obstacle]:

@@ -121,7 +121,7 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
             here=first(
                 (
                     has_flash,
-                    f"FlashAttention-4 in heads of {FLASH_ATTENTION_WIDTH} channels, else Transformer Engine: "
+                    f"FlashAttention-4 in rotary heads of {FLASH_ATTENTION_WIDTH} channels, else Transformer Engine: "
                     "cuDNN or flash-attn",
                 ),
                 (has_te, "Transformer Engine: cuDNN or flash-attn"),

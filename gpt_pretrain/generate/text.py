@@ -91,7 +91,8 @@ def inference_config(saved: SavedModel) -> Config:
         activation_cast_fusion=None,
         bias_dropout_add_fusion=None,
         masked_softmax_fusion=None,
-        use_flash_attention=None,
+        # It would be compiled, for seconds, to write a few tokens.
+        use_flash_attention=False,
         apply_rope_fusion=None,
         fused_single_qkv_rope=None,
         gradient_accumulation_fusion=None,

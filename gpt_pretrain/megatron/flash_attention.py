@@ -5,7 +5,6 @@ Of Llama 3's heads on an H200 its kernels take 0.94 of the time of cuDNN 9.19's 
 compiled at its first call, some seconds a shape of heads (https://github.com/Dao-AILab/flash-attention).
 """
 
-import math
 import os
 from typing import override
 
@@ -15,20 +14,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
     """Each token attends to those up to itself.
 
     megatron-core has sequences of a batch side by side, FlashAttention one after the other. To it they are heads of one
     sequence here, batch · heads of them: head i reads keys and values of head i // (heads / groups), so that each reads
-    those of its own sequence, and nothing is copied on the way in or out. Gradients of queries, and of keys and values
-    that several heads read, are added up in a fixed order where deterministic algorithms are asked for, and else as
-    they are ready.
+    those of its own sequence, and what is contiguous, as `qkv_rope` leaves it, is not copied. Gradients of queries, and
+    of keys and values that several heads read, are added up in a fixed order where deterministic algorithms are asked
+    for, and else as they are ready.
 
     Args:
         query: [s, b, heads, width], BF16 or FP16.
         key: [s, b, groups, width].
         value: [s, b, groups, width].
-        scale: Of the scores.
+        scale: Of the scores; None: 1/√width.
 
     Returns:
         [s, b, heads · width].
@@ -36,8 +35,10 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     from flash_attn.cute import flash_attn_func
 
     length, batch, heads, width = query.shape
-    # A view of the projection would keep all of it for the backward pass.
-    query, key, value = (each.contiguous().view(1, length, -1, width) for each in (query, key, value))
+    if value.untyped_storage().data_ptr() != query.untyped_storage().data_ptr():
+        # Queries were rotated out of the projection, and a view of it would keep all of it for values alone.
+        value = value.contiguous()
+    query, key, value = (each.reshape(1, length, -1, width) for each in (query, key, value))
     # Transformer Engine's attention asks both, too; `trainer.deterministic` sets both.
     in_order = torch.are_deterministic_algorithms_enabled() or os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
     out, _ = flash_attn_func(query, key, value, softmax_scale=scale, causal=True, deterministic=in_order)
@@ -63,5 +64,4 @@ class FlashAttention(TEDotProductAttention):  # type: ignore[misc]
         assert attn_mask_type is AttnMaskType.causal, "no other mask is computed here"
         assert attention_bias is None, "biases are not added"
         assert packed_seq_params is None, "sequences have one length"
-        scale = self.config.softmax_scale
-        return causal_attention(query, key, value, 1 / math.sqrt(query.size(-1)) if scale is None else scale)
+        return causal_attention(query, key, value, self.config.softmax_scale)

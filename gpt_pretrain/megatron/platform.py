@@ -12,15 +12,17 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
+from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.config.rules_fused_kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import (
     describe_gpu,
@@ -134,7 +136,7 @@ def apex_parts() -> dict[str, bool]:
 
 
 def detect_platform() -> Platform:
-    """Looks up what is there; imports Transformer Engine and apex where they are installed."""
+    """Looks up what is there; imports Transformer Engine, FlashAttention-4 and apex where they are installed."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -164,7 +166,10 @@ def platform_notes(config: Config, platform: Platform) -> list[str]:
     if platform.cuda and platform.transformer_engine is None and unasked:
         why = platform.transformer_engine_problem or f"it is not installed; {how_to_install('te')}"
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
-    if platform.flash_attention_problem is not None and model.use_flash_attention is None:
+    would_take_it = replace(platform, flash_attention=_OLDEST_FLASH_ATTENTION)
+    if platform.flash_attention_problem is not None and (
+        plan_kernels(config, would_take_it).use_flash_attention != plan_kernels(config, platform).use_flash_attention
+    ):
         notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
     if model.fp8_emulate and platform.transformer_engine is not None and has_fp8(platform):
         notes.append(
@@ -181,16 +186,19 @@ def why_no_transformer_engine(platform: Platform) -> str:
     )
 
 
-def _why_no_flash_attention(platform: Platform) -> str | None:
+def _why_no_flash_attention(config: Config, platform: Platform) -> str | None:
     """Why FlashAttention-4, which was asked for, cannot be used."""
     capability = platform.compute_capability
     if capability is None:
         return "there is no CUDA device"
     if platform.transformer_engine is None:
         return "it takes the place of Transformer Engine's attention"
-    # flash_attn.cute.interface._flash_attn_bwd.
     if not (9, 0) <= capability < (11, 0):
-        return f"its gradients need compute capability 9.x or 10.x, and this is {describe_gpu(platform)}"
+        return f"it is for compute capability 9.x and 10.x here, and this is {describe_gpu(platform)}"
+    width = kv_channels(config.model)
+    # flash_attn.cute.interface._validate_head_dims.
+    if capability >= (10, 0) and WIDEST_ON_BLACKWELL < width < WIDEST:
+        return f"on {describe_gpu(platform)} it takes heads of up to {WIDEST_ON_BLACKWELL} channels, not of {width}"
     if platform.flash_attention is None:
         return platform.flash_attention_problem or f"it is not installed; {how_to_install('flash')}"
     return None
@@ -252,7 +260,7 @@ def check_platform(config: Config, platform: Platform, launch: Launch) -> None:
         for key in ("apply_rope_fusion", "fused_single_qkv_rope", "moe_grouped_gemm")
         if getattr(model, key) and not te
     ]
-    if model.use_flash_attention and (why := _why_no_flash_attention(platform)) is not None:
+    if model.use_flash_attention and (why := _why_no_flash_attention(config, platform)) is not None:
         problems.append(
             f"model.use_flash_attention=true, but FlashAttention-4 cannot be used here: {why}. Use null or false"
         )

@@ -36,6 +36,6 @@ def plan_graphs(config: Config, world_size: int, *, transformer_engine: bool) ->
     small = layer_flops <= _MAX_LAYER_FLOPS
     gain = transformer_engine and tensorwise and compared and small and world_size == 1
     # A kernel that is asked for and untried in graphs goes before them.
-    asked = model.activation_cast_fusion or model.embedding_gradient_fusion
+    asked = model.activation_cast_fusion or model.embedding_gradient_fusion or model.use_flash_attention
     is_free = not asked and not any(graph_obstacles(config))
     return CudaGraphImpl.local if gain and is_free else None

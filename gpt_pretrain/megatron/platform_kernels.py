@@ -22,12 +22,12 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.platform_fp8 import is_hopper
 from gpt_pretrain.megatron.platform_graphs import plan_graphs
 
-# Width of the heads that FlashAttention-4 computes faster than cuDNN on Hopper: with those of 64 it gains nothing, and
-# others were not measured (benchmarks/flash_attention_h200_*.md).
-FLASH_ATTENTION_WIDTH = 128
-
 if TYPE_CHECKING:
     from gpt_pretrain.megatron.platform import Platform
+
+# Width of the heads with which steps are faster on Hopper by FlashAttention-4 than by cuDNN: with those of 64 they are
+# not, and others were not measured (benchmarks/flash_attention_h200_*.md).
+FLASH_ATTENTION_WIDTH = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +71,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
     settings = fp8_settings(model)
     # Emulated layers compute their weight gradients themselves.
     accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
+    rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
     return Kernels(
@@ -94,9 +95,11 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
+        # Out of other layouts queries, keys and values may be copied for it, and what that leaves was not measured.
         use_flash_attention=choose(
             model.use_flash_attention,
             te
+            and rotates
             and is_hopper(platform)
             and platform.flash_attention is not None
             and graphs is None
@@ -106,7 +109,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
-        fused_single_qkv_rope=choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model))),
+        fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
         # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
         # 50,304 lose, and nothing between them was measured (benchmarks/llama3_8b_leads_*.md).

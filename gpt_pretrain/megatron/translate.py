@@ -170,8 +170,8 @@ def translate_transformer(config: Config, platform: Platform, kernels: Kernels) 
         # A mean over unmasked tokens, exact at every layout. Without a mask the cheaper mean of means is the same.
         calculate_per_token_loss=model.data.eod_mask_loss,
         tp_comm_overlap=model.tp_comm_overlap,
-        # Backward, exchanges that no product waits for run beside products by NCCL, as without user buffers: by these
-        # they were 0.5% slower (benchmarks/tp_overlap_h200_2026-11-22.md).
+        # Backward, NCCL exchanges beside a product that does not need what is exchanged, as without user buffers: with
+        # them steps were about 0.5% slower (benchmarks/tp_overlap_h200_2026-11-22.md).
         tp_comm_bulk_dgrad=not model.tp_comm_overlap,
         tp_comm_bulk_wgrad=not model.tp_comm_overlap,
         # Kernels.

@@ -95,7 +95,7 @@ class Efficiency:
     """Speed of attention in FP8 over BF16. Assumed: only the forward gains on Hopper."""
     flash_attention: float
     """Speed of FlashAttention-4's attention over cuDNN's, forward and backward together: of heads of 128 and sequences
-    of 8,192; 1.08 with sequences of 2,048 (benchmarks/flash_attention_h200_2026-11-22.md)."""
+    of 8,192; of others 1.08 to 1.13 (benchmarks/flash_attention_h200_2026-11-22.md)."""
     bandwidth: float
     """Of the memory's bandwidth, by elementwise kernels."""
     links: float
