@@ -4,11 +4,14 @@ Nobody watches the ranks here, as under srun: what ends them is the watchdog alo
 """
 
 import re
+import threading
 import time
 
 import pytest
 
+from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training import watchdog
 from gpt_pretrain.training.watchdog import EXIT_CODE
 from tests.runs import small_run_arguments
 
@@ -62,6 +65,40 @@ def test_a_killed_rank_ends_the_others_with_their_stacks(rank, start, tmp_path):
     assert f"watchdog: rank {rank} on " in text
     assert "died: its connection broke off" in text
     assert "gpt_pretrain/__main__.py" in text
+
+
+DEATH = "rank 1 on elsewhere died: its connection broke off"
+
+
+class LatePeers:
+    """Stands for `Peers`: a death is heard once, by the thread as it is woken to leave, or by the rank behind it."""
+
+    def __init__(self, *, by_thread):
+        self._woken = threading.Event()
+        # Behind the thread's last answer the rank finds what woke it, first.
+        self._answers = [DEATH] if by_thread else [None, None, DEATH]
+
+    def listen(self, timeout_s):
+        self._woken.wait()
+        return (self._answers.pop(0) if self._answers else None), 0.1
+
+    def wake(self):
+        self._woken.set()
+
+    def first_failure(self):
+        return None
+
+    def leave(self, failure):
+        assert failure == "ValueError: broken"
+
+
+@pytest.mark.parametrize("by_thread", [True, False])
+def test_an_error_is_told_with_the_death_that_was_heard_as_it_ended_the_run(by_thread, tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "Peers", lambda launch: LatePeers(by_thread=by_thread))
+    guard = watchdog.Watchdog(60.0, learning_steps=2, launch=read_launch({}), run_dir=tmp_path)
+    with pytest.raises(ValueError, match="broken") as raised, guard:
+        raise ValueError("broken")
+    assert raised.value.__notes__ == [f"watchdog: {DEATH}"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -70,6 +70,7 @@ class Watchdog:
         self._longest_step_s = 0.0
         self._leaving = threading.Event()
         self._ending = threading.Event()
+        self._heard_last: str | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -120,7 +121,10 @@ class Watchdog:
 
     def _news_of_others(self) -> str | None:
         """What has happened to another rank, if anything has: what is on its way has a moment to arrive."""
-        why, _ = self._peers.listen(TICK_S)
+        why, until = self._heard_last, time.monotonic() + TICK_S
+        # What woke the thread may still be there, and end the first wait at once.
+        while why is None and self._peers.first_failure() is None and (left_s := until - time.monotonic()) > 0:
+            why, _ = self._peers.listen(left_s)
         return self._peers.first_failure() or why
 
     def step_begins(self, step: int) -> None:
@@ -168,6 +172,8 @@ class Watchdog:
                 )
             if why is not None and not self._leaving.is_set():
                 self._end(why)
+            # Told once: what this rank hears while it leaves is why it does.
+            self._heard_last = why
 
     def _end(self, why: str) -> None:
         """Ends this process, and says to the others why they must end."""
