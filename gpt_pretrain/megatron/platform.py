@@ -166,11 +166,10 @@ def platform_notes(config: Config, platform: Platform) -> list[str]:
     if platform.cuda and platform.transformer_engine is None and unasked:
         why = platform.transformer_engine_problem or f"it is not installed; {how_to_install('te')}"
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
-    would_take_it = replace(platform, flash_attention=_OLDEST_FLASH_ATTENTION)
-    if platform.flash_attention_problem is not None and (
-        plan_kernels(config, would_take_it).use_flash_attention != plan_kernels(config, platform).use_flash_attention
-    ):
-        notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
+    if platform.flash_attention_problem is not None and model.use_flash_attention is None:
+        mended = replace(platform, flash_attention=_OLDEST_FLASH_ATTENTION)
+        if plan_kernels(config, mended).use_flash_attention:
+            notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
     if model.fp8_emulate and platform.transformer_engine is not None and has_fp8(platform):
         notes.append(
             "FP8 is emulated on a GPU that multiplies in FP8 itself, and slower than BF16; leave "
