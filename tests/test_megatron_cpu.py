@@ -17,6 +17,8 @@ from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import TorchNorm
+from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.megatron.platform_kernels import plan_kernels
@@ -196,3 +198,15 @@ def test_norm_computes_its_formula(normalization: str) -> None:
     scale = math.sqrt(sum((value - mean) ** 2 for value in x) / 4 + 0.1)
     expected = torch.tensor([(value - mean) / scale for value in x])
     torch.testing.assert_close(norm(torch.tensor(x)), expected, atol=1e-6, rtol=0.0)
+
+
+def test_values_that_fp8_weights_were_drawn_as_are_freed_with_the_optimizers_making(groups: Config) -> None:
+    platform = detect_platform()
+    model = build_model(groups, platform, plan_kernels(groups, platform))
+    # As weights in FP8 have it (TE's name); megatron-core clears those alone that this rank has the master of.
+    kept = {name: [torch.ones(2)] for name, _ in model.chunks[0].named_parameters()}
+    for name, parameter in model.chunks[0].named_parameters():
+        vars(parameter)["clear_high_precision_init_val"] = kept[name].clear
+    build_optimizer(groups, model, platform)
+    assert [name for name, values in kept.items() if values] == []
+    assert len(kept) > 10

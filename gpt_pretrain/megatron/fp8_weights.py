@@ -139,10 +139,6 @@ def cast_masters(
     else:
         quantize_param_shard(weights, masters, starts, group)
         return
-    for weight in weights:
-        # Weights before they were ever cast, kept for the first masters; a copy of a weight has none.
-        if hasattr(weight, "clear_high_precision_init_val"):
-            weight.clear_high_precision_init_val()
     cast([_Shard(weight=w, master=m, start=s) for w, m, s in zip(weights, masters, starts, strict=True)], group)
 
 

@@ -6,6 +6,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.fp8_weights import install_weight_cast
+from gpt_pretrain.megatron.initialization import forget_first_values
 from gpt_pretrain.megatron.kernels import install_gradient_norm
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.platform import Platform
@@ -25,6 +26,7 @@ def build_optimizer(config: Config, model: Model, platform: Platform) -> Megatro
     optimizer = get_megatron_optimizer(
         translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False
     )
+    forget_first_values(model.chunks)
     make_conditional(optimizer)
     return optimizer
 
