@@ -79,9 +79,8 @@ def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
 
 
-def flash_attention_obstacles(config: Config) -> Iterator[Obstacle]:
+def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
     """What `model.use_flash_attention` does not go with."""
-    model = config.model
     if model.transformer_engine is False:
         yield "model.transformer_engine=false", "it takes the place of Transformer Engine's attention"
     if model.fp8_emulate:
@@ -112,7 +111,7 @@ def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]
         "activation_cast_fusion": activation_cast_obstacles(model, sizes_known=sizes_known),
         "embedding_gradient_fusion": embedding_gradient_obstacles(config),
         "fused_single_qkv_rope": qkv_rope_obstacles(model),
-        "use_flash_attention": flash_attention_obstacles(config) if sizes_known else (),
+        "use_flash_attention": flash_attention_obstacles(model) if sizes_known else (),
     }
     for key, obstacles in found.items():
         if getattr(model, key):

@@ -58,20 +58,20 @@ class Verdict:
         return TRAINS_WITHOUT_FP8 if self.trains else TRAINS_NOT
 
 
+def _found(library: TransformerEngine | FlashAttention | Failure) -> tuple[str | None, str | None]:
+    """The fields of `Platform` about a library: its version, or why it is not used where it is installed."""
+    if isinstance(library, Failure):
+        return None, None if library.is_missing else library.problem
+    return library.version, None
+
+
 def platform_of(facts: Facts, torch: Torch) -> Platform:
     """The machine as training describes it."""
     gpu = torch.gpus[0] if torch.gpus else None
-    te, flash, apex = facts.transformer_engine, facts.flash_attention, facts.apex
-    te_version, te_problem = None, None
-    flash_version, flash_problem = None, None
-    parts: Mapping[str, bool] = {}
     # Without a GPU a run looks for none of them.
-    if gpu is not None:
-        te_version = te.version if isinstance(te, TransformerEngine) else None
-        te_problem = te.problem if isinstance(te, Failure) and not te.is_missing else None
-        flash_version = flash.version if isinstance(flash, FlashAttention) else None
-        flash_problem = flash.problem if isinstance(flash, Failure) and not flash.is_missing else None
-        parts = apex.parts if isinstance(apex, Apex) else {}
+    te_version, te_problem = _found(facts.transformer_engine) if gpu is not None else (None, None)
+    flash_version, flash_problem = _found(facts.flash_attention) if gpu is not None else (None, None)
+    parts: Mapping[str, bool] = facts.apex.parts if gpu is not None and isinstance(facts.apex, Apex) else {}
     return Platform(
         cuda=gpu is not None,
         num_gpus=len(torch.gpus),

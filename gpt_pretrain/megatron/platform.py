@@ -102,15 +102,22 @@ def _imports(module: str) -> bool:
     return True
 
 
+def _why_it_does_not_load(module: str) -> str | None:
+    """What an installed module's import ended with; None where it loads."""
+    try:
+        importlib.import_module(module)
+    # Shared libraries and compilers that do not fit the driver or PyTorch fail in as many ways as there are of them
+    # (OSError, RuntimeError, AssertionError), each told to the user.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def _transformer_engine() -> tuple[str | None, str | None]:
     if importlib.util.find_spec("transformer_engine") is None:
         return None, None
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    # Loading TE's shared libraries fails in many ways (OSError, RuntimeError, AssertionError), each told to the user.
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-    return importlib.metadata.version("transformer_engine"), None
+    problem = _why_it_does_not_load("transformer_engine.pytorch")
+    return (importlib.metadata.version("transformer_engine") if problem is None else None), problem
 
 
 def flash_attention() -> tuple[str | None, str | None]:
@@ -122,12 +129,8 @@ def flash_attention() -> tuple[str | None, str | None]:
         return None, None
     if Version(version) < Version(_OLDEST_FLASH_ATTENTION):
         return None, f"{_OLDEST_FLASH_ATTENTION} or newer is needed, and {version} is installed"
-    try:
-        importlib.import_module("flash_attn.cute")
-    # A compiler that does not fit the driver or PyTorch fails in as many ways as its libraries have.
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-    return version, None
+    problem = _why_it_does_not_load("flash_attn.cute")
+    return (version if problem is None else None), problem
 
 
 def apex_parts() -> dict[str, bool]:

@@ -104,7 +104,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
             and platform.flash_attention is not None
             and graphs is None
             and kv_channels(model) == FLASH_ATTENTION_WIDTH
-            and not any(flash_attention_obstacles(config)),
+            and not any(flash_attention_obstacles(model)),
         ),
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
