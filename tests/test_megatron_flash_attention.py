@@ -13,7 +13,7 @@ from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.platform import check_platform, flash_attention, platform_notes
 from gpt_pretrain.megatron.platform_kernels import plan_kernels
-from tests.attention import SHAPES, attention_in_fp64, check_against_fp64, make_inputs
+from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
 from tests.platforms import CPU, H200, INSTALL_FLASH
 
 ASKED = "model.use_flash_attention=true"
@@ -22,74 +22,127 @@ LLAMA = "model=llama3_8b", "data=mock"
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Stands for the package, and notes what it was called with: attention of [b, s, heads, width], as it documents."""
-    calls = []
+def package(monkeypatch):
+    """Stands for the package's two kernels on [b, s, heads, width], in fp64, and notes what they were called with."""
 
-    def flash_attn_func(query, key, value, *, softmax_scale, causal, deterministic):
-        calls.append({"shape": tuple(query.shape), "causal": causal, "deterministic": deterministic})
-        out = attention_in_fp64(*(each.transpose(0, 1) for each in (query, key, value)), softmax_scale)
-        return out.transpose(0, 1).reshape(query.shape), None
+    class Package(ModuleType):
+        def __init__(self):
+            super().__init__("flash_attn.cute.interface")
+            self.inputs, self.asked, self.gradients = [], [], []
 
-    package = ModuleType("flash_attn.cute")
-    package.flash_attn_func = flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
-    return calls
+        def _flash_attn_fwd(self, query, key, value, *, softmax_scale, causal, return_lse):
+            assert causal
+            assert return_lse
+            self.inputs.append((query, key, value))
+            sequences_inside = [each.transpose(0, 1) for each in (query, key, value)]
+            out = attention_in_fp64(*sequences_inside, softmax_scale).transpose(0, 1).reshape(query.shape)
+            return out, torch.full((), 7.0), None, None, None
+
+        def _flash_attn_bwd(self, *tensors, softmax_scale, causal, deterministic, dq, dk, dv):
+            assert causal
+            query, key, value, out, dout, log_sum_exp = tensors
+            assert log_sum_exp == 7.0
+            inputs = [each.detach().requires_grad_() for each in (query, key, value)]
+            with torch.enable_grad():
+                again = attention_in_fp64(*(each.transpose(0, 1) for each in inputs), softmax_scale)
+                again = again.transpose(0, 1).reshape(query.shape)
+            assert torch.equal(out, again)
+            for into, gradient in zip((dq, dk, dv), torch.autograd.grad(again, inputs, dout), strict=True):
+                into.copy_(gradient)
+            self.asked.append({"shape": tuple(query.shape), "deterministic": deterministic})
+            self.gradients.append((dq, dk, dv))
+
+    package = Package()
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package)
+    return package
 
 
-def test_sequences_side_by_side_are_heads_of_one_sequence(asked):
+def test_sequences_side_by_side_are_heads_of_one_sequence(package):
     from gpt_pretrain.megatron.flash_attention import causal_attention
 
     check_against_fp64(causal_attention, "cpu", torch.float64, 1e-12)
-    shapes = SHAPES.values()
-    assert asked == [
-        {"shape": (1, each.length, each.batch * each.heads, each.width), "causal": True, "deterministic": False}
-        for each in shapes
+    assert package.asked == [
+        {"shape": (1, each.length, each.batch * each.heads, each.width), "deterministic": False}
+        for each in SHAPES.values()
     ]
 
 
-@pytest.fixture
-def given(asked, monkeypatch):
-    """What the package was given."""
-    seen = []
-    package = sys.modules["flash_attn.cute"]
-    inner = package.flash_attn_func
-    monkeypatch.setattr(package, "flash_attn_func", lambda *given, **how: seen.extend(given) or inner(*given, **how))
-    return seen
-
-
-def test_what_is_contiguous_is_not_copied(given):
+def test_what_is_contiguous_is_not_copied(package):
     from gpt_pretrain.megatron.flash_attention import causal_attention
 
     *inputs, _ = make_inputs(SHAPES["four queries to a key"], torch.float32, "cpu")
     causal_attention(*inputs, 1.0)
-    assert [each.data_ptr() for each in given] == [each.data_ptr() for each in inputs]
+    assert [each.data_ptr() for each in package.inputs[0]] == [each.data_ptr() for each in inputs]
 
 
-def test_parts_of_one_projection_are_not_copied_and_values_alone_do_not_keep_it(given):
+def test_parts_of_one_projection_are_not_copied_and_values_alone_do_not_keep_it(package):
     from gpt_pretrain.megatron.flash_attention import causal_attention
 
     query, key, value = torch.randn(5, 2, 3, 3 * 8).split(8, dim=-1)
     causal_attention(query, key, value, 1.0)
-    assert [each.data_ptr() for each in given] == [each.data_ptr() for each in (query, key, value)]
-    given.clear()
     causal_attention(query.clone(), key.clone(), value, 1.0)
-    assert given[2].untyped_storage().nbytes() == value.numel() * value.element_size()
-    assert torch.equal(given[2].view(value.shape), value)
+    first, second = package.inputs
+    assert [each.data_ptr() for each in first] == [each.data_ptr() for each in (query, key, value)]
+    assert second[2].untyped_storage().nbytes() == value.numel() * value.element_size()
+    assert torch.equal(second[2].view(value.shape), value)
+
+
+def test_gradients_of_parts_of_one_projection_are_parts_of_one_tensor(package):
+    """Which split of the projection takes them as they are: Transformer Engine's asks for strides, storage, offsets."""
+    from gpt_pretrain.megatron.flash_attention import causal_attention
+
+    shape, width = (6, 2, 3), 8
+    projected = torch.randn(*shape, 3 * width, dtype=torch.float64)
+    inputs = [each.requires_grad_() for each in projected.detach().split(width, dim=-1)]
+    gradient = torch.randn(6, 2, 3 * width, dtype=torch.float64)
+    found = torch.autograd.grad(causal_attention(*inputs, SCALE), inputs, gradient)
+
+    assert [each.untyped_storage().data_ptr() for each in found] == [found[0].untyped_storage().data_ptr()] * 3
+    assert [(each.stride(), each.storage_offset()) for each in found] == [
+        ((2 * 3 * 24, 3 * 24, 24, 1), offset) for offset in (0, width, 2 * width)
+    ]
+    # The kernels wrote there themselves.
+    assert [each.data_ptr() for each in package.gradients[0]] == [each.data_ptr() for each in found]
+    apart = [each.detach().contiguous().requires_grad_() for each in inputs]
+    expected = torch.autograd.grad(causal_attention(*apart, SCALE), apart, gradient)
+    assert len({each.untyped_storage().data_ptr() for each in expected}) == 3
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("lying", ["in another order", "wider apart", "with other heads", "in another tensor"])
+def test_gradients_of_parts_that_lie_otherwise_are_tensors_of_their_own(package, lying):
+    from gpt_pretrain.megatron.flash_attention import causal_attention
+
+    parts = list(torch.randn(6, 2, 4, 4 * 8, dtype=torch.float64).split(8, dim=-1))
+    of_three = list(torch.randn(6, 2, 4, 3 * 8, dtype=torch.float64).split(8, dim=-1))
+    inputs = {
+        "in another order": [of_three[1], of_three[0], of_three[2]],
+        "wider apart": parts[:3],
+        "with other heads": [of_three[0], *(each[:, :, :2] for each in of_three[1:])],
+        "in another tensor": [of_three[0], of_three[1], parts[2]],
+    }[lying]
+    inputs = [each.detach().requires_grad_() for each in inputs]
+    found = torch.autograd.grad(causal_attention(*inputs, SCALE).sum(), inputs)
+    exact = [each.detach().contiguous().requires_grad_() for each in inputs]
+    expected = torch.autograd.grad(attention_in_fp64(*exact, SCALE).sum(), exact)
+    assert len({each.untyped_storage().data_ptr() for each in found}) == 3
+    assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("by", ["torch", "environment"])
-def test_a_fixed_order_is_asked_for_where_algorithms_are_to_be_deterministic(asked, monkeypatch, by):
+def test_a_fixed_order_is_asked_for_where_algorithms_are_to_be_deterministic(package, monkeypatch, by):
     from gpt_pretrain.megatron.flash_attention import causal_attention
 
     if by == "environment":
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     else:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    *inputs, _ = make_inputs(SHAPES["one sequence"], torch.float64, "cpu")
-    causal_attention(*inputs, 1.0)
-    assert [call["deterministic"] for call in asked] == [True]
+    *inputs, gradient = make_inputs(SHAPES["one sequence"], torch.float64, "cpu")
+    inputs = [each.requires_grad_() for each in inputs]
+    causal_attention(*inputs, 1.0).backward(gradient)
+    assert [call["deterministic"] for call in package.asked] == [True]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +225,7 @@ def test_one_that_is_installed_and_does_not_load_is_told():
         ("4.0.0", ("4.0.0", None)),
     ],
 )
-def test_the_version_is_the_distributions(asked, monkeypatch, installed, found):
+def test_the_version_is_the_distributions(package, monkeypatch, installed, found):
     def version(name):
         assert name == "flash-attn-4"
         if installed is None:
@@ -183,14 +236,17 @@ def test_the_version_is_the_distributions(asked, monkeypatch, installed, found):
     assert flash_attention() == found
 
 
-def test_a_package_that_does_not_load_says_why(monkeypatch):
+def test_a_package_that_does_not_load_says_why(package, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b36")
-    # None stands for a module that cannot be imported.
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.delattr(type(package), "_flash_attn_bwd")
     version, problem = flash_attention()
     assert version is None
-    assert problem.startswith("ModuleNotFoundError: import of flash_attn.cute halted")
+    assert problem == "AttributeError: module 'flash_attn.cute.interface' has no attribute '_flash_attn_bwd'"
+    # None stands for a module that cannot be imported.
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    version, problem = flash_attention()
+    assert version is None
+    assert problem.startswith("ModuleNotFoundError: import of flash_attn.cute.interface halted")
 
 
 def test_null_takes_it_where_it_was_measured():
@@ -203,5 +259,11 @@ def test_null_takes_it_where_it_was_measured():
         assert not plan_kernels(off, WITH_FLASH).use_flash_attention
     for unmeasured in ("model.kv_channels=64", "model.kv_channels=256", "model.fused_single_qkv_rope=false"):
         assert not plan_kernels(load_config([*LLAMA, unmeasured]), WITH_FLASH).use_flash_attention
+    # Without rotation queries, keys and values are parts of one tensor, if heads share no keys.
+    gpt = "model=gpt3_1_3b", "data=mock"
+    assert plan_kernels(load_config([*gpt]), WITH_FLASH).use_flash_attention
+    for unmeasured in ("model.num_query_groups=4", "model.kv_channels=64", "model.position_embedding_type=rope"):
+        asked = [*gpt, unmeasured, "model.fused_single_qkv_rope=false"]
+        assert not plan_kernels(load_config(asked), WITH_FLASH).use_flash_attention
     check_platform(load_config([*LLAMA, ASKED]), blackwell, read_launch({}))
     check_platform(load_config([*LLAMA, ASKED]), WITH_FLASH, read_launch({}))

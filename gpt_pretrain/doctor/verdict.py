@@ -104,7 +104,7 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Fp8RecipeName) -> s
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     te = facts.transformer_engine if platform.transformer_engine is not None else None
     has_te = isinstance(te, TransformerEngine)
-    # Where null chooses it for rotary heads of that width (`plan_kernels`).
+    # Where null chooses it for heads of that width (`plan_kernels`).
     has_flash = has_te and is_hopper(platform) and platform.flash_attention is not None
 
     def first(*choices: tuple[bool, str], otherwise: str) -> str:
@@ -121,7 +121,7 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
             here=first(
                 (
                     has_flash,
-                    f"FlashAttention-4 in rotary heads of {FLASH_ATTENTION_WIDTH} channels, else Transformer Engine: "
+                    f"FlashAttention-4 in heads of {FLASH_ATTENTION_WIDTH} channels, else Transformer Engine: "
                     "cuDNN or flash-attn",
                 ),
                 (has_te, "Transformer Engine: cuDNN or flash-attn"),

@@ -6,12 +6,78 @@ compiled at its first call, some seconds a shape of heads (https://github.com/Da
 """
 
 import os
-from typing import override
+from typing import Any, override
 
 import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
+from torch.autograd.function import once_differentiable
+
+
+def _one_sequence(each: torch.Tensor) -> torch.Tensor:
+    """[s, b, heads, width] → [1, s, b · heads, width]: sequences side by side as heads of one."""
+    return each.reshape(1, each.size(0), -1, each.size(-1))
+
+
+def _are_parts_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether they lie head by head beside each other, as a projection with as many groups as heads leaves them."""
+    width = query.size(-1)
+    return query.stride(2) == 3 * width and all(
+        part.shape == query.shape
+        and part.stride() == query.stride()
+        and part.untyped_storage().data_ptr() == query.untyped_storage().data_ptr()
+        and part.storage_offset() == query.storage_offset() + place * width
+        for place, part in enumerate((query, key, value))
+    )
+
+
+class _CausalAttention(torch.autograd.Function):
+    """The package's kernels; gradients of what were parts of one tensor are parts of one again.
+
+    Transformer Engine's split of the projection takes such gradients as they are and copies others together. The
+    package's own autograd function has a tensor for each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        inputs = (_one_sequence(each) for each in (query, key, value))
+        out, log_sum_exp, *_ = _flash_attn_fwd(*inputs, softmax_scale=scale, causal=True, return_lse=True)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        ctx.scale = scale
+        # Transformer Engine's attention asks both, too; `trainer.deterministic` sets both.
+        ctx.in_order = (
+            torch.are_deterministic_algorithms_enabled() or os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        )
+        return out.view(*query.shape[:2], -1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        *inputs, out, log_sum_exp = ctx.saved_tensors
+        if _are_parts_of_one(*inputs):
+            *outer, width = inputs[0].shape
+            gradients = inputs[0].new_empty(*outer, 3 * width).split(width, dim=-1)
+        else:
+            gradients = tuple(each.new_empty(each.shape) for each in inputs)
+        into = dict(zip(("dq", "dk", "dv"), map(_one_sequence, gradients), strict=True))
+        _flash_attn_bwd(
+            *map(_one_sequence, inputs),
+            out,
+            gradient.reshape(out.shape),
+            log_sum_exp,
+            softmax_scale=ctx.scale,
+            causal=True,
+            deterministic=ctx.in_order,
+            **into,
+        )
+        return *gradients, None
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -19,8 +85,9 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
     megatron-core has sequences of a batch side by side, FlashAttention one after the other. To it they are heads of one
     sequence here, batch · heads of them: head i reads keys and values of head i // (heads / groups), so that each reads
-    those of its own sequence, and what is contiguous, as `qkv_rope` leaves it, is not copied. Gradients of queries, and
-    of keys and values that several heads read, are added up in a fixed order where deterministic algorithms are asked
+    those of its own sequence. What is contiguous, as `qkv_rope` leaves it, is not copied, nor are parts of one
+    projection with as many groups as heads, whose gradients are parts of one tensor, too. Gradients of queries, and of
+    keys and values that several heads read, are added up in a fixed order where deterministic algorithms are asked
     for, and else as they are ready.
 
     Args:
@@ -32,17 +99,10 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     Returns:
         [s, b, heads · width].
     """
-    from flash_attn.cute import flash_attn_func
-
-    length, batch, heads, width = query.shape
-    if value.untyped_storage().data_ptr() != query.untyped_storage().data_ptr():
+    if not _are_parts_of_one(query, key, value):
         # Queries were rotated out of the projection, and a view of it would keep all of it for values alone.
         value = value.contiguous()
-    query, key, value = (each.reshape(1, length, -1, width) for each in (query, key, value))
-    # Transformer Engine's attention asks both, too; `trainer.deterministic` sets both.
-    in_order = torch.are_deterministic_algorithms_enabled() or os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
-    out, _ = flash_attn_func(query, key, value, softmax_scale=scale, causal=True, deterministic=in_order)
-    return out.view(length, batch, heads * width)  # type: ignore[no-any-return]
+    return _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class FlashAttention(TEDotProductAttention):  # type: ignore[misc]

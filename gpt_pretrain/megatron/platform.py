@@ -37,8 +37,9 @@ from gpt_pretrain.megatron.platform_multicast import multicast_problems, multica
 if TYPE_CHECKING:
     import torch
 
-# The first that was tried; what `flash_attn_func` takes and returns has changed before.
+# The first that was tried, and what of it `megatron.flash_attention` calls.
 _OLDEST_FLASH_ATTENTION = "4.0.0b36"
+_FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
 # What each part of apex needs: its Python module, where it has one, and its compiled kernels.
 _APEX_PARTS = {
     "apex_layer_norm": ("apex.normalization", "fused_layer_norm_cuda"),
@@ -102,10 +103,12 @@ def _imports(module: str) -> bool:
     return True
 
 
-def _why_it_does_not_load(module: str) -> str | None:
-    """What an installed module's import ended with; None where it loads."""
+def _why_it_does_not_load(module: str, *names: str) -> str | None:
+    """What an installed module's import, or that of names from it, ended with; None where all load."""
     try:
-        importlib.import_module(module)
+        loaded = importlib.import_module(module)
+        for name in names:
+            getattr(loaded, name)
     # Shared libraries and compilers that do not fit the driver or PyTorch fail in as many ways as there are of them
     # (OSError, RuntimeError, AssertionError), each told to the user.
     except Exception as error:
@@ -129,7 +132,7 @@ def flash_attention() -> tuple[str | None, str | None]:
         return None, None
     if Version(version) < Version(_OLDEST_FLASH_ATTENTION):
         return None, f"{_OLDEST_FLASH_ATTENTION} or newer is needed, and {version} is installed"
-    problem = _why_it_does_not_load("flash_attn.cute")
+    problem = _why_it_does_not_load(*_FLASH_ATTENTION)
     return (version if problem is None else None), problem
 
 

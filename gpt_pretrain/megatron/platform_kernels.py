@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
-from gpt_pretrain.config.derived import kv_channels
+from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.rules_fused_kernels import (
     activation_cast_obstacles,
@@ -72,6 +72,9 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
     # Emulated layers compute their weight gradients themselves.
     accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
     rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
+    rotary = model.position_embedding_type is PositionEmbedding.rope
+    # What attends is one tensor's, and so are its gradients, where nothing is rotated and heads share no keys.
+    parts_of_one = not rotary and num_query_groups(model) == model.num_attention_heads
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
     return Kernels(
@@ -99,16 +102,14 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         use_flash_attention=choose(
             model.use_flash_attention,
             te
-            and rotates
+            and (rotates or parts_of_one)
             and is_hopper(platform)
             and platform.flash_attention is not None
             and graphs is None
             and kv_channels(model) == FLASH_ATTENTION_WIDTH
             and not any(flash_attention_obstacles(model)),
         ),
-        apply_rope_fusion=choose(
-            model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
-        ),
+        apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
         # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
