@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "llama3_8b_1gpu": (1, True),
     "llama3_8b_layouts": (1, False),
     "gpt_12_8b_1gpu": (1, True),
+    "gpt_15_4b_1gpu": (1, True),
     "mixtral_8x7b_8gpu": (8, True),
 }
 CLUSTER = ("llama3_8b_8gpu", "llama3_70b_64gpu", "gpt3_175b_512gpu")

@@ -28,6 +28,7 @@ MEASURED = {
     ),
     "GPT-2 124M, delayed, linear loss": (("model=gpt2_124m", "fp8=delayed", "model.global_batch_size=32"), 10.87),
     "GPT 12.8B, FP8 weights and small states": (("experiment=gpt_12_8b_1gpu",), 119.7),
+    "GPT 15.4B, the same and recomputed": (("experiment=gpt_15_4b_1gpu",), 132.1),
     "8B, DP 4, BF16": (EIGHT_BILLION, 113.0),
     "8B, DP 4, delayed": ((*EIGHT_BILLION, "fp8=delayed"), 121.0),
     "8B, DP 4, tensorwise, FP8 parameters": ((*EIGHT_BILLION, "fp8=tensorwise", "model.fp8_params=true"), 107.0),

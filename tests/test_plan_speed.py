@@ -44,6 +44,7 @@ PREDICTED = {
     # The application's, on real text and with small optimizer states; benchmarks/optimizer_memory_h200_2026-11-22.md.
     "8B on one GPU": (("experiment=llama3_8b_1gpu", "model.global_batch_size=1"), 13_800),
     "12.85B on one GPU": (("experiment=gpt_12_8b_1gpu", "model.global_batch_size=2"), 7_660),
+    "15.4B on one GPU, recomputed": (("experiment=gpt_15_4b_1gpu", "model.global_batch_size=2"), 4_994),
 }
 # The application's as it is now, 2026-11-22: losses from the hidden states, gradients added up in the products.
 NOW = ("model.activation_cast_fusion=false",)
@@ -55,6 +56,7 @@ NOW_EIGHT, NOW_XL, NOW_SMALL = (
 MICRO, BATCH = "model.micro_batch_size", "model.global_batch_size"
 TENSORWISE, DELAYED, WITHOUT_GRAPHS = "fp8=tensorwise", "fp8=delayed", "model.cuda_graph_impl=none"
 FUSED_EIGHT = ("model=llama3_8b", "model.num_layers=8", f"{BATCH}=8", DELAYED)
+XL_BY_DEFAULT = ("model=gpt3_1_3b", f"{BATCH}=64", DELAYED)
 FLASH, CUDNN = "model.use_flash_attention=true", "model.use_flash_attention=false"
 BY_DEFAULT = {
     "8 layers, BF16": (NOW_EIGHT, 37_909),
@@ -64,6 +66,8 @@ BY_DEFAULT = {
     "8 layers, delayed, casts fused, FlashAttention-4": ((*FUSED_EIGHT, FLASH), 52_974),
     "1.3B, BF16": (NOW_XL, 66_645),
     "1.3B, delayed": ((*NOW_XL, DELAYED), 89_742),
+    "1.3B, delayed, casts fused, micro batch 16": ((*XL_BY_DEFAULT, f"{MICRO}=16", CUDNN), 97_649),
+    "1.3B, delayed, casts fused, micro batch 32, FlashAttention-4": ((*XL_BY_DEFAULT, f"{MICRO}=32", FLASH), 99_141),
     "124M, BF16, 1 × 128": ((*NOW_SMALL, f"{MICRO}=128"), 553_900),
     "124M, BF16, 2 × 64": ((*NOW_SMALL, f"{MICRO}=64"), 546_900),
     "124M, BF16, 4 × 32": (NOW_SMALL, 541_600),

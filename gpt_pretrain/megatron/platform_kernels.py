@@ -98,7 +98,8 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
-        # Out of other layouts queries, keys and values may be copied for it, and what that leaves was not measured.
+        # Out of other layouts queries, keys and values may be copied for it, and what that leaves was not measured;
+        # nor was attention that is computed again.
         use_flash_attention=choose(
             model.use_flash_attention,
             te
@@ -107,6 +108,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
             and platform.flash_attention is not None
             and graphs is None
             and kv_channels(model) == FLASH_ATTENTION_WIDTH
+            and model.activations_checkpoint_granularity is None
             and not any(flash_attention_obstacles(model)),
         ),
         apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
