@@ -74,18 +74,23 @@ def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("", None),
+        ("_flash_attn_fwd = _flash_attn_bwd = None", None),
+        (
+            "_flash_attn_fwd = None",
+            "AttributeError: module 'flash_attn.cute.interface' has no attribute '_flash_attn_bwd'",
+        ),
         ("import cutlass_of_another_name", "ModuleNotFoundError: No module named 'cutlass_of_another_name'"),
         # megatron-core imports it as well, and catches no other error than the one above.
         ("raise OSError('libcute_dsl_runtime.so is missing\\nMore.')", "OSError: libcute_dsl_runtime.so is missing"),
         ("import os\nos.abort()", "loading it ended Python with signal SIGABRT (Fatal Python error: Aborted)"),
     ],
-    ids=["loads", "misses a module", "misses a library", "kills"],
+    ids=["loads", "has other kernels", "misses a module", "misses a library", "kills"],
 )
 def test_a_flash_attention_is_tried_in_a_process_of_its_own(tmp_path, source, problem):
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(source)
+    (package / "__init__.py").write_text("from . import interface")
+    (package / "interface.py").write_text(source)
 
     done = ask_doctor("--json", "--assume-gpu", "h200", PYTHONPATH=beside(tmp_path, "flash-attn-4", "4.0.0b36"))
 
@@ -97,7 +102,7 @@ def test_a_flash_attention_is_tried_in_a_process_of_its_own(tmp_path, source, pr
     assert findings == (
         [] if problem is None else [f"is installed and cannot be used: {problem}. Without it nothing is lost but speed"]
     )
-    ends_training = problem is not None and "ModuleNotFoundError" not in problem
+    ends_training = problem is not None and not problem.startswith(("ModuleNotFoundError", "AttributeError"))
     assert (done.returncode == 1) == ends_training, done.stdout + done.stderr
     fixes = [finding["fix"] for finding in document["findings"] if finding["blocks"] == "training"]
     assert fixes == (["python -m pip uninstall --yes flash-attn-4"] if ends_training else [])
