@@ -257,12 +257,11 @@ def test_null_takes_it_where_it_was_measured():
         assert not plan_kernels(config, blackwell).use_flash_attention
         off = replace(config, model=replace(config.model, use_flash_attention=False))
         assert not plan_kernels(off, WITH_FLASH).use_flash_attention
-    recomputed = "model.activations_checkpoint_granularity=selective"
     for unmeasured in (
         "model.kv_channels=64",
         "model.kv_channels=256",
         "model.fused_single_qkv_rope=false",
-        recomputed,
+        "model.activations_checkpoint_granularity=selective",
     ):
         assert not plan_kernels(load_config([*LLAMA, unmeasured]), WITH_FLASH).use_flash_attention
     # Without rotation queries, keys and values are parts of one tensor, if heads share no keys.

@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.config.fp8 import FORMAT_MAX
-from gpt_pretrain.fp8.gemms import spread_over_blocks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
 
 # Columns of the fingerprint: sums of codes that all have to cancel for a change to go unnoticed.
 _COLUMNS = 256
@@ -63,7 +63,7 @@ class _Shard:
             # A delayed scale may be too large for the newest values, which then saturate.
             aim = master.float().clamp(-limit, limit)
             step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
-            values = codes.view(torch.float8_e4m3fn).float() * scale_inv
+            values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
             off += ((values - aim).abs() > step).sum()
         return int(off)
 
