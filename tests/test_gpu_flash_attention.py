@@ -40,9 +40,17 @@ def test_attends_as_written_out_in_fp64():
     check_against_fp64(flash_attention.causal_attention, "cuda", torch.bfloat16, 6e-3)
 
 
-@pytest.mark.parametrize("model", CASES)
-@pytest.mark.parametrize("precision", ["bf16", "delayed"])
-def test_layers_train_as_with_cudnn(model, precision):
+@pytest.mark.parametrize(
+    ("model", "precision", "norms_apart"),
+    [
+        ("llama3", "bf16", 5e-2),
+        ("llama3", "delayed", 5e-2),
+        ("gpt2", "bf16", 5e-2),
+        # 5.5% was seen at a norm of 0.95, where the first is 16.
+        ("gpt2", "delayed", 0.1),
+    ],
+)
+def test_layers_train_as_with_cudnn(model, precision, norms_apart):
     fp8 = [] if precision == "bf16" else [f"fp8={precision}"]
     (losses, norms), calls = train(model, FLASH, *fp8)
     (cudnn_losses, cudnn_norms), cudnn_calls = train(model, CUDNN, *fp8)
@@ -51,8 +59,7 @@ def test_layers_train_as_with_cudnn(model, precision):
     assert losses[-1] < losses[0] - 1.0
     # The last losses are small, and what rounds in FP8 rounds otherwise where BF16 did.
     assert losses == pytest.approx(cudnn_losses, rel=5e-3 if precision == "bf16" else 2e-2)
-    # Norms, too: in FP8 5.5% was seen at one of 0.95, where the first is 16.
-    assert norms == pytest.approx(cudnn_norms, rel=5e-2 if precision == "bf16" else 0.1)
+    assert norms == pytest.approx(cudnn_norms, rel=norms_apart)
 
 
 def test_gradients_of_a_projection_are_those_of_its_parts_and_not_copied_together(monkeypatch):
