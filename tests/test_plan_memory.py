@@ -13,8 +13,8 @@ EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_siz
 ON_FOUR = ("model.global_batch_size=16", "plan.num_gpus=4")
 EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", *ON_FOUR, *SEPARATE_KERNELS)
 ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
-# Peaks of torch's allocator on rank 0. The first nine are the application's, in benchmarks/*.md; the last three a bare
-# megatron-core loop's under the same knobs, before this project existed.
+# Peaks of torch's allocator on rank 0. All but the last three are the application's, in benchmarks/*.md; the last three
+# a bare megatron-core loop's under the same knobs, before this project existed.
 MEASURED = {
     "GPT-2 124M": (("model=gpt2_124m", *SEPARATE_KERNELS), 26.7),
     "Llama 3 8B, 8 layers": (EIGHT_LAYERS, 65.4),
@@ -27,8 +27,14 @@ MEASURED = {
         106.1,
     ),
     "GPT-2 124M, delayed, linear loss": (("model=gpt2_124m", "fp8=delayed", "model.global_batch_size=32"), 10.87),
-    "GPT 12.8B, FP8 weights and small states": (("experiment=gpt_12_8b_1gpu",), 119.7),
-    "GPT 15.4B, the same and recomputed": (("experiment=gpt_15_4b_1gpu",), 132.1),
+    "8B, the same, delayed, micro batch 2": (
+        ("experiment=llama3_8b_1gpu", "fp8=delayed", "model.fp8_params=true", "model.micro_batch_size=2"),
+        130.4,
+    ),
+    "GPT 12.8B, FP8 weights and small states": (("experiment=gpt_12_8b_1gpu",), 130.0),
+    "GPT 12.8B, micro batch 1": (("experiment=gpt_12_8b_1gpu", "model.micro_batch_size=1"), 119.7),
+    "GPT 15.4B, the same and recomputed": (("experiment=gpt_15_4b_1gpu",), 133.2),
+    "GPT 15.4B, micro batch 1": (("experiment=gpt_15_4b_1gpu", "model.micro_batch_size=1"), 131.9),
     "8B, DP 4, BF16": (EIGHT_BILLION, 113.0),
     "8B, DP 4, delayed": ((*EIGHT_BILLION, "fp8=delayed"), 121.0),
     "8B, DP 4, tensorwise, FP8 parameters": ((*EIGHT_BILLION, "fp8=tensorwise", "model.fp8_params=true"), 107.0),

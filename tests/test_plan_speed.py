@@ -43,8 +43,27 @@ PREDICTED = {
     "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 28_557),
     # The application's, on real text and with small optimizer states; benchmarks/optimizer_memory_h200_2026-11-22.md.
     "8B on one GPU": (("experiment=llama3_8b_1gpu", "model.global_batch_size=1"), 13_800),
-    "12.85B on one GPU": (("experiment=gpt_12_8b_1gpu", "model.global_batch_size=2"), 7_660),
-    "15.4B on one GPU, recomputed": (("experiment=gpt_15_4b_1gpu", "model.global_batch_size=2"), 4_994),
+    "8B on one GPU, FlashAttention-4": (
+        ("experiment=llama3_8b_1gpu", "model.global_batch_size=4", "model.use_flash_attention=true"),
+        15_783,
+    ),
+    "8B on one GPU, delayed, micro batch 2, FlashAttention-4": (
+        (
+            "experiment=llama3_8b_1gpu",
+            "fp8=delayed",
+            "model.fp8_params=true",
+            "model.micro_batch_size=2",
+            "model.use_flash_attention=true",
+        ),
+        17_351,
+    ),
+    "12.85B on one GPU": (("experiment=gpt_12_8b_1gpu",), 11_788),
+    "12.85B on one GPU, micro batch 1": (("experiment=gpt_12_8b_1gpu", "model.micro_batch_size=1"), 7_616),
+    "15.4B on one GPU, recomputed": (("experiment=gpt_15_4b_1gpu",), 7_585),
+    "15.4B on one GPU, recomputed, four samples": (
+        ("experiment=gpt_15_4b_1gpu", "model.global_batch_size=4"),
+        6_842,
+    ),
 }
 # The application's as it is now, 2026-11-22: losses from the hidden states, gradients added up in the products.
 NOW = ("model.activation_cast_fusion=false",)
