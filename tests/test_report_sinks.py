@@ -104,7 +104,8 @@ def test_tensorboard_shows_each_fp8_tensor(tmp_path):
     )
     weight = replace(fc1, tensor="weight", amax=None, saturated=None, amax_history_used=7)
     with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
-        sinks.write(Fp8CoverageRecord(step=1, gemm_flops_share=0.75, parameter_bytes_share=0.5, time_s=0.25))
+        proven = {"gemm_flops_share": 0.75, "parameter_bytes_share": 0.5, "time_s": 0.25, "first_scale_passes": 2}
+        sinks.write(Fp8CoverageRecord(step=1, **proven))
         sinks.write(Fp8Record(step=10, tensors=(fc1, weight), warnings=("it saturates",)))
 
     layer = "decoder.layers.0.mlp.linear_fc1"
@@ -112,6 +113,7 @@ def test_tensorboard_shows_each_fp8_tensor(tmp_path):
         "fp8_coverage/gemm_flops_share": {1: 0.75},
         "fp8_coverage/parameter_bytes_share": {1: 0.5},
         "fp8_coverage/time_s": {1: 0.25},
+        "fp8_coverage/first_scale_passes": {1: 2.0},
         f"fp8/amax/{layer}/input": {10: 3.5},
         f"fp8/scale/{layer}/input": {10: 128.0},
         f"fp8/saturated/{layer}/input": {10: 0.125},

@@ -1,12 +1,12 @@
-"""Amax histories of delayed scaling after a step that was skipped."""
+"""Scales and amax histories of delayed scaling: before a model's first step, and after one that was skipped."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.fp8.statistics import amax_history
+from gpt_pretrain.fp8.statistics import amax_history, delayed_scale
 
 
 @torch.no_grad()
@@ -16,9 +16,27 @@ def forget_non_finite_amaxes(chunks: Sequence[GPTModel]) -> None:
     Nothing was updated in such a step, but its amaxes would stay for `model.fp8_amax_history_len` steps, in which
     Transformer Engine would leave the scales where they are: no scale follows from an infinite amax.
     """
-    for chunk in chunks:
-        for module in chunk.modules():
-            for role in Role:
-                history = amax_history(module, role)
-                if history is not None:
-                    history.masked_fill_(~torch.isfinite(history), 0.0)
+    for module in _modules(chunks):
+        for role in Role:
+            history = amax_history(module, role)
+            if history is not None:
+                history.masked_fill_(~torch.isfinite(history), 0.0)
+
+
+def count_gradient_scales(chunks: Sequence[GPTModel]) -> int:
+    """How many gradients of layers' outputs have a scale from an amax, all ranks' together.
+
+    Every rank calls it, and it waits for the device.
+    """
+    found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
+    scales = [scale for scale in found if scale is not None]
+    count = torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())
+    if scales:
+        # They are 1 at first, and a largest code over an amax is not.
+        count += torch.count_nonzero(torch.stack(scales) != 1.0)
+    torch.distributed.all_reduce(count)
+    return int(count.item())
+
+
+def _modules(chunks: Sequence[GPTModel]) -> Iterator[torch.nn.Module]:
+    return (module for chunk in chunks for module in chunk.modules())

@@ -20,6 +20,7 @@ Shares are means over all values: of all microbatches, and of all ranks.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -168,9 +169,20 @@ def amax_history(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
 
     Emulated layers keep it likewise. None for modules without FP8 and for recipes without a history.
     """
-    state, column = _HISTORY_OF[role]
-    history = getattr(getattr(module, "fp8_meta", {}).get(state), "amax_history", None)
+    state, column = _state_of(module, role)
+    history = getattr(state, "amax_history", None)
     return None if history is None else history[:, column]
+
+
+def delayed_scale(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
+    """The scale of a tensor's next cast, fp32 [], where `amax_history` has a history; 1 until a pass has shown one."""
+    state, column = _state_of(module, role)
+    return None if getattr(state, "amax_history", None) is None else state.scale[column]
+
+
+def _state_of(module: torch.nn.Module, role: Role) -> tuple[Any, int]:
+    name, column = _HISTORY_OF[role]
+    return getattr(module, "fp8_meta", {}).get(name), column
 
 
 def _finite_or_inf(values: torch.Tensor) -> torch.Tensor:

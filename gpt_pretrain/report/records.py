@@ -190,6 +190,8 @@ class Fp8CoverageRecord(Record):
     """Share of the bytes of all parameters that is stored in FP8, 0 to 1; above 0 with model.fp8_params only."""
     time_s: float
     """Seconds that reading back and comparing took, the step itself left out."""
+    first_scale_passes: int = 0
+    """Passes over the first batch that updated nothing, for the first scales of delayed scaling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,10 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator, build_validation_iterator
@@ -33,6 +35,7 @@ from gpt_pretrain.report.records import (
 from gpt_pretrain.training.dump import write_dump
 from gpt_pretrain.training.expert_watch import ExpertWatch
 from gpt_pretrain.training.first_bad import weights_are_finite
+from gpt_pretrain.training.first_scales import find_first_scales
 from gpt_pretrain.training.fp8_watch import Fp8Watch
 from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
 from gpt_pretrain.training.meter import Meter
@@ -204,6 +207,8 @@ class Trainer:
         if proof is None:
             yield
             return
+        with self._meter.paused():
+            passes = self._find_first_scales()
         with proof.watching():
             yield
         with self._meter.paused():
@@ -214,8 +219,22 @@ class Trainer:
                 gemm_flops_share=proven.fp8_flops_share,
                 parameter_bytes_share=proven.fp8_parameter_bytes_share,
                 time_s=proven.time_s,
+                first_scale_passes=passes,
             )
         )
+
+    def _find_first_scales(self) -> int:
+        settings = fp8_settings(self.config.model)
+        if settings is None or settings.recipe is not Fp8RecipeName.delayed:
+            return 0
+        num_passes = find_first_scales(
+            self.trainable,
+            lambda: self._batches_from(self.progress.consumed_samples),
+            self.config.model,
+            self._num_microbatches,
+        )
+        self._expert_watch.restart(self.progress.step)
+        return num_passes
 
     def validate(self) -> None:
         """Logs the loss on the validation split, where there is one."""
