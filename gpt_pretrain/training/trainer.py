@@ -227,14 +227,13 @@ class Trainer:
         settings = fp8_settings(self.config.model)
         if settings is None or settings.recipe is not Fp8RecipeName.delayed:
             return 0
-        num_passes = find_first_scales(
+        # Experts, whose watch would count these passes, are refused with delayed scaling.
+        return find_first_scales(
             self.trainable,
             lambda: self._batches_from(self.progress.consumed_samples),
             self.config.model,
             self._num_microbatches,
         )
-        self._expert_watch.restart(self.progress.step)
-        return num_passes
 
     def validate(self) -> None:
         """Logs the loss on the validation split, where there is one."""
