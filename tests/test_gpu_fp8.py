@@ -67,6 +67,17 @@ def test_fp8_is_proven_and_learns_as_bf16_does(tmp_path, cache_dir, bf16_loss, n
     assert load_metrics(tmp_path / "run").train[-1].loss == pytest.approx(bf16_loss, rel=0.03)
 
 
+@pytest.mark.parametrize(("name", "micro_batch_size", "passes"), [("delayed", 64, 2), ("delayed stored", 32, 1)])
+def test_first_gradient_of_delayed_scaling_is_that_of_bf16(tmp_path, cache_dir, name, micro_batch_size, passes):
+    # Of 8,192 tokens: scales of 1 would flush most of what is one token's.
+    step = [*SMALL_GPU_RUN, "model.global_batch_size=64", f"model.micro_batch_size={micro_batch_size}"]
+    step += ["trainer.max_steps=1", "trainer.val_check_interval=null"]
+    expected = run_small(1, tmp_path / "bf16", cache_dir, step, on_gpus=True)
+    metrics = run_small(1, tmp_path / "fp8", cache_dir, [*step, *RUNS[name]], on_gpus=True)
+    assert metrics.fp8_coverage.first_scale_passes == passes
+    assert metrics.train[0].grad_norm == pytest.approx(expected.train[0].grad_norm, rel=3e-2)
+
+
 @pytest.mark.parametrize(
     "name",
     ["delayed", "tensorwise", "blockwise", "nemo", "tensorwise stored", "blockwise stored", "delayed excluded stored"],
