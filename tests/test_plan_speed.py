@@ -64,6 +64,15 @@ PREDICTED = {
         ("experiment=gpt_15_4b_1gpu", "model.global_batch_size=4"),
         6_842,
     ),
+    # On two machines.
+    "15.4B on one GPU, recomputed, 1 × 2": (
+        ("experiment=gpt_15_4b_1gpu", "model.micro_batch_size=1", "model.global_batch_size=2"),
+        4_994,
+    ),
+    "15.4B on one GPU, recomputed, 1 × 4": (
+        ("experiment=gpt_15_4b_1gpu", "model.micro_batch_size=1", "model.global_batch_size=4"),
+        4_613,
+    ),
 }
 # The application's as it is now, 2026-11-22: losses from the hidden states, gradients added up in the products.
 NOW = ("model.activation_cast_fusion=false",)
@@ -93,6 +102,11 @@ BY_DEFAULT = {
     "124M, tensorwise, 1 × 128": ((*NOW_SMALL, TENSORWISE, f"{MICRO}=128"), 589_900),
     "124M, tensorwise, 2 × 64": ((*NOW_SMALL, TENSORWISE, f"{MICRO}=64"), 581_700),
     "124M, delayed, 1 × 128": ((*NOW_SMALL, DELAYED, f"{MICRO}=128"), 623_800),
+    "124M, delayed, casts fused, 1 × 128": (("model=gpt2_124m", DELAYED, f"{MICRO}=128", CUDNN), 677_494),
+    "124M, delayed, casts fused, 1 × 128, FlashAttention-4": (
+        ("model=gpt2_124m", DELAYED, f"{MICRO}=128", FLASH),
+        686_602,
+    ),
     # With graphs by rule, and what the host alone decides: other jobs beside these made them vary by 7%.
     "124M, tensorwise, 4 × 32": ((*NOW_SMALL, TENSORWISE), 559_300),
     "124M, tensorwise, 4 × 32, without graphs": ((*NOW_SMALL, TENSORWISE, WITHOUT_GRAPHS), 378_000),
@@ -334,6 +348,22 @@ def test_a_host_that_is_the_slower_one_launches_collectives_too(layout, added):
     tiny = ("model=gpt2_124m", "model.micro_batch_size=1", "model.global_batch_size=4", "model.encoder_seq_length=64")
     of_step, of_layers = EFFICIENCY.host_s_per_step, 4 * 12 * (EFFICIENCY.host_s_per_layer + added)
     assert plan_of(*tiny, *layout).speed.run.step_s == pytest.approx(of_step + of_layers)
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "layers"),
+    [
+        (("granularity=full", "method=uniform", "num_layers=1"), 12),
+        (("granularity=full", "method=block", "num_layers=5"), 5),
+        (("granularity=selective",), 0),
+    ],
+)
+def test_a_host_that_is_the_slower_one_launches_forward_passes_twice(recomputed, layers):
+    tiny = ("model=gpt2_124m", "model.micro_batch_size=1", "model.global_batch_size=4", "model.encoder_seq_length=64")
+    again = [f"model.activations_checkpoint_{each}" for each in recomputed]
+    launched = 4 * (12 + layers * EFFICIENCY.host_forward)
+    expected = EFFICIENCY.host_s_per_step + launched * EFFICIENCY.host_s_per_layer
+    assert plan_of(*tiny, *again).speed.run.step_s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,8 @@ class Efficiency:
     """What collectives of tensor parallelism add to launching one layer: in FP8, taken over for BF16."""
     host_s_per_cp_layer: float
     """What attention in parts, and their exchange, add with context parallelism: in FP8, too much in BF16."""
+    host_forward: float
+    """Share of a layer's launches that a second forward pass repeats."""
 
 
 EFFICIENCY = Efficiency(
@@ -143,4 +145,7 @@ EFFICIENCY = Efficiency(
     # (benchmarks/layouts_h200_2026-11-22.md).
     host_s_per_tp_layer=3.5e-3,
     host_s_per_cp_layer=7.4e-3,
+    # 48 layers of 15.4B, recomputed in microbatches of 2,048 tokens, took 0.82 s a step of two of them on one machine
+    # and 1.78 of four on another: 1.29 and 1.42 times as long as by the above (benchmarks/optimizer_memory_*.md).
+    host_forward=1 / 3,
 )

@@ -176,13 +176,15 @@ def weight_cast_s(machine: Machine, stage_linears: tuple[Linear, ...], settings:
     )
 
 
-def host_s(machine: Machine, model: ModelConfig, layers: int, settings: Fp8Settings | None, kernels: Kernels) -> float:
+def host_s(
+    machine: Machine, model: ModelConfig, layers: float, settings: Fp8Settings | None, kernels: Kernels
+) -> float:
     """Seconds that the host needs to launch one step: where the GPU is faster, it waits.
 
     Args:
         machine: The GPU and its efficiency.
         model: The configuration.
-        layers: Layers of a stage times microbatches.
+        layers: Layers of a stage times microbatches; of a layer that is computed again, more than one.
         settings: FP8's, None in BF16.
         kernels: Which implementations the layers run on.
     """

@@ -62,6 +62,15 @@ def _microbatch_s(
     return total
 
 
+def _launched_layers(machine: Machine, model: ModelConfig, stage: Stage) -> float:
+    """The layers that the host launches for a microbatch; one computed again as more than one."""
+    num_layers = len(stage.layers)
+    if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
+        return num_layers
+    again = sum(_is_recomputed(model, position % stage.layers_per_chunk) for position in range(num_layers))
+    return num_layers + machine.efficiency.host_forward * again
+
+
 def _is_recomputed(model: ModelConfig, position: int) -> bool:
     """Whether the layer at this place of its chunk computes its forward pass, or its attention, twice."""
     granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
@@ -116,7 +125,7 @@ def predict_speed(machine: Machine, model: ModelConfig, layout: Layout, stages: 
     communication = data_parallel_s(machine, model, layout, stages[slowest], backward_s=hidden)
     add(total, {"data parallel": communication})
     # The host runs ahead while the optimizer has few kernels, and while the GPU waits for others.
-    launches = layout.num_microbatches * len(stages[slowest].layers)
+    launches = layout.num_microbatches * _launched_layers(machine, model, stages[slowest])
     idle = host_s(machine, model, launches, fp8_settings(model), kernels) - sum(total.values())
     add(total, {"waiting for the host": max(0.0, idle)})
     step_s = sum(total.values())
