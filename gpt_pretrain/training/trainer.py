@@ -102,6 +102,7 @@ class Trainer:
         self.problem: str | None = None
         """Why the run has given up, for people."""
         self._proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
+        self._first_scale_passes = 0
         self._num_microbatches = num_microbatches(config.model, launch.world_size)
         self._expert_watch = ExpertWatch(config.model, trainable.model, self._num_microbatches, step=progress.step)
         source: dict[str, Any] = {
@@ -145,6 +146,8 @@ class Trainer:
             self._saves.reserve()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
+            self.trainable.model.train()
+            self._find_first_scales()
             try:
                 reason = self._steps_and_rewinds(stop)
                 self._log_fp8()
@@ -156,6 +159,19 @@ class Trainer:
                 reason, self.problem = error.reason, self._dump(error)
             self._await_last_save()
         return reason
+
+    def _find_first_scales(self) -> None:
+        settings = fp8_settings(self.config.model)
+        if settings is None or settings.recipe is not Fp8RecipeName.delayed:
+            return
+        # Experts, whose watch would count these passes, are refused with delayed scaling.
+        with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
+            self._first_scale_passes = find_first_scales(
+                self.trainable,
+                lambda: self._batches_from(self.progress.consumed_samples),
+                self.config.model,
+                self._num_microbatches,
+            )
 
     def _steps_and_rewinds(self, stop: StopRequest) -> EndReason:
         reason: EndReason | None = None
@@ -171,7 +187,6 @@ class Trainer:
 
     def _steps(self, stop: StopRequest) -> EndReason:
         trainer = self.config.trainer
-        self.trainable.model.train()
         while self.progress.step < trainer.max_steps:
             self._watchdog.step_begins(self.progress.step + 1)
             with self._proven(), self._fp8_watch.step(self.progress.step + 1):
@@ -207,8 +222,6 @@ class Trainer:
         if proof is None:
             yield
             return
-        with self._meter.paused():
-            passes = self._find_first_scales()
         with proof.watching():
             yield
         with self._meter.paused():
@@ -219,20 +232,8 @@ class Trainer:
                 gemm_flops_share=proven.fp8_flops_share,
                 parameter_bytes_share=proven.fp8_parameter_bytes_share,
                 time_s=proven.time_s,
-                first_scale_passes=passes,
+                first_scale_passes=self._first_scale_passes,
             )
-        )
-
-    def _find_first_scales(self) -> int:
-        settings = fp8_settings(self.config.model)
-        if settings is None or settings.recipe is not Fp8RecipeName.delayed:
-            return 0
-        # Experts, whose watch would count these passes, are refused with delayed scaling.
-        return find_first_scales(
-            self.trainable,
-            lambda: self._batches_from(self.progress.consumed_samples),
-            self.config.model,
-            self._num_microbatches,
         )
 
     def validate(self) -> None:
