@@ -41,7 +41,8 @@ PREDICTED = {
     "8 layers, DP 2": ((*EIGHT_LAYERS, "parallelism=dp", *ON_TWO), 35_698),
     "8 layers, TP 2 + SP": ((*EIGHT_LAYERS, "parallelism=tp2_sp"), 31_994),
     "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 28_557),
-    # The application's, on real text and with small optimizer states; benchmarks/optimizer_memory_h200_2026-11-22.md.
+    # The application's, with small optimizer states, on real text or random tokens;
+    # benchmarks/optimizer_memory_h200_2026-11-22.md.
     "8B on one GPU": (("experiment=llama3_8b_1gpu", "model.global_batch_size=1"), 13_800),
     "8B on one GPU, FlashAttention-4": (
         ("experiment=llama3_8b_1gpu", "model.global_batch_size=4", "model.use_flash_attention=true"),
@@ -331,6 +332,10 @@ def test_two_nodes_are_never_faster_than_one(model):
     assert two >= one
 
 
+# Layers so small that nothing but launching them takes time.
+TINY = ("model=gpt2_124m", "model.micro_batch_size=1", "model.global_batch_size=4", "model.encoder_seq_length=64")
+
+
 @pytest.mark.parametrize(
     ("layout", "added"),
     [
@@ -344,10 +349,8 @@ def test_two_nodes_are_never_faster_than_one(model):
     ],
 )
 def test_a_host_that_is_the_slower_one_launches_collectives_too(layout, added):
-    """Layers so small that nothing but launching them takes time."""
-    tiny = ("model=gpt2_124m", "model.micro_batch_size=1", "model.global_batch_size=4", "model.encoder_seq_length=64")
     of_step, of_layers = EFFICIENCY.host_s_per_step, 4 * 12 * (EFFICIENCY.host_s_per_layer + added)
-    assert plan_of(*tiny, *layout).speed.run.step_s == pytest.approx(of_step + of_layers)
+    assert plan_of(*TINY, *layout).speed.run.step_s == pytest.approx(of_step + of_layers)
 
 
 @pytest.mark.parametrize(
@@ -359,11 +362,10 @@ def test_a_host_that_is_the_slower_one_launches_collectives_too(layout, added):
     ],
 )
 def test_a_host_that_is_the_slower_one_launches_forward_passes_twice(recomputed, layers):
-    tiny = ("model=gpt2_124m", "model.micro_batch_size=1", "model.global_batch_size=4", "model.encoder_seq_length=64")
     again = [f"model.activations_checkpoint_{each}" for each in recomputed]
     launched = 4 * (12 + layers * EFFICIENCY.host_forward)
     expected = EFFICIENCY.host_s_per_step + launched * EFFICIENCY.host_s_per_layer
-    assert plan_of(*tiny, *again).speed.run.step_s == pytest.approx(expected)
+    assert plan_of(*TINY, *again).speed.run.step_s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
