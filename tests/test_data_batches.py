@@ -102,6 +102,23 @@ def test_a_batch_stacks_the_samples_of_a_microbatch(datasets):
         assert torch.equal(value, torch.stack([train[2][name], train[3][name]]))
 
 
+def test_what_was_peeked_at_is_read_once_and_comes_next(datasets):
+    config, train, _ = datasets()
+    expected = [batch.tokens for batch in train_batches(config, train)]
+    iterator = train_batches(config, train)
+    seen = [[batch.tokens for batch in iterator.peek(number)] for number in (2, 3, 1)]
+    assert [len(tokens) for tokens in seen] == [2, 3, 1]
+    assert all(torch.equal(torch.cat(tokens), torch.cat(expected[: len(tokens)])) for tokens in seen)
+    assert torch.equal(torch.cat([batch.tokens for batch in iterator]), torch.cat(expected))
+
+    iterator = train_batches(config, train)
+    iterator.peek(1)
+    iterator.close()
+    assert list(iterator) == []
+    with pytest.raises(StopIteration):
+        iterator.peek(1)
+
+
 def test_training_ends_after_the_samples_it_was_built_for(datasets):
     config, train, _ = datasets()
     assert len(list(train_batches(config, train))) == 40 // 8 * 4

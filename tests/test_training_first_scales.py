@@ -13,14 +13,20 @@ BATCH = "model.global_batch_size=256"
 ONE, TWO = "model.micro_batch_size=256", "model.micro_batch_size=128"
 
 
+class Batches:
+    """As the iterators of a run are looked into."""
+
+    def __init__(self, batches):
+        self._batches = list(batches)
+
+    def peek(self, num_batches):
+        return self._batches[:num_batches]
+
+
 def first_scales(training):
     model = training.config.model
-
-    # Iterators of lists cannot be closed, generators can.
-    def open_batches():
-        return [None if each is None else (batch for batch in each) for each in training.iterators(first_sample=0)]
-
-    return find_first_scales(training.trainable, open_batches, model, model.global_batch_size // model.micro_batch_size)
+    batches = [None if each is None else Batches(each) for each in training.iterators(first_sample=0)]
+    return find_first_scales(training.trainable, batches, model, model.global_batch_size // model.micro_batch_size)
 
 
 def first_steps(*overrides, passes=None):

@@ -134,9 +134,7 @@ def test_a_run_goes_back_as_if_the_samples_up_to_the_spike_had_not_been(num_rank
     # Step 20 lies less than three steps before the spike.
     assert (rewind.step, rewind.spike_step, rewind.first_sample, rewind.num_samples) == (16, 21, 64, 20)
     last_seen = 22 if "trainer.log_every_n_steps=4" in layout else 21
-    # Delayed scaling takes its first scales from a pass over the first batch.
-    before = steps(1, 1) if "fp8=delayed" in layout else []
-    read = [*before, *steps(1, last_seen), *steps(22, 35)]
+    read = [*steps(1, last_seen), *steps(22, 35)]
     for rank, share in enumerate(shares):
         assert run.samples("spiked", rank) == [sample for sample in read if sample % 4 in share]
     saved = run.newest("spiked")

@@ -7,8 +7,10 @@ rank r reads the `micro_batch_size` samples from (m·dp + r)·micro on, as megat
 
 import atexit
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -88,6 +90,7 @@ class BatchIterator(Iterator[Batch]):
 
     def __init__(self, loader: "DataLoader[dict[str, torch.Tensor]]", device: torch.device) -> None:
         self._device = device
+        self._ahead: deque[Batch] = deque()
         self._batches: Iterator[dict[str, torch.Tensor]] | None
         if loader.num_workers:
             with block_rank_signals():
@@ -100,7 +103,18 @@ class BatchIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._batches is None:
             raise StopIteration
-        fields = next(self._batches)
+        return self._ahead.popleft() if self._ahead else self._read(self._batches)
+
+    def peek(self, num_batches: int) -> list[Batch]:
+        """The next microbatches, which stay the next; StopIteration where there are fewer, or it is closed."""
+        if self._batches is None:
+            raise StopIteration
+        while len(self._ahead) < num_batches:
+            self._ahead.append(self._read(self._batches))
+        return list(islice(self._ahead, num_batches))
+
+    def _read(self, batches: Iterator[dict[str, torch.Tensor]]) -> Batch:
+        fields = next(batches)
         if self._device.type == "cuda":
             fields = {name: value.to(self._device, non_blocking=True) for name, value in fields.items()}
         return Batch(**fields)
@@ -108,6 +122,7 @@ class BatchIterator(Iterator[Batch]):
     def close(self) -> None:
         """Ends the data-loading processes."""
         batches, self._batches = self._batches, None
+        self._ahead.clear()
         if isinstance(batches, _MultiProcessingDataLoaderIter):
             # Collecting it would do the same, but the traceback of an error or of Ctrl-C may hold it until exit.
             batches._shutdown_workers()

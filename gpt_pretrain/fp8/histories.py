@@ -23,19 +23,19 @@ def forget_non_finite_amaxes(chunks: Sequence[GPTModel]) -> None:
                 history.masked_fill_(~torch.isfinite(history), 0.0)
 
 
-def count_gradient_scales(chunks: Sequence[GPTModel]) -> int:
-    """How many gradients of layers' outputs have a scale from an amax, all ranks' together.
+def has_gradient_scales(chunks: Sequence[GPTModel]) -> bool:
+    """Whether the gradient of any layer's output, on any rank, has a scale from an amax.
 
     Every rank calls it, and it waits for the device.
     """
     found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
-    scales = [scale for scale in found if scale is not None]
+    # They are 1 at first, and a largest code over an amax is not.
+    known = [scale != 1.0 for scale in found if scale is not None]
     count = torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())
-    if scales:
-        # They are 1 at first, and a largest code over an amax is not.
-        count += torch.count_nonzero(torch.stack(scales) != 1.0)
+    if known:
+        count += torch.stack(known).sum()
     torch.distributed.all_reduce(count)
-    return int(count.item())
+    return count.item() > 0
 
 
 def _modules(chunks: Sequence[GPTModel]) -> Iterator[torch.nn.Module]:

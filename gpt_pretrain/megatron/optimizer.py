@@ -1,7 +1,9 @@
 """Optimizer and schedule of this rank."""
 
+import math
+
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
@@ -53,3 +55,9 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
         wsd_decay_steps=sched.wsd_decay_steps,
         lr_wsd_decay_style=sched.wsd_decay_style.value,
     )
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The rate of the newest step; NaN where megatron-core names none."""
+    rate = get_canonical_lr_for_logging(optimizer.param_groups)
+    return math.nan if rate is None else float(rate)

@@ -7,12 +7,13 @@ with GPT-2 124M and 32,768 tokens, whose loss was 0.4 to 2.4% above BF16's over 
 (benchmarks/fp8_h200_2026-11-22.md).
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.data.batches import BatchIterator
-from gpt_pretrain.fp8.histories import count_gradient_scales
+from gpt_pretrain.fp8.histories import has_gradient_scales
 from gpt_pretrain.training.step import compute_gradients
 
 # The first shows the gradients that come down the residual stream, which is in BF16. Those inside of a layer come out
@@ -22,7 +23,7 @@ _MICROBATCHES = 2
 
 def find_first_scales(
     trainable: Trainable,
-    open_batches: Callable[[], Sequence[BatchIterator | None]],
+    iterators: Sequence[BatchIterator | None],
     config: ModelConfig,
     num_microbatches: int,
 ) -> int:
@@ -33,23 +34,17 @@ def find_first_scales(
 
     Args:
         trainable: Model and optimizer; gradients are left in their buffers, for the next step to clear.
-        open_batches: New iterators at the next step's batch.
+        iterators: At the next step's batch, where they stay.
         config: The model's configuration; delayed scaling.
         num_microbatches: Of a step and data-parallel rank. A pass has as many, since they divide the gradients.
 
     Returns:
         How many passes it were.
     """
-    if count_gradient_scales(trainable.model.gpt_chunks):
+    if has_gradient_scales(trainable.model.gpt_chunks):
         return 0
-    iterators = open_batches()
-    batches = [None if each is None else [next(each) for _ in range(num_microbatches)] for each in iterators]
-    for each in iterators:
-        if each is not None:
-            each.close()
-    num_passes = -(-_MICROBATCHES // num_microbatches)
+    num_passes = math.ceil(_MICROBATCHES / num_microbatches)
     for _ in range(num_passes):
-        compute_gradients(
-            trainable, [None if each is None else iter(each) for each in batches], config, num_microbatches
-        )
+        batches = [None if each is None else iter(each.peek(num_microbatches)) for each in iterators]
+        compute_gradients(trainable, batches, config, num_microbatches)
     return num_passes

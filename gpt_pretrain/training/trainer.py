@@ -1,41 +1,30 @@
 """The training loop: step, log, validate, save, until the steps or the time are used up."""
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress, Trainable
-from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.data.datasets import SampleDataset
 from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
-from gpt_pretrain.fp8.proof import Proof
+from gpt_pretrain.megatron.optimizer import learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.update import StepResult
-from gpt_pretrain.report.records import (
-    EndReason,
-    Fp8CoverageRecord,
-    LossSpikeRecord,
-    Record,
-    SkippedStepRecord,
-)
+from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
 from gpt_pretrain.training.dump import write_dump
 from gpt_pretrain.training.expert_watch import ExpertWatch
 from gpt_pretrain.training.first_bad import weights_are_finite
-from gpt_pretrain.training.first_scales import find_first_scales
+from gpt_pretrain.training.first_step import FirstStep
 from gpt_pretrain.training.fp8_watch import Fp8Watch
 from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
 from gpt_pretrain.training.meter import Meter
@@ -101,8 +90,7 @@ class Trainer:
         self._guard = self._new_guard()
         self.problem: str | None = None
         """Why the run has given up, for people."""
-        self._proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
-        self._first_scale_passes = 0
+        self._first_step = FirstStep(config, trainable, log=log, watchdog=watchdog, meter=self._meter)
         self._num_microbatches = num_microbatches(config.model, launch.world_size)
         self._expert_watch = ExpertWatch(config.model, trainable.model, self._num_microbatches, step=progress.step)
         source: dict[str, Any] = {
@@ -147,7 +135,7 @@ class Trainer:
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             self.trainable.model.train()
-            self._find_first_scales()
+            self._first_step.find_scales(self._train_batches, self._num_microbatches)
             try:
                 reason = self._steps_and_rewinds(stop)
                 self._log_fp8()
@@ -159,19 +147,6 @@ class Trainer:
                 reason, self.problem = error.reason, self._dump(error)
             self._await_last_save()
         return reason
-
-    def _find_first_scales(self) -> None:
-        settings = fp8_settings(self.config.model)
-        if settings is None or settings.recipe is not Fp8RecipeName.delayed:
-            return
-        # Experts, whose watch would count these passes, are refused with delayed scaling.
-        with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
-            self._first_scale_passes = find_first_scales(
-                self.trainable,
-                lambda: self._batches_from(self.progress.consumed_samples),
-                self.config.model,
-                self._num_microbatches,
-            )
 
     def _steps_and_rewinds(self, stop: StopRequest) -> EndReason:
         reason: EndReason | None = None
@@ -188,12 +163,13 @@ class Trainer:
     def _steps(self, stop: StopRequest) -> EndReason:
         trainer = self.config.trainer
         while self.progress.step < trainer.max_steps:
-            self._watchdog.step_begins(self.progress.step + 1)
-            with self._proven(), self._fp8_watch.step(self.progress.step + 1):
+            step = self.progress.step + 1
+            self._watchdog.step_begins(step)
+            with self._first_step.proven(step), self._fp8_watch.step(step):
                 result = train_step(self.trainable, self._train_batches, self.config.model, self._num_microbatches)
             self.progress = replace(
                 self.progress,
-                step=self.progress.step + 1,
+                step=step,
                 consumed_samples=self.progress.consumed_samples + self.config.model.global_batch_size,
             )
             self._meter.add(result)
@@ -214,27 +190,6 @@ class Trainer:
             if reason is not None and self.progress.step < trainer.max_steps:
                 return reason
         return "max_steps"
-
-    @contextmanager
-    def _proven(self) -> Iterator[None]:
-        """Around the first step of a start, resumed ones included: FP8 ran as configured, or the run ends."""
-        proof, self._proof = self._proof, None
-        if proof is None:
-            yield
-            return
-        with proof.watching():
-            yield
-        with self._meter.paused():
-            proven = proof.judge(self._lr())
-        self._log(
-            Fp8CoverageRecord(
-                step=self.progress.step + 1,
-                gemm_flops_share=proven.fp8_flops_share,
-                parameter_bytes_share=proven.fp8_parameter_bytes_share,
-                time_s=proven.time_s,
-                first_scale_passes=self._first_scale_passes,
-            )
-        )
 
     def validate(self) -> None:
         """Logs the loss on the validation split, where there is one."""
@@ -270,7 +225,7 @@ class Trainer:
 
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics are read, which waits, and logged after them: a log's steps only rise.
-        record = self._meter.read(result, self.progress, self._lr())
+        record = self._meter.read(result, self.progress, learning_rate(self.trainable.optimizer))
         guarded = self._guard.read()
         self._log_fp8()
         self._log_guarded(guarded)
@@ -346,10 +301,6 @@ class Trainer:
         """Statistics of the steps observed since the last logged one."""
         for record in self._fp8_watch.records():
             self._log(record)
-
-    def _lr(self) -> float:
-        lr = get_canonical_lr_for_logging(self.trainable.optimizer.param_groups)
-        return math.nan if lr is None else float(lr)
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.progress.step % interval == 0
