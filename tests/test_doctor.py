@@ -130,8 +130,10 @@ def test_attention_runs_on_flash_attention_where_null_chooses_it(capability, te,
     wide, narrow = (load_config([f"model={model}", "data=mock"]) for model in ("llama3_8b", "gpt2_124m"))
     platform = platform_of(facts, facts.torch)
 
-    assert attention.startswith("FlashAttention-4") == plan_kernels(wide, platform).use_flash_attention
-    assert attention.endswith("cuDNN or flash-attn") == plan_kernels(narrow, platform).transformer_engine
+    for config in (wide, narrow):
+        kernels = plan_kernels(config, platform)
+        assert attention.startswith("FlashAttention-4") == kernels.use_flash_attention
+        assert attention.endswith("cuDNN or flash-attn") == kernels.transformer_engine
 
 
 @pytest.mark.parametrize(

@@ -265,10 +265,11 @@ def test_null_takes_it_where_it_was_measured():
     ):
         assert not plan_kernels(load_config([*LLAMA, unmeasured]), WITH_FLASH).use_flash_attention
     # Without rotation queries, keys and values are parts of one tensor, if heads share no keys.
-    gpt = "model=gpt3_1_3b", "data=mock"
-    assert plan_kernels(load_config([*gpt]), WITH_FLASH).use_flash_attention
-    for unmeasured in ("model.num_query_groups=4", "model.kv_channels=64", "model.position_embedding_type=rope"):
-        asked = [*gpt, unmeasured, "model.fused_single_qkv_rope=false"]
-        assert not plan_kernels(load_config(asked), WITH_FLASH).use_flash_attention
+    for model in ("gpt3_1_3b", "gpt2_124m"):
+        gpt = f"model={model}", "data=mock"
+        assert plan_kernels(load_config([*gpt]), WITH_FLASH).use_flash_attention
+        for unmeasured in ("model.num_query_groups=4", "model.kv_channels=256", "model.position_embedding_type=rope"):
+            asked = [*gpt, unmeasured, "model.fused_single_qkv_rope=false"]
+            assert not plan_kernels(load_config(asked), WITH_FLASH).use_flash_attention
     check_platform(load_config([*LLAMA, ASKED]), blackwell, read_launch({}))
     check_platform(load_config([*LLAMA, ASKED]), WITH_FLASH, read_launch({}))

@@ -279,7 +279,7 @@ class ModelConfig:
     masked_softmax_fusion: bool | None
     """Fuse scale, mask and softmax in layers without TE; null: where apex's kernels are present."""
     use_flash_attention: bool | None
-    """FlashAttention-4 for attention, not cuDNN; null: for heads of 128 on Hopper with flash-attn-4."""
+    """FlashAttention-4 for attention; null: on Hopper with flash-attn-4, heads of 128, of 64 without rope."""
     apply_rope_fusion: bool | None
     """TE's fused rope; null: with rope on TE layers."""
     fused_single_qkv_rope: bool | None

@@ -12,7 +12,7 @@ from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.megatron.platform import Platform, why_no_transformer_engine
 from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, is_hopper, recipe_variable_problems, why_no_recipe
-from gpt_pretrain.megatron.platform_kernels import FLASH_ATTENTION_WIDTH
+from gpt_pretrain.megatron.platform_kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF
 
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
@@ -104,8 +104,11 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Fp8RecipeName) -> s
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     te = facts.transformer_engine if platform.transformer_engine is not None else None
     has_te = isinstance(te, TransformerEngine)
-    # Where null chooses it for heads of that width (`plan_kernels`).
+    # Where null chooses it for heads of these widths (`plan_kernels`).
     has_flash = has_te and is_hopper(platform) and platform.flash_attention is not None
+    rotated, still = (
+        " and ".join(map(str, widths)) for widths in (ROTATED_FLASH_ATTENTION_WIDTHS, FLASH_ATTENTION_WIDTHS)
+    )
 
     def first(*choices: tuple[bool, str], otherwise: str) -> str:
         return next((name for is_there, name in choices if is_there), otherwise)
@@ -121,8 +124,8 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
             here=first(
                 (
                     has_flash,
-                    f"FlashAttention-4 in heads of {FLASH_ATTENTION_WIDTH} channels, else Transformer Engine: "
-                    "cuDNN or flash-attn",
+                    f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, "
+                    "else Transformer Engine: cuDNN or flash-attn",
                 ),
                 (has_te, "Transformer Engine: cuDNN or flash-attn"),
                 (platform.apex_softmax, "PyTorch with apex's softmax"),

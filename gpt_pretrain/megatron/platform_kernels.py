@@ -18,16 +18,17 @@ from gpt_pretrain.config.rules_fused_kernels import (
     flash_attention_obstacles,
     qkv_rope_obstacles,
 )
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.megatron.platform_fp8 import is_hopper
 from gpt_pretrain.megatron.platform_graphs import plan_graphs
 
 if TYPE_CHECKING:
     from gpt_pretrain.megatron.platform import Platform
 
-# Width of the heads with which steps are faster on Hopper by FlashAttention-4 than by cuDNN: with those of 64 they are
-# not, and others were not measured (benchmarks/flash_attention_h200_*.md).
-FLASH_ATTENTION_WIDTH = 128
+# Widths of heads with which steps have been faster on Hopper by FlashAttention-4 than by cuDNN, where queries and keys
+# are rotated and where not. Others were not measured (benchmarks/flash_attention_h200_*.md).
+ROTATED_FLASH_ATTENTION_WIDTHS = (128,)
+FLASH_ATTENTION_WIDTHS = (64, 128)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +74,6 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
     accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
     rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
     rotary = model.position_embedding_type is PositionEmbedding.rope
-    # What attends is one tensor's, and so are its gradients, where nothing is rotated and heads share no keys.
-    parts_of_one = not rotary and num_query_groups(model) == model.num_attention_heads
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
     return Kernels(
@@ -98,16 +97,14 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
-        # Out of other layouts queries, keys and values may be copied for it, and what that leaves was not measured;
-        # nor was attention that is computed again.
+        # Attention that is computed again was not measured.
         use_flash_attention=choose(
             model.use_flash_attention,
             te
-            and (rotates or parts_of_one)
             and is_hopper(platform)
             and platform.flash_attention is not None
             and graphs is None
-            and kv_channels(model) == FLASH_ATTENTION_WIDTH
+            and _is_faster_by_flash_attention(model, rotates=rotates)
             and model.activations_checkpoint_granularity is None
             and not any(flash_attention_obstacles(model)),
         ),
@@ -128,6 +125,18 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
         cuda_graph_impl=graphs,
     )
+
+
+def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:
+    """Whether heads are as wide as those that were measured, in layouts out of which nothing is copied for it."""
+    if rotates:
+        return kv_channels(model) in ROTATED_FLASH_ATTENTION_WIDTHS
+    # What attends is one tensor's, and so are its gradients, where nothing is rotated and heads share no keys.
+    parts_of_one = (
+        model.position_embedding_type is not PositionEmbedding.rope
+        and num_query_groups(model) == model.num_attention_heads
+    )
+    return parts_of_one and kv_channels(model) in FLASH_ATTENTION_WIDTHS
 
 
 def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
