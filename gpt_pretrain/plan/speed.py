@@ -41,9 +41,8 @@ def _microbatch_s(
     total: dict[str, float] = {}
     cache: dict[tuple[str, ...], dict[str, float]] = {}
     granularity = model.activations_checkpoint_granularity
-    for position, layer in enumerate(stage.layers):
+    for layer, recomputed in zip(stage.layers, _recomputed(model, stage), strict=True):
         own = [linear for linear in stage.linears if linear.layer == layer]
-        recomputed = _is_recomputed(model, position % stage.layers_per_chunk)
         # Layers whose products run in the same precisions take the same time.
         key = (*(f"{linear.precision} {linear.wgrad_precision}" for linear in own), str(recomputed))
         if key not in cache:
@@ -67,16 +66,17 @@ def _launched_layers(machine: Machine, model: ModelConfig, stage: Stage) -> floa
     num_layers = len(stage.layers)
     if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
         return num_layers
-    again = sum(_is_recomputed(model, position % stage.layers_per_chunk) for position in range(num_layers))
-    return num_layers + machine.efficiency.host_forward * again
+    return num_layers + machine.efficiency.host_forward * sum(_recomputed(model, stage))
 
 
-def _is_recomputed(model: ModelConfig, position: int) -> bool:
-    """Whether the layer at this place of its chunk computes its forward pass, or its attention, twice."""
+def _recomputed(model: ModelConfig, stage: Stage) -> list[bool]:
+    """For each layer of the stage, whether it computes its forward pass, or its attention, twice."""
     granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
+    num_layers = len(stage.layers)
     if granularity is RecomputeGranularity.full and method is not None and method.name == "block":
-        return position < (model.activations_checkpoint_num_layers or 0)
-    return granularity is not None
+        first = model.activations_checkpoint_num_layers or 0
+        return [position % stage.layers_per_chunk < first for position in range(num_layers)]
+    return [granularity is not None] * num_layers
 
 
 def _optimizer_s(machine: Machine, model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, float]:
