@@ -14,7 +14,7 @@ from gpt_pretrain.report.numbers import UNKNOWN, format_gib, format_loss, format
 # Longest name of a kernel on the terminal: templates of CUDA fill pages.
 _KERNEL_WIDTH = 70
 # Of tables where the output is no terminal: all columns stand side by side.
-WIDTH = 140
+WIDTH = 160
 _DTYPES = {"bfloat16": "BF16", "float32": "FP32", "fp8": "FP8"}
 
 type Cells = list[str]
