@@ -52,7 +52,7 @@ def test_layout_is_proven_and_trains_as_one_gpu(recipe, layout, tmp_path, cache_
     metrics = run_small(2, tmp_path / "run", cache_dir, [*SHORT, f"fp8={recipe}", *layout], on_gpus=True)
     assert metrics.fp8_coverage.time_s < 1.0
     assert (metrics.fp8_coverage.parameter_bytes_share > 0) == (STORED in layout)
-    assert metrics.fp8_coverage.first_scale_passes == (recipe == "delayed")
+    assert (metrics.fp8_coverage.first_scale_passes > 0) == (recipe == "delayed")
     assert losses(metrics) == pytest.approx(one_gpu(recipe), rel=2e-2)
 
 

@@ -1,8 +1,11 @@
 """The first scales of delayed scaling: the first step has BF16's gradient, and nothing was trained for it."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
+from gpt_pretrain.training import first_scales as module
 from gpt_pretrain.training.first_scales import find_first_scales
 from gpt_pretrain.training.step import mean_loss
 from tests.emulated_training import emulate, emulated_training
@@ -38,10 +41,10 @@ def first_steps(*overrides, passes=None):
         return first.grad_norm.item(), mean_loss(first.loss_sum_and_tokens), training.step()
 
 
-@pytest.mark.parametrize(("micro_batch", "passes"), [(ONE, 2), (TWO, 1)], ids=["one microbatch", "two"])
-def test_first_step_trains_on_what_bf16_trains_on(micro_batch, passes):
+@pytest.mark.parametrize("micro_batch", [ONE, TWO], ids=["one microbatch", "two"])
+def test_first_step_trains_on_what_bf16_trains_on(micro_batch):
     norm, loss, loss_after = first_steps(micro_batch)
-    with_scales = first_steps(micro_batch, *emulate("delayed"), passes=passes)
+    with_scales = first_steps(micro_batch, *emulate("delayed"), passes=2)
     with_scales_of_one = first_steps(micro_batch, *emulate("delayed"))
 
     assert with_scales == (
@@ -51,6 +54,29 @@ def test_first_step_trains_on_what_bf16_trains_on(micro_batch, passes):
     )
     # Otherwise this shows nothing.
     assert with_scales_of_one[0] < 0.985 * norm
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "scales", "passes"),
+    [
+        pytest.param(1, [[1, 1], [8e7, 9e9], [6e7, 9e9]], 2, id="settled"),
+        pytest.param(1, [[], [8e7, 9e9], [6e7, 9e9]], 2, id="made in the first pass"),
+        pytest.param(1, [[1, 1], [9e10, 9e9], [8e9, 9e9], [2e9, 9e9], [2e9, 9e9]], 4, id="saturated twice"),
+        pytest.param(1, [[1, 1], [8e7, 1], [8e7, 9e9], [8e7, 9e9]], 3, id="seen late"),
+        pytest.param(1, [[1, 1], [1, 1]], 1, id="never seen"),
+        pytest.param(1, [[10.0 ** (20 - i), 1] if i else [1, 1] for i in range(9)], 8, id="never settled"),
+        pytest.param(3, [[10.0 ** (20 - i), 1] if i else [1, 1] for i in range(4)], 3, id="three microbatches"),
+        pytest.param(8, [[1, 1], [8e7, 9e9]], 1, id="eight microbatches"),
+        pytest.param(1, [[1, 7e9]], 0, id="known"),
+    ],
+)
+def test_passes_go_on_until_scales_have_settled(monkeypatch, num_microbatches, scales, passes):
+    shown = iter([torch.tensor(each) for each in scales])
+    monkeypatch.setattr(module, "gradient_scales", lambda chunks: next(shown))
+    monkeypatch.setattr(module, "compute_gradients", lambda *args: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    assert find_first_scales(Mock(), [], None, num_microbatches) == passes
+    assert next(shown, None) is None
 
 
 def test_nothing_but_scales_is_changed():
@@ -77,7 +103,7 @@ def test_a_run_looks_for_scales_where_it_has_none(tmp_path, cache_dir):
     def passes(name, *overrides):
         return run_small(1, tmp_path / name, cache_dir, [*run, *overrides]).fp8_coverage.first_scale_passes
 
-    assert passes("run") == 1, "four microbatches"
+    assert passes("run") > 0
     assert passes("run", "trainer.max_steps=2") == 0, "the checkpoint has them"
-    assert passes("run", "trainer.max_steps=3", "checkpoint.reset_fp8_state=true") == 1
+    assert passes("run", "trainer.max_steps=3", "checkpoint.reset_fp8_state=true") > 0
     assert passes("tensorwise", "fp8=tensorwise") == 0

@@ -23,19 +23,15 @@ def forget_non_finite_amaxes(chunks: Sequence[GPTModel]) -> None:
                 history.masked_fill_(~torch.isfinite(history), 0.0)
 
 
-def has_gradient_scales(chunks: Sequence[GPTModel]) -> bool:
-    """Whether the gradient of any layer's output, on any rank, has a scale from an amax.
+def gradient_scales(chunks: Sequence[GPTModel]) -> torch.Tensor:
+    """Scales that the gradients of layers' outputs are cast with next, fp32 [FP8 layers of this rank].
 
-    Every rank calls it, and it waits for the device.
+    1 where no pass has shown an amax: a largest code over an amax is not.
     """
     found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
-    # They are 1 at first, and a largest code over an amax is not.
-    known = [scale != 1.0 for scale in found if scale is not None]
-    count = torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())
-    if known:
-        count += torch.stack(known).sum()
-    torch.distributed.all_reduce(count)
-    return count.item() > 0
+    scales = [scale for scale in found if scale is not None]
+    # What is stacked stays when Transformer Engine writes the next ones in place.
+    return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
 
 
 def _modules(chunks: Sequence[GPTModel]) -> Iterator[torch.nn.Module]:
