@@ -23,7 +23,8 @@ from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Machin
 from gpt_pretrain.benchmark.stopwatch import Stopwatch
 from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_parts, table_of_rows
 from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
-from gpt_pretrain.config.derived import flops_per_token
+from gpt_pretrain.config.derived import flops_per_token, warmup_steps
+from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.platform import detect_platform
@@ -94,9 +95,9 @@ def test_every_named_variant_of_conf_composes(compose_config):
 
 def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_path):
     run_dir = tmp_path / "it's \\ here"
-    benchmark = compose_config("benchmark.warmup_steps=3", "benchmark.steps=20").benchmark
     saving = ("experiment=gpt2_124m_1gpu", "checkpoint.save_interval=5", "trainer.max_spike_rewinds=2")
-    config = compose_config(*saving, *run_overrides(benchmark, run_dir, profiled=False))
+    whole = compose_config(*saving, "benchmark.warmup_steps=3", "benchmark.steps=20")
+    config = compose_config(*saving, *run_overrides(whole, run_dir, profiled=False))
 
     assert config.run_dir == str(run_dir)
     assert config.trainer.max_steps == 23
@@ -104,7 +105,29 @@ def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_pa
     assert config.checkpoint.save_interval is None
     assert config_problems(config, None) == []
     assert not config.checkpoint.save_at_end
-    assert compose_config(*run_overrides(benchmark, run_dir, profiled=True)).trainer.max_steps == 26
+    assert compose_config(*run_overrides(whole, run_dir, profiled=True)).trainer.max_steps == 26
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "decay"),
+    [
+        ((), 50, 500),
+        (("model.optim.sched.warmup_steps=100",), 100, 500),
+        (("model.optim.sched.decay_steps=300",), 30, 300),
+        (("model.optim.sched.name=wsd", "model.optim.sched.wsd_decay_steps=400"), 50, 500),
+        (("model.optim.sched.name=constant",), 50, 500),
+        (("model.optim.sched.name=constant", "model.optim.sched.warmup_steps=15"), 15, None),
+    ],
+)
+def test_a_run_of_the_benchmark_has_the_learning_rates_of_the_run(tmp_path, schedule, warmup, decay):
+    whole = load_config([*schedule, "benchmark.steps=10"])
+    overrides = run_overrides(whole, tmp_path / "run", profiled=False)
+    config = load_config([*schedule, *overrides])
+
+    assert config_problems(config, None) == []
+    assert config.trainer.max_steps == 20
+    assert warmup_steps(config) == warmup
+    assert config.model.optim.sched.decay_steps == decay
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class Comparison:
             overrides=[
                 *self._overrides,
                 *variant.overrides,
-                *run_overrides(benchmark, folder / "run", profiled=profiled),
+                *run_overrides(self._configs[variant], folder / "run", profiled=profiled),
             ],
             num_processes=self._num_processes(variant),
             profiled=profiled,

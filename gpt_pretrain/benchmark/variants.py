@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from gpt_pretrain.config.choices import ScheduleName
+from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.overrides import single_value
@@ -156,19 +158,29 @@ def _keys(overrides: Sequence[str]) -> list[str]:
     return [path for override in parsed for path, _ in flatten(single_value(override), override.key_or_group)]
 
 
-def run_overrides(benchmark: BenchmarkConfig, run_dir: Path, *, profiled: bool) -> list[str]:
-    """What makes a run of the benchmark out of a run: so many steps, and nothing beside them.
+def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]:
+    """What makes a run of the benchmark out of a run: its first steps, and nothing beside them.
 
     Args:
-        benchmark: How many steps.
+        config: The run, and how many steps.
         run_dir: Where it writes.
         profiled: Whether steps to be profiled follow those that are timed.
     """
+    benchmark = config.benchmark
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
     # Hydra's quotes: backslashes count only before a quote.
     quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
     return [
         f"run_dir='{quoted}'",
         f"trainer.max_steps={steps}",
+        *_schedule_of_the_run(config),
         *(f"{key}={value}" for key, value in _OWN_VALUES.items()),
     ]
+
+
+def _schedule_of_the_run(config: Config) -> list[str]:
+    """What leaves the learning rates as they are when the steps become fewer."""
+    sched = config.model.optim.sched
+    if sched.name is ScheduleName.constant and sched.warmup_steps is not None:
+        return []
+    return [f"model.optim.sched.decay_steps={decay_steps(config)}"]
