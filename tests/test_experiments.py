@@ -92,7 +92,10 @@ def test_mixtral_fits_on_eight_h200_as_its_comment_says(fp8, broken_rules):
 @pytest.mark.parametrize(
     ("experiment", "overrides"),
     [
-        ("gpt2_124m_1gpu", ["trainer.max_steps=19000", "checkpoint.save_interval=1000"]),
+        (
+            "gpt2_124m_1gpu",
+            ["trainer.max_steps=19000", "model.optim.sched.warmup_steps=null", "checkpoint.save_interval=1000"],
+        ),
         ("gpt3_1_3b_1gpu", ["model.global_batch_size=512", "model.optim.lr=2e-4", "trainer.max_steps=25000"]),
         ("llama3_8b_4gpu", ["model.global_batch_size=512", "model.optim.lr=3e-4", "trainer.max_steps=100000"]),
         (
