@@ -22,7 +22,7 @@ from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.histories import gradient_scales
 from gpt_pretrain.training.step import compute_gradients
 
-# Scales follow each microbatch; should they not settle in so many, the steps to come go on with it.
+# Scales follow each microbatch. Where they have not settled after so many, the steps to come go on with it.
 _MOST_MICROBATCHES = 8
 # A scale that falls no further has saturated a few values in 100,000 at the most (same file).
 _SETTLED = 0.5
@@ -36,9 +36,9 @@ def find_first_scales(
 ) -> int:
     """Passes over the batch of the next step, so that its gradients have scales; every rank calls it.
 
-    They go on until one halves no scale, or eight microbatches have passed. Does nothing where there are
-    scales, as in a run that was resumed. Of what a step changes, only scales and histories are, and random states where
-    there is dropout.
+    They go on until one halves no scale, or eight microbatches have passed. Does nothing where there are scales, as in
+    a run that was resumed. Of what a step changes, only scales and histories are, and random states where there is
+    dropout.
 
     Args:
         trainable: Model and optimizer; gradients are left in their buffers, for the next step to clear.
