@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from gpt_pretrain.config.choices import ScheduleName
 from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.overrides import single_value
+from gpt_pretrain.config.rules_inert import inert_problems
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.schema_run import BenchmarkConfig
 from gpt_pretrain.config.source import parse_override
@@ -180,7 +180,5 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
 
 def _schedule_of_the_run(config: Config) -> list[str]:
     """What leaves the learning rates as they are when the steps become fewer."""
-    sched = config.model.optim.sched
-    if sched.name is ScheduleName.constant and sched.warmup_steps is not None:
-        return []
-    return [f"model.optim.sched.decay_steps={decay_steps(config)}"]
+    key = "model.optim.sched.decay_steps"
+    return [] if inert_problems(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]

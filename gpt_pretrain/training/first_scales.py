@@ -50,17 +50,17 @@ def find_first_scales(
         How many passes it were.
     """
     chunks = trainable.model.gpt_chunks
-    if _on_any_rank(gradient_scales(chunks) != 1.0):
+    scales = gradient_scales(chunks)
+    if _on_any_rank(scales != 1.0):
         return 0
-    num_passes, settled, before = 0, False, None
+    # Of all layers, those too for which Transformer Engine makes one in the first pass.
+    before = scales.new_ones(())
+    num_passes, settled = 0, False
     while not settled and num_passes * num_microbatches < _MOST_MICROBATCHES:
         batches = [None if each is None else iter(each.peek(num_microbatches)) for each in iterators]
         compute_gradients(trainable, batches, config, num_microbatches)
         num_passes += 1
         scales = gradient_scales(chunks)
-        if before is None:
-            # Some layers of Transformer Engine had none: it makes them in the first pass.
-            before = torch.ones_like(scales)
         settled = not _on_any_rank((scales < before * _SETTLED) | ((before == 1.0) & (scales != 1.0)))
         before = scales
     return num_passes
