@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from gpt_pretrain.megatron.activation_cast import CastInto
-from gpt_pretrain.megatron.activation_triton import launch_activation, launch_gradient
+from gpt_pretrain.kernels.activation_triton import launch_activation, launch_gradient
+from gpt_pretrain.kernels.cast_into import CastInto
 
 # Neither is a multiple of a tile.
 ROWS, WIDTH = 200, 208

@@ -10,10 +10,10 @@ import pytest
 # threads of one would spin away the time that another one's wait for. Training in this process took ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from gpt_pretrain.config.launch import rank_zero_of, without_launcher
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
+from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.gate import load_config
 
 
 def pytest_collection_modifyitems(items):

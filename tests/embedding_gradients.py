@@ -2,7 +2,7 @@
 
 import torch
 
-from gpt_pretrain.megatron.embedding_triton import add_rows
+from gpt_pretrain.kernels.embedding_triton import add_rows
 
 
 def check_rows_are_added(device: str) -> None:

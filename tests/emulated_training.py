@@ -9,21 +9,21 @@ import torch
 from megatron.core import parallel_state
 
 from gpt_pretrain.checkpoint.state import Trainable
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.fp8.gemms import Phase, Product, Role
 from gpt_pretrain.fp8.observer import observe_products
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import StepResult, data_iterators, mean_loss, train_step, validate
 
 # Two layers, four heads of 16; a step is two microbatches of two sequences.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
-from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.dump import Dump, write_dump
 from gpt_pretrain.training.expert_watch import ExpertWatch
 from gpt_pretrain.training.first_bad import named_weights

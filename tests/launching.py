@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gpt_pretrain.config.launch import start_command, without_launcher
+from gpt_pretrain.launch.ranks import start_command, without_launcher
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

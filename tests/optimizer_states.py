@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from gpt_pretrain.megatron.adam import AdamState, AdamStep, update
-from gpt_pretrain.megatron.adam_states import Master, Moment
+from gpt_pretrain.kernels.adam import AdamState, AdamStep, update
+from gpt_pretrain.kernels.adam_states import Master, Moment
 from gpt_pretrain.megatron.update import conditional_update
 from gpt_pretrain.training.step import compute_gradients
 
@@ -47,7 +47,7 @@ def assert_a_step_that_is_not_finite_changes_no_bit(training):
 
 def assert_kernel_computes_what_torch_does(device, num, master, moments):
     """Three steps of one parameter, each from the same states."""
-    from gpt_pretrain.megatron.adam_triton import update_on_gpu
+    from gpt_pretrain.kernels.adam_triton import update_on_gpu
 
     generator = torch.Generator(device=device).manual_seed(5)
     state = _fresh_state((torch.randn(num, device=device, generator=generator) * 0.02).bfloat16(), master, moments)

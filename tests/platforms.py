@@ -1,8 +1,8 @@
-"""Machines for tests, as `megatron.platform.detect_platform` would describe them."""
+"""Machines for tests, as `spec.platform.detect_platform` would describe them."""
 
 from dataclasses import replace
 
-from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.spec.platform import Platform
 
 CPU = Platform(
     cuda=False,

@@ -6,11 +6,11 @@ from unittest.mock import Mock, patch
 import torch
 
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron import qkv_rope_triton
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_kernels import Kernels, plan_kernels
+from gpt_pretrain.kernels import qkv_rope_triton
+from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
 from gpt_pretrain.megatron.qkv_rope import split_and_rotate
-from gpt_pretrain.megatron.qkv_rope_triton import launch_qkv_rope
+from gpt_pretrain.spec.kernels import Kernels, plan_kernels
+from gpt_pretrain.spec.platform import Platform
 from tests import emulated_training
 
 

@@ -22,15 +22,15 @@ from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import data_parallel_rank, lay_out_ranks, process_groups
-from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
 from tests.emulated_training import TINY, Training, build_training_of, emulate
 from tests.optimizer_states import LEAN, SMALLEST

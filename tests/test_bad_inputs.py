@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gpt_pretrain.__main__ import main
+from gpt_pretrain.commands.train import main
 from tests.launching import REPOSITORY, run_ranks
 
 MODELS = (

@@ -12,23 +12,23 @@ import torch
 from rich.console import Console
 from torch.autograd import DeviceType
 
-from gpt_pretrain.benchmark.__main__ import main
 from gpt_pretrain.benchmark.document import Benchmark, benchmark_document, benchmark_markdown
 from gpt_pretrain.benchmark.figures import Row, attainable_tflops, build_row, compute_figures, with_ratios
 from gpt_pretrain.benchmark.forecast import forecast
 from gpt_pretrain.benchmark.kinds import IDLE, KINDS, kernel_kind
-from gpt_pretrain.benchmark.picture import main as draw_picture
 from gpt_pretrain.benchmark.profile import longest_kernels, parts_of_a_step
 from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Machine, Measured, Part
 from gpt_pretrain.benchmark.stopwatch import Stopwatch
 from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_parts, table_of_rows
 from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
+from gpt_pretrain.commands.benchmark import main
+from gpt_pretrain.commands.picture import main as draw_picture
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import detect_platform
 from tests.launching import run_ranks
 from tests.planning import SEPARATE_KERNELS
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from gpt_pretrain.benchmark.bare import build_bare_step
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.run import train
 
 LIMIT = 1.05

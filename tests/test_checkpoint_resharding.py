@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from gpt_pretrain.checkpoint.load import load_weights
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
-from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.spec.platform import detect_platform
 from tests.emulated_training import build_training_of
 from tests.forked_runs import fork_ranks
 from tests.resharded_training import LAYOUTS, OTHERS, STEPS, config_of, run_cases, saved_state, write_configs

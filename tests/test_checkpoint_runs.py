@@ -7,7 +7,7 @@ import pytest
 from gpt_pretrain.checkpoint import writing
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.report.metrics_file import metrics_path
 from gpt_pretrain.training.run import train

@@ -4,7 +4,7 @@ import getpass
 import os
 import pwd
 
-from gpt_pretrain.config.environment import prepare_libraries
+from gpt_pretrain.launch.environment import prepare_libraries
 
 NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 

@@ -5,13 +5,13 @@ from dataclasses import astuple, fields
 import pytest
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.gemms import gemms, linears
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.megatron.platform import check_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.translate import translate_ddp, translate_optimizer, translate_transformer
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import check_platform
+from gpt_pretrain.spec.products import gemms, linears
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import H200
 

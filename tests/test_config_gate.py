@@ -2,11 +2,11 @@
 
 import pytest
 
-from gpt_pretrain.__main__ import main
-from gpt_pretrain.config.cli import check_request, parse_command_line
+from gpt_pretrain.commands.command_line import check_request, parse_command_line
+from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.rules.gate import load_config
 from tests.launching import run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

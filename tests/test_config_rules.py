@@ -9,9 +9,9 @@ import pytest
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
-from gpt_pretrain.config.launch import first_host, read_launch, without_launcher
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.rules_layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
+from gpt_pretrain.launch.ranks import first_host, read_launch, without_launcher
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 
 TP4 = "model.tensor_model_parallel_size=4"
 TP2 = "model.tensor_model_parallel_size=2"

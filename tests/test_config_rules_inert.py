@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpt_pretrain.config.cli import check_request, parse_command_line
+from gpt_pretrain.commands.command_line import check_request, parse_command_line
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.launch.ranks import read_launch
 
 LEAN = ("model.optim.use_precision_aware_optimizer=true", "model.use_distributed_optimizer=true")
 SGD = ("model.optim.name=sgd",)

@@ -18,8 +18,9 @@ from gpt_pretrain.config.keys import (
     schema_sections,
     unknown_key,
 )
-from gpt_pretrain.config.load import config_to_yaml, load_config, load_saved_config
+from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.source import Source, build_loader, compose, list_groups, list_options, open_repository
+from gpt_pretrain.rules.gate import load_config
 
 # Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, and D.1 for 175B).
 PUBLISHED = {

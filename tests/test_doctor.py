@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.doctor.console import print_verdict
 from gpt_pretrain.doctor.document import doctor_document
 from gpt_pretrain.doctor.facts import (
@@ -21,7 +20,8 @@ from gpt_pretrain.doctor.facts import (
 )
 from gpt_pretrain.doctor.finding import Blocks
 from gpt_pretrain.doctor.verdict import give_verdict, platform_of
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
 from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE
 
 TORCH = Torch(

@@ -6,13 +6,13 @@ import math
 import pytest
 
 from gpt_pretrain.benchmark.variants import benchmark_problems, read_variants
-from gpt_pretrain.config.launch import rank_zero_of
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.source import Source, build_loader, list_options, open_repository
+from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.plan.forecast import build_plan
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.world import planned_launch
+from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.gate import load_config
 from tests.launching import run_ranks
 
 # Preset → processes it is for, and whether it refuses another number. With nodes of eight beyond eight.

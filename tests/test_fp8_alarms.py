@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
+from gpt_pretrain.spec.fp8 import fp8_settings
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
 

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.fp8.emulation.delayed import Scaling
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.spec.fp8 import fp8_settings
 from tests.emulated_training import emulate, emulated_training
 
 LARGEST = {Role.input: 448.0, Role.weight: 448.0, Role.output_gradient: 57344.0}

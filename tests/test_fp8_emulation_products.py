@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
+from gpt_pretrain.spec.fp8 import fp8_settings
 
 TOKENS, IN, OUT = 132, 144, 136  # not multiples of 128: blocks at the edges are smaller
 DTYPES = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}

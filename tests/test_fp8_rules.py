@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.__main__ import main
+from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.choices import Activation
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.gemms import linears
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.rules_fp8_shapes import fp8_shape_problems
+from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.products import linears
 from tests.launching import REPOSITORY
 
 DELAYED, TENSORWISE, BLOCKWISE, MXFP8 = "fp8=delayed", "fp8=tensorwise", "fp8=blockwise", "fp8=mxfp8"

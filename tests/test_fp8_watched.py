@@ -7,11 +7,11 @@ from itertools import product as combinations
 import pytest
 import torch
 
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.gemms import EXPERT_FC1, QKV, linears
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.fp8.watched import WatchedProducts, differences_of_ranks
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.products import EXPERT_FC1, QKV, linears
 from tests.emulated_training import emulated_training
 
 PLANNED = {
@@ -34,7 +34,7 @@ def product(phase, formats):
 @pytest.fixture(scope="module")
 def ranks_with():
     """Each rank computes all products as planned, but for those that a test replaces: by formats, "idle" or None."""
-    from gpt_pretrain.config.load import load_config
+    from gpt_pretrain.rules.gate import load_config
 
     model = load_config(["model=moe_small", "fp8=tensorwise", "model.num_layers=2"]).model
     settings = fp8_settings(model)

@@ -3,18 +3,17 @@
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 import transformers
 
+from gpt_pretrain.checkpoint.source import open_checkpoint
+from gpt_pretrain.commands.export import main as export_main
+from gpt_pretrain.commands.generate import GenerateArguments, main
 from gpt_pretrain.config.choices import CudaGraphImpl
-from gpt_pretrain.export.__main__ import main as export_main
-from gpt_pretrain.export.source import open_checkpoint
-from gpt_pretrain.generate.__main__ import main
-from gpt_pretrain.generate.arguments import GenerateArguments
-from gpt_pretrain.generate.text import continuations, inference_config, loaded_model
+from gpt_pretrain.training.continuation import continuations, inference_config, loaded_model
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks
 from tests.launching import REPOSITORY
@@ -31,7 +30,7 @@ def llama(tmp_path_factory):
 
 
 def texts(path, **arguments):
-    return list(continuations(GenerateArguments(checkpoint=str(path), prompt=PROMPT, **arguments)))
+    return list(continuations(**asdict(GenerateArguments(checkpoint=str(path), prompt=PROMPT, **arguments))))
 
 
 def greedy_by_transformers(hf, num_tokens):

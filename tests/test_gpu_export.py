@@ -1,13 +1,15 @@
 """Checkpoints of Transformer Engine's layers, FP8 weights included, go out as the values that the layers have."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 from safetensors.torch import load_file
 
-from gpt_pretrain.export.__main__ import main as export_main
-from gpt_pretrain.generate.arguments import GenerateArguments
-from gpt_pretrain.generate.text import continuations
+from gpt_pretrain.commands.export import main as export_main
+from gpt_pretrain.commands.generate import GenerateArguments
+from gpt_pretrain.training.continuation import continuations
 from tests.saved_models import saved_model, small_tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -38,5 +40,5 @@ def test_weights_of_an_fp8_run_go_out_in_bf16(recipe, fp8_params, tmp_path):
     exported = load_file(tmp_path / "hf" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     assert exported.dtype == torch.bfloat16
     assert torch.equal(exported, values)
-    (text,) = continuations(GenerateArguments(checkpoint=str(saved.path), prompt="def", max_new_tokens=4))
+    (text,) = continuations(**asdict(GenerateArguments(checkpoint=str(saved.path), prompt="def", max_new_tokens=4)))
     assert text

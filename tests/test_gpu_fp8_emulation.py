@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import stateless_cast
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.fp8 import fp8_settings
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
 
 pytestmark = pytest.mark.gpu

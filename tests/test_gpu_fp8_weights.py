@@ -5,13 +5,13 @@ import torch
 from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
 from torch._C._distributed_c10d import HashStore
 
-from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.fp8_weights import cast_masters, install_weight_cast
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import detect_platform
 
 pytestmark = pytest.mark.gpu
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron import linear_loss
 from gpt_pretrain.megatron.linear_loss import linear_cross_entropy
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import detect_platform
 from tests.embedding_gradients import check_rows_are_added
 from tests.emulated_training import TINY
 from tests.test_gpu_parity import CASES, TE_BF16

@@ -5,14 +5,14 @@ import torch
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress, Trainable
-from gpt_pretrain.config.launch import read_launch
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import Watchdog

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from gpt_pretrain.checkpoint.load import load_weights
 from gpt_pretrain.checkpoint.start import verify_checkpoint
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.export.__main__ import main as export_main
-from gpt_pretrain.import_hf.__main__ import main
+from gpt_pretrain.commands.export import main as export_main
+from gpt_pretrain.commands.import_hf import main
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import detect_platform
 from tests.launching import run_ranks
 from tests.saved_models import build_trainable, small_tokenizer
 from tests.transformers_reference import build_reference, gpt2, llama, make_tokens, reference_logits

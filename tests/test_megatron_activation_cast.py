@@ -10,16 +10,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron import activation_cast, layers
 from gpt_pretrain.megatron.activation_cast import CastingMLP
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import check_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import translate_transformer
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import check_platform
 from tests.launching import run_ranks
 from tests.platforms import CPU, H200
 from tests.test_megatron_platform import launched

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.embedding_gradient import AccumulatingEmbedding
-from gpt_pretrain.megatron.platform import check_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import check_platform
 from tests.emulated_training import emulated_training
 from tests.launching import run_ranks
 from tests.platforms import CPU, H200

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.megatron.platform import check_platform, flash_attention, platform_notes
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import check_platform, flash_attention, platform_notes
 from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
 from tests.platforms import CPU, H200, INSTALL_FLASH
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron import linear_loss
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.linear_loss import chunk_tokens, linear_cross_entropy
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
 from gpt_pretrain.megatron.weight_gradient import accumulate_weight_gradient
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import detect_platform
 from tests.emulated_training import TINY
 from tests.launching import run_ranks
 from tests.linear_loss_training import compare_variants, differences
@@ -170,8 +170,8 @@ def test_two_ranks_train_as_with_megatrons_head_and_loss(tmp_path):
 
 INTERPRETED = """
 import torch
-from gpt_pretrain.megatron.loss_kernels import merge_statistics, row_statistics, turn_into_gradient
-from gpt_pretrain.megatron.loss_triton import launch_gradient, launch_statistics
+from gpt_pretrain.kernels.cross_entropy import merge_statistics, row_statistics, turn_into_gradient
+from gpt_pretrain.kernels.cross_entropy_triton import launch_gradient, launch_statistics
 
 generator = torch.Generator().manual_seed(0)
 labels = torch.tensor([0, 10_006, -5, 20_000])

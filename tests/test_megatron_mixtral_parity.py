@@ -4,9 +4,9 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.huggingface.architectures import Architecture
 from gpt_pretrain.huggingface.tensors import tensor_rules
+from gpt_pretrain.rules.gate import load_config
 from tests.transformers_reference import (
     Case,
     Weights,

@@ -6,11 +6,11 @@ import pytest
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import Launch, read_launch
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.rules_graphs import graph_problems
-from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, platform_notes
-from gpt_pretrain.megatron.platform_kernels import Kernels, describe_kernels, plan_kernels
+from gpt_pretrain.launch.ranks import Launch, read_launch
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.kernels import graph_problems
+from gpt_pretrain.spec.kernels import Kernels, describe_kernels, plan_kernels
+from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform, platform_notes
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
 
 GPU_WITHOUT_TE, GPU = H200_WITHOUT_TE, H200

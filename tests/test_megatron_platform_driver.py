@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpt_pretrain.megatron import platform_driver
-from gpt_pretrain.megatron.platform_driver import ask_driver, device_files
+from gpt_pretrain.launch import driver as platform_driver
+from gpt_pretrain.launch.driver import ask_driver, device_files
 
 
 @pytest.fixture

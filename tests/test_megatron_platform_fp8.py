@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, platform_notes
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform, platform_notes
 from tests.launching import run_ranks
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import rank_zero_of
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.megatron.platform import check_platform, detect_platform
+from gpt_pretrain.launch.ranks import rank_zero_of
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import check_platform, detect_platform
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
 
 OVERLAP = ("data=mock", "parallelism=tp2_sp", "model.tp_comm_overlap=true")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.qkv_rope import split_and_rotate
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
 from tests.launching import run_ranks
 from tests.platforms import H200
 

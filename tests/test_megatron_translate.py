@@ -16,16 +16,16 @@ from megatron.core.transformer.enums import InferenceCudaGraphScope
 
 import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import (
     params_dtype,
     translate_ddp,
     translate_optimizer,
     translate_transformer,
 )
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import Platform
 from tests.platforms import CPU, H200
 
 # Nothing here is null that another key of the table would decide.
@@ -406,10 +406,10 @@ ELSEWHERE = {
         "trainer.max_time",
     ),
     # Refused, but for its only value, which is a constant of the translation.
-    "config/rules_fp8.py": ("model.fp8_interval",),
-    "config/rules_overlap.py": ("model.nccl_ub",),
+    "rules/fp8.py": ("model.fp8_interval",),
+    "rules/overlap.py": ("model.nccl_ub",),
     # Compared with what the launcher started.
-    "config/rules_training.py": ("trainer.devices", "trainer.num_nodes"),
+    "rules/training.py": ("trainer.devices", "trainer.num_nodes"),
     "megatron/model.py": (
         "model.max_position_embeddings",
         "model.position_embedding_type",
@@ -417,7 +417,7 @@ ELSEWHERE = {
         "model.rotary_base",
         "model.share_embeddings_and_output_weights",
     ),
-    "megatron/platform_kernels.py": (
+    "spec/kernels.py": (
         "model.activation_cast_fusion",
         "model.embedding_gradient_fusion",
         "model.use_flash_attention",

@@ -12,8 +12,9 @@ from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.megatron.adam import AdamState, AdamStep, PrecisionAwareAdam, _kernel, update
-from gpt_pretrain.megatron.adam_states import BLOCK, SCALED, Master, Moment, StoredValues
+from gpt_pretrain.kernels.adam import AdamState, AdamStep, update
+from gpt_pretrain.kernels.adam_states import BLOCK, SCALED, Master, Moment, StoredValues
+from gpt_pretrain.megatron.adam import PrecisionAwareAdam, _kernel
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
 from tests.launching import run_ranks
@@ -148,7 +149,7 @@ def test_adam_is_torchs_in_every_group_and_remainders_change_no_bit_of_it():
 
 
 def test_without_triton_a_gpu_has_no_such_optimizer(monkeypatch):
-    monkeypatch.delitem(sys.modules, "gpt_pretrain.megatron.adam_triton", raising=False)
+    monkeypatch.delitem(sys.modules, "gpt_pretrain.kernels.adam_triton", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UserError, match=r"model\.optim\.use_precision_aware_optimizer=true updates in a Triton kernel"):
         _kernel()

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_pretrain.__main__ import main
+from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import host_memory, out_of_memory
 from gpt_pretrain.plan.machine import planned_platform
 from gpt_pretrain.plan.memory import GIB
@@ -21,6 +20,7 @@ from gpt_pretrain.plan.out_of_memory import (
     ran_out_of_memory,
 )
 from gpt_pretrain.plan.world import planned_launch
+from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.training import trainer
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of

@@ -7,8 +7,8 @@ import time
 import pytest
 from rich.console import Console
 
-from gpt_pretrain.__main__ import main as train
-from gpt_pretrain.plan.__main__ import main
+from gpt_pretrain.commands.plan import main
+from gpt_pretrain.commands.train import main as train
 from gpt_pretrain.plan.console import WIDTH, print_plan
 from gpt_pretrain.plan.document import plan_document
 from tests.launching import run_ranks

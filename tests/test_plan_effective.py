@@ -5,9 +5,9 @@ from collections import defaultdict
 import pytest
 
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.plan.effective import FIELDS, FP8_KEYS, translated_fields
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
 from tests.platforms import H200

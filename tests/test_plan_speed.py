@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.config.choices import Fp8RecipeName, PlanGpu
-from gpt_pretrain.config.gemms import Gemm, linears
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
 from gpt_pretrain.plan.kernels import Machine, head_s
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.products import Gemm, linears
 from tests.planning import SEPARATE_KERNELS, plan_of
 
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)

@@ -10,16 +10,16 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from gpt_pretrain.__main__ import main
-from gpt_pretrain.config import run_lock as module
+from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.run_lock import check_run_lock, lock_path, run_lock, this_process
+from gpt_pretrain.launch import run_lock as module
+from gpt_pretrain.launch.run_lock import check_run_lock, lock_path, run_lock, this_process
 from tests.launching import REPOSITORY, clean_environment, run_ranks
 from tests.runs import small_run_arguments
 
 # Takes the lock of a directory, says so, and keeps it until it is killed or its input ends.
 HOLD = (
-    "import sys; from pathlib import Path; from gpt_pretrain.config.run_lock import run_lock\n"
+    "import sys; from pathlib import Path; from gpt_pretrain.launch.run_lock import run_lock\n"
     "with run_lock(Path(sys.argv[1])) as note: print('held', note, flush=True); sys.stdin.read()"
 )
 
@@ -183,7 +183,7 @@ def test_a_second_run_is_refused_before_it_loads_torch(tmp_path, hold):
     process.stdout.readline()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     program = (
-        "import sys; from gpt_pretrain.__main__ import main; code = main(sys.argv[1:]); "
+        "import sys; from gpt_pretrain.commands.train import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = run_ranks(1, ["-c", program, f"run_dir={tmp_path}"])

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.config.launch import start_command
+from gpt_pretrain.launch.ranks import start_command
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.stop import StopRequest
 from tests.emulated_training import emulated_training

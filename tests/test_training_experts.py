@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan.stages import plan_layout, plan_stages
 from tests.expert_training import LAYOUTS, MODELS, SPOILT, config_of, run_cases
 from tests.forked_runs import fork_ranks

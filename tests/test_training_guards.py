@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gpt_pretrain.__main__ import main
+from gpt_pretrain.commands.train import main
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
 from gpt_pretrain.fp8.statistics import amax_history

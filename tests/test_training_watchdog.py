@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gpt_pretrain.config.launch import read_launch
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training import watchdog
 from gpt_pretrain.training.watchdog import EXIT_CODE

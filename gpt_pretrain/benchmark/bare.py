@@ -20,15 +20,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.derived import num_microbatches
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.megatron.translate import translate_optimizer
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform
 
 
 def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:

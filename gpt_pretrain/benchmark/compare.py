@@ -27,12 +27,13 @@ from gpt_pretrain.benchmark.variants import (
     run_overrides,
     variant_problems,
 )
-from gpt_pretrain.config.cli import Request
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
-from gpt_pretrain.config.load import config_to_yaml, load_config
-from gpt_pretrain.config.run_dir import make_run_dir
+from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import Source
+from gpt_pretrain.launch.run_dir import make_run_dir
 from gpt_pretrain.plan.hardware import GPUS
+from gpt_pretrain.rules.gate import load_config
 
 # The first folder that a benchmark makes.
 _MACHINE = "machine"
@@ -43,7 +44,8 @@ class Comparison:
 
     Args:
         config: Of the command line.
-        request: What the command line asks for.
+        source: Where its YAML is.
+        overrides: Its `key=value` arguments.
         arguments: The command line itself, to be told.
         console: Where to print.
 
@@ -51,10 +53,12 @@ class Comparison:
         ConfigError: Unknown keys or wrong values in what a variant adds, or keys that the benchmark sets itself.
     """
 
-    def __init__(self, config: Config, request: Request, arguments: Sequence[str], console: Console) -> None:
+    def __init__(
+        self, config: Config, source: Source, overrides: Sequence[str], arguments: Sequence[str], console: Console
+    ) -> None:
         self._config = config
-        self._overrides = request.overrides
-        self._source = request.source
+        self._overrides = tuple(overrides)
+        self._source = source
         self._arguments = tuple(arguments)
         self._console = console
         self._variants = read_variants(config.benchmark)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Measured, Part
 from gpt_pretrain.benchmark.variants import Variant
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.config.gemms import fp8_flops_share
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.report.json_object import JsonObject
+from gpt_pretrain.spec.products import fp8_flops_share
 
 MFU_FORMULA = "TFLOP/s × (FP8 share ÷ FP8 ceiling + the rest ÷ ceiling of the parameters' type)"
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 
 from gpt_pretrain.benchmark.results import GemmCeiling, Machine
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_driver import ask_driver
-from gpt_pretrain.megatron.platform_fp8 import has_fp8
+from gpt_pretrain.launch.driver import ask_driver
+from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.platform_fp8 import has_fp8
 
 # Large enough to fill a GPU (the sides that PERFORMANCE tables quote); on a CPU to be done in a second.
 _SIDE_GPU, _SIDE_CPU = 8192, 1024

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from gpt_pretrain.benchmark.results import Failure
 from gpt_pretrain.benchmark.worker import Task, failure_path, result_path
-from gpt_pretrain.config.launch import start_command, without_launcher
 from gpt_pretrain.config.source import Source
+from gpt_pretrain.launch.ranks import start_command, without_launcher
 from gpt_pretrain.report.json_object import JsonObject
 
 TASK, OUTPUT = "task.json", "output.txt"

@@ -10,8 +10,8 @@ import torch
 
 from gpt_pretrain.benchmark.profile import StepProfiler
 from gpt_pretrain.config.schema_run import BenchmarkConfig
-from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.training.performance import memory_gib
 from gpt_pretrain.training.step import mean_loss
 

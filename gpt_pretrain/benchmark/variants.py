@@ -15,11 +15,11 @@ from pathlib import Path
 from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
-from gpt_pretrain.config.overrides import single_value
-from gpt_pretrain.config.rules_inert import inert_problems
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.schema_run import BenchmarkConfig
 from gpt_pretrain.config.source import parse_override
+from gpt_pretrain.rules.inert import inert_problems
+from gpt_pretrain.rules.overrides import single_value
 
 PROFILED_STEPS = 3
 _BARE = "bare"

@@ -14,13 +14,13 @@ from typing import Self
 
 from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
-from gpt_pretrain.config.environment import prepare_libraries, set_environment
 from gpt_pretrain.config.errors import RunError, UserError
-from gpt_pretrain.config.launch import Launch, read_launch
-from gpt_pretrain.config.load import load_config
-from gpt_pretrain.config.rules import check_config
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.environment import prepare_libraries, set_environment
+from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.report.json_object import JsonObject
+from gpt_pretrain.rules.check import check_config
+from gpt_pretrain.rules.gate import load_config
 
 TRACE = "trace.json.gz"
 
@@ -72,8 +72,8 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
     from gpt_pretrain.benchmark.bare import run_bare_loop
     from gpt_pretrain.benchmark.profile import StepProfiler
     from gpt_pretrain.benchmark.stopwatch import Stopwatch
-    from gpt_pretrain.megatron.platform import detect_platform
     from gpt_pretrain.megatron.translate import params_dtype
+    from gpt_pretrain.spec.platform import detect_platform
     from gpt_pretrain.training.run import train
 
     platform = detect_platform()
@@ -117,7 +117,7 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | Machine | Foreca
     install_cpu_device()
     if not trains:
         from gpt_pretrain.benchmark.gemm import describe_machine
-        from gpt_pretrain.megatron.platform import detect_platform
+        from gpt_pretrain.spec.platform import detect_platform
 
         return describe_machine(detect_platform())
     try:

@@ -13,9 +13,9 @@ from typing import Any
 from gpt_pretrain.checkpoint.differences import differences
 from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.config.typed import written
+from gpt_pretrain.spec.fp8 import fp8_settings
 
 # Where Transformer Engine's layers keep this state, and emulated ones as well.
 EXTRA_STATE = "_extra_state"

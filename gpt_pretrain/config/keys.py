@@ -2,7 +2,7 @@
 
 The gate asks here whether a key exists and which one was probably meant; `--help` prints from here. Documentation is
 the string literal below a dataclass's field, which Python drops at run time, so it is read from the source. The
-commands with a few arguments of their own (`config.arguments`) declare them in the same way.
+commands with a few arguments of their own (`commands.arguments`) declare them in the same way.
 """
 
 import ast

@@ -1,6 +1,5 @@
 """The configuration from Python and from a run directory, and back to YAML: for training, scripts and tests."""
 
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,45 +9,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.gate import check_command, default_run_dir
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import Source, find_conf_dir
 from gpt_pretrain.config.typed import read_config
-
-
-def load_config(
-    overrides: Sequence[str] = (),
-    *,
-    config_name: str = "config",
-    config_path: Path | None = None,
-    config_dir: Path | None = None,
-) -> Config:
-    """Composes and reads a configuration; the cross-field rules are `check_config`'s.
-
-    Args:
-        overrides: `key=value` and `group=option` as on the command line.
-        config_name: The primary YAML file, without its suffix.
-        config_path: The folder that replaces `conf/`.
-        config_dir: A folder that is searched after it.
-
-    Raises:
-        ConfigError: Unknown keys or options, wrong types, open values: all of them.
-    """
-    source = Source(config_name=config_name, config_path=config_path or find_conf_dir(), config_dir=config_dir)
-    (job,) = check_command(source, overrides)
-    return job.config
-
-
-def read_job(composed: DictConfig) -> Config:
-    """The configuration of a job that Hydra started, composed from what the gate has let through.
-
-    Raises:
-        ConfigError: It differs from what the gate read, which happens when a YAML file was changed in between.
-    """
-    config, problems = read_config(default_run_dir(composed))
-    if config is None:
-        raise ConfigError(problems)
-    return config
 
 
 def config_to_dict(value: Any) -> Any:

@@ -85,7 +85,7 @@ def plan_blend(entries: Sequence[Any]) -> tuple[tuple[str, ...], tuple[float, ..
     Weights are shares: positive, and with the sum 1 or 100 (to one part in a thousand), so that a forgotten or
     mistyped one is noticed instead of normalised away.
 
-    The cross-field rules (`config.rules`) have checked the form, and that weights are positive.
+    The cross-field rules (`rules.check`) have checked the form, and that weights are positive.
 
     Returns:
         The paths, and their weights with the sum 1, or None where none were given.

@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from types import TracebackType
 
-from gpt_pretrain.config.environment import prepare_libraries
+from gpt_pretrain.launch.environment import prepare_libraries
 
 with warnings.catch_warnings():
     # megatron-core warns of optional packages that only the rank would use.

@@ -28,10 +28,10 @@ from gpt_pretrain.doctor.facts import (
     TransformerEngine,
 )
 from gpt_pretrain.doctor.probe import installed_version
-from gpt_pretrain.megatron.platform_driver import device_files
-from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES
-from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF
+from gpt_pretrain.launch.driver import device_files
 from gpt_pretrain.plan import hardware
+from gpt_pretrain.spec.multicast import MULTICAST_OFF
+from gpt_pretrain.spec.platform_fp8 import RECIPE_VARIABLES
 
 _WATCHED = (
     *MULTICAST_OFF,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.megatron.platform_driver import NVIDIA_SMI, ask_driver
+from gpt_pretrain.launch.driver import NVIDIA_SMI, ask_driver
 
 # Width of the products that are tried: a multiple of 16, as FP8 asks.
 _SMALL = 64
@@ -116,7 +116,7 @@ def probe_flash_attention() -> dict[str, Any]:
     """FlashAttention-4 as a run looks it up: the problem says why runs do not use it."""
     importlib.metadata.version("flash-attn-4")  # its absence is the answer
 
-    from gpt_pretrain.megatron.platform import flash_attention
+    from gpt_pretrain.spec.platform import flash_attention
 
     version, problem = flash_attention()
     return {"version": version, "problem": None if problem is None else problem.partition("\n")[0]}
@@ -127,7 +127,7 @@ def probe_apex() -> dict[str, Any]:
     import apex  # noqa: F401  its absence is the answer
     import torch  # noqa: F401  apex's kernels find its libraries once it is loaded
 
-    from gpt_pretrain.megatron.platform import apex_parts
+    from gpt_pretrain.spec.platform import apex_parts
 
     return {"version": importlib.metadata.version("apex"), "parts": apex_parts()}
 
@@ -142,8 +142,8 @@ def probe_application() -> dict[str, Any]:
 
 def probe_application_on_gpu() -> dict[str, Any]:
     """Everything that a run imports where it finds a GPU: Transformer Engine and apex by way of megatron-core, too."""
-    import gpt_pretrain.__main__
-    from gpt_pretrain.config.environment import prepare_libraries
+    import gpt_pretrain.rules.gate
+    from gpt_pretrain.launch.environment import prepare_libraries
 
     prepare_libraries()
     import megatron.core

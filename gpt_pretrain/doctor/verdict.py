@@ -1,6 +1,6 @@
 """What follows from the facts: which recipes run here, what each part of a run runs on, and whether it trains at all.
 
-Whether a recipe runs is what training itself asks (`megatron.platform_fp8`).
+Whether a recipe runs is what training itself asks (`spec.platform_fp8`).
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torch, TransformerEngine
 from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.findings import list_findings
-from gpt_pretrain.megatron.platform import Platform, why_no_transformer_engine
-from gpt_pretrain.megatron.platform_fp8 import RECIPE_VARIABLES, is_hopper, recipe_variable_problems, why_no_recipe
-from gpt_pretrain.megatron.platform_kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
-from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF
+from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
+from gpt_pretrain.spec.multicast import MULTICAST_OFF
+from gpt_pretrain.spec.platform import Platform, why_no_transformer_engine
+from gpt_pretrain.spec.platform_fp8 import RECIPE_VARIABLES, is_hopper, recipe_variable_problems, why_no_recipe
 
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
-from gpt_pretrain.config.fp8 import FORMAT_MAX, Fp8Settings
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
+from gpt_pretrain.spec.fp8 import FORMAT_MAX, Fp8Settings
 
 # Observations in a row whose scales must differ, each by at least so many powers of two from the one before.
 JUMP_OBSERVATIONS = 4

@@ -13,8 +13,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from gpt_pretrain.config.fp8 import FORMAT_MAX
 from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
+from gpt_pretrain.spec.fp8 import FORMAT_MAX
 
 # Columns of the fingerprint: sums of codes that all have to cancel for a change to go unnoticed.
 _COLUMNS = 256

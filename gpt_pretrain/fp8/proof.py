@@ -1,7 +1,7 @@
 """The proof: what the configuration asked of FP8 is what the live layers did in their first training step.
 
 Each rank watches every matrix product of its linear layers during one step, reads back their recipe objects and how
-their weights are stored, and compares all of it with the plan (`config/gemms.py`, `config/fp8.py`). Any difference on
+their weights are stored, and compares all of it with the plan (`spec/products.py`, `spec/fp8.py`). Any difference on
 any rank ends the run on all of them, with a table. After that step nothing of it is left in the way. What a product of
 experts is where a rank's had no tokens, the other ranks tell (`fp8/watched.py`).
 """
@@ -17,8 +17,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.gemms import Linear, fp8_flops_share, linears
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.masters import MasterCheck
@@ -28,6 +26,8 @@ from gpt_pretrain.fp8.watched import Difference, WatchedProducts, differences_of
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
+from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.spec.products import Linear, fp8_flops_share, linears
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "

@@ -7,7 +7,7 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 
 from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.config.fp8 import Fp8Settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
 
 # Transformer Engine's classes (transformer_engine.common.recipe).
 _CLASSES = {

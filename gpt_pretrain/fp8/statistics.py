@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from gpt_pretrain.config.fp8 import FORMAT_MAX
-from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.fp8.counting import count_codes
 from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
 from gpt_pretrain.fp8.observer import observe_products
+from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
+from gpt_pretrain.spec.fp8 import FORMAT_MAX
+from gpt_pretrain.spec.products import linears
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}

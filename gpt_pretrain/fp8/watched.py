@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.gemms import Linear
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import Linear
 
 # A linear layer's name in the whole model, and one of its products.
 type _Key = tuple[str, Phase]

@@ -6,31 +6,12 @@ of it is bound by memory. Here Triton kernels (`activation_triton`) do each of t
 amaxes of the casts that they stand for: the quantizers are the projections' own, and the codes are what they would be.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CastInto:
-    """Where an FP8 tensor is written, and with which scale."""
-
-    codes: torch.Tensor
-    """[rows, columns], float8_e4m3fn or float8_e5m2."""
-    transposed: torch.Tensor | None
-    """[columns, rows], the same codes; None where no weight gradient will read them."""
-    scale: torch.Tensor
-    """[1], fp32: what values are multiplied by, unless `scale_from_amax`."""
-    inverse_scale: torch.Tensor
-    """[1], fp32: receives the inverse."""
-    amax: torch.Tensor
-    """[1], fp32: receives the largest magnitude if that is larger."""
-    scale_from_amax: bool
-    """The scale takes the largest magnitude to the largest code."""
-    amax_epsilon: float
-    """The smallest amax that a scale comes from."""
+from gpt_pretrain.kernels.cast_into import CastInto
 
 
 class CastingMLP(MLP):  # type: ignore[misc]
@@ -124,7 +105,7 @@ class _ActivationCast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: CastingMLP, with_backward: bool) -> Any:
-        from gpt_pretrain.megatron.activation_triton import launch_activation
+        from gpt_pretrain.kernels.activation_triton import launch_activation
 
         rows, columns = inputs.shape
         width = columns // 2 if mlp.config.gated_linear_unit else columns
@@ -137,7 +118,7 @@ class _ActivationCast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from gpt_pretrain.megatron.activation_triton import launch_gradient
+        from gpt_pretrain.kernels.activation_triton import launch_gradient
 
         inputs, bias = ctx.saved_tensors
         of_inputs, into = allocate(ctx.quantizer, inputs.shape, inputs)

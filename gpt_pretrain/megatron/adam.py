@@ -1,50 +1,19 @@
-"""Adam whose masters and moments take as few bytes as they are told to, updated without a copy of any of them.
+"""Adam whose masters and moments take few bytes, in the place of Transformer Engine's FusedAdam.
 
-megatron-core's precision-aware optimizer needs Transformer Engine's FusedAdam, which holds the states of all parameters
-in fp32 during a step, updates whatever gradients it gets, and exists on GPUs only. This one reads a block of gradient,
-master and moments, computes in fp32, and writes them back (`adam_states`); on a GPU in one kernel for each parameter.
-It asks the device whether to update at all, and by how much to scale gradients: nothing waits, and a step that is
-skipped changes no bit. The arithmetic is FusedAdam's, with decoupled weight decay (Loshchilov and Hutter 2019).
+megatron-core's precision-aware optimizer needs FusedAdam, which holds the states of all parameters in fp32 during a
+step, updates whatever gradients it gets, and exists on GPUs only. This one updates block by block (`kernels.adam`). It
+asks the device whether to update at all, and by how much to scale gradients: nothing waits, and a step that is skipped
+changes no bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.megatron.adam_states import BLOCK, Master, Moment, rounded_to_fp16
-
-# Values updated at once without a GPU: what bounds the memory of a step.
-_CHUNK = 4096 * BLOCK
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamStep:
-    """What one update depends on besides the states."""
-
-    device_values: torch.Tensor
-    """fp32 [5], on the device: 1 to skip the update or 0, what gradients are multiplied with, the two bias corrections
-    1 - beta^step, and the number of the step."""
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdamState:
-    """Everything Adam has of one parameter."""
-
-    master: Master
-    exp_avg: Moment
-    exp_avg_sq: Moment
-
-    @property
-    def by_name(self) -> Mapping[str, Master | Moment]:
-        """The states by their names in a checkpoint."""
-        return {"fp32_param": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+from gpt_pretrain.kernels.adam import AdamState, AdamStep, update
+from gpt_pretrain.kernels.adam_states import Master, Moment
 
 
 class PrecisionAwareAdam(torch.optim.Optimizer):
@@ -124,37 +93,10 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                 yield gradient, self.states[parameter]
 
 
-def update(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
-    """One parameter's update, a chunk at a time.
-
-    Args:
-        gradient: [n], fp32 or BF16.
-        state: Its states.
-        step: The step.
-    """
-    skip, scale, correction1, correction2, number = step.device_values.tolist()
-    if skip:
-        return
-    beta1, beta2 = step.betas
-    for start in range(0, gradient.numel(), _CHUNK):
-        end = min(start + _CHUNK, gradient.numel())
-        grad = gradient[start:end].float() * scale
-        exp_avg = state.exp_avg.read(start, end) * beta1 + grad * (1 - beta1)
-        exp_avg_sq = state.exp_avg_sq.read(start, end) * beta2 + grad * grad * (1 - beta2)
-        master = state.master.read(start, end)
-        direction = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + step.eps)
-        master -= step.lr * (direction + step.weight_decay * master)
-        if state.master.values.dtype is torch.float16:
-            master = rounded_to_fp16(master, start, int(number))
-        state.master.write(start, master)
-        state.exp_avg.write(start, exp_avg)
-        state.exp_avg_sq.write(start, exp_avg_sq)
-
-
 def _kernel() -> Callable[[torch.Tensor, AdamState, AdamStep], None]:
     """`update` on a GPU, imported before the first step: without Triton the run does not start."""
     try:
-        from gpt_pretrain.megatron.adam_triton import update_on_gpu
+        from gpt_pretrain.kernels.adam_triton import update_on_gpu
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

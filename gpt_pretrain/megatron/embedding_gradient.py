@@ -55,7 +55,7 @@ class _Lookup(torch.autograd.Function):
         (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
         tokens, of_tokens = rows.flatten(), given.flatten(0, 1)
         if given.is_cuda:
-            from gpt_pretrain.megatron.embedding_triton import add_rows
+            from gpt_pretrain.kernels.embedding_triton import add_rows
 
             add_rows(weight.main_grad, tokens, of_tokens.contiguous())
         else:

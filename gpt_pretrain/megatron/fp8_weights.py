@@ -21,7 +21,7 @@ from megatron.core.fp8_utils import quantize_param_shard
 from megatron.core.optimizer import distrib_optimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.fp8 import FORMAT_MAX
+from gpt_pretrain.spec.fp8 import FORMAT_MAX
 
 # What is used of TE, with the parameters that it is given by name; compiled functions do not tell theirs.
 _NEEDED: dict[str, dict[str, tuple[str, ...]]] = {

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from gpt_pretrain.megatron.activation_cast import CastingMLP
 from gpt_pretrain.megatron.graphs import GraphedLayer
-from gpt_pretrain.megatron.platform_kernels import Kernels
+from gpt_pretrain.spec.kernels import Kernels
 
 
 class TorchNorm:

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from gpt_pretrain.megatron.loss_kernels import merge_statistics, row_statistics, turn_into_gradient
+from gpt_pretrain.kernels.cross_entropy import merge_statistics, row_statistics, turn_into_gradient
 from gpt_pretrain.megatron.weight_gradient import accumulate_weight_gradient
 
 # Logits of the buffer: 1 GiB in BF16. Products of fewer tokens are slower, and so are more reads of the main gradient.

@@ -21,11 +21,11 @@ from gpt_pretrain.megatron.kernels import install_split
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
 from gpt_pretrain.megatron.linear_loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.megatron.qkv_rope import install_rotation
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
 from gpt_pretrain.megatron.weight_gradient import install_weight_gradients
+from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.spec.platform import Platform
 
 
 def build_gpt_chunks(

@@ -11,9 +11,9 @@ from gpt_pretrain.megatron.fp8_weights import install_weight_cast
 from gpt_pretrain.megatron.initialization import forget_first_values
 from gpt_pretrain.megatron.kernels import install_gradient_norm
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.translate import translate_optimizer
 from gpt_pretrain.megatron.update import choose_optimizers, make_conditional
+from gpt_pretrain.spec.platform import Platform
 
 
 def build_optimizer(config: Config, model: Model, platform: Platform) -> MegatronOptimizer:

@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from gpt_pretrain.kernels.adam_states import BLOCK, Master, Moment, StoredValues
 from gpt_pretrain.megatron.adam import PrecisionAwareAdam
-from gpt_pretrain.megatron.adam_states import BLOCK, Master, Moment, StoredValues
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_shards import own_shards
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareOptimizer

@@ -14,12 +14,12 @@ from torch._C._distributed_c10d import HashStore
 from gpt_pretrain.config.derived import expert_tensor_parallel_size
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.agreement import check_ranks_agree
-from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.user_buffers import user_buffers
+from gpt_pretrain.spec.platform import Platform
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from gpt_pretrain.kernels.adam_states import Master, Moment
 from gpt_pretrain.megatron.adam import PrecisionAwareAdam
-from gpt_pretrain.megatron.adam_states import Master, Moment
 
 
 class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types

@@ -42,7 +42,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, angles: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-        from gpt_pretrain.megatron.qkv_rope_triton import launch_qkv_rope
+        from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
 
         length, batch, groups, of_group = mixed.shape
         shapes = [(length, batch, heads, width) for heads in (groups * (of_group // width - 2), groups, groups)]
@@ -54,7 +54,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        from gpt_pretrain.megatron.qkv_rope_triton import launch_qkv_rope
+        from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
 
         (angles,) = ctx.saved_tensors
         # Attention may give them as parts of one tensor, which are read where they are.

@@ -26,10 +26,10 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     uses_distributed_optimizer,
 )
-from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_kernels import Kernels
+from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.spec.platform import Platform
 
 # Types of optimizer states by megatron-core's names.
 _STATE_DTYPES = {

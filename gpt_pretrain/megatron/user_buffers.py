@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.platform_multicast import MULTICAST_OFF, USER_BUFFERS_WITHOUT
+from gpt_pretrain.spec.multicast import MULTICAST_OFF, USER_BUFFERS_WITHOUT
+from gpt_pretrain.spec.products import linears
 
 _STANDARD_OUTPUT = 1
 

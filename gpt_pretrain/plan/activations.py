@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation, Fp8RecipeName, Normalization
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
-from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.gemms import Linear
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import Linear
 
 # Bytes of scales per value of a tensor: fp32 per 128, one byte per 32; one for a whole tensor otherwise.
 SCALE_BYTES = {

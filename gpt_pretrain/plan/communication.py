@@ -5,11 +5,11 @@ whose ranks lie on one node talks over NVLink, any other over the network.
 """
 
 from gpt_pretrain.config.derived import uses_distributed_optimizer
-from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.gemms import FC1, QKV, Linear
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.kernels import Machine
 from gpt_pretrain.plan.stages import Layout, Stage
+from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.spec.products import FC1, QKV, Linear
 
 
 def link_bytes_per_s(machine: Machine, layout: Layout, span: int) -> float:
@@ -76,7 +76,7 @@ def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage:
         reduce_s, gather_s = 2 * moved * gradient / rate, 0.0
     else:
         reduce_s = moved * gradient / rate
-        # Weights of experts are not stored in FP8 (`config.rules_moe`).
+        # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if settings is not None and settings.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
     # Over NVLink it is counted in full, for what products beside it lose, and for waiting: steps of 4 and 32 layers of

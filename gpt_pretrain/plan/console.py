@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.megatron.platform_kernels import fused_parts
 from gpt_pretrain.plan.effective import FP8_KEYS, Setting
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
+from gpt_pretrain.spec.kernels import fused_parts
 
 # Where the terminal does not say, and at most.
 WIDTH = 100

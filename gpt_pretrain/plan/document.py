@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.products import Product
 from gpt_pretrain.plan.speed import Speed
+from gpt_pretrain.spec.kernels import Kernels
 
 VERSION = 1
 FILE_NAME = "plan.json"

@@ -14,12 +14,12 @@ from megatron.core.quantization.quant_config import RecipeConfig
 
 from gpt_pretrain.config.choices import Fp8RecipeName, MainParamsDtype, Precision
 from gpt_pretrain.config.derived import uses_distributed_optimizer
-from gpt_pretrain.config.fp8 import DELAYED_KEYS, Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig
 from gpt_pretrain.config.typed import show
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.megatron.translate import expert_fields, translate_ddp, translate_optimizer, translate_transformer
+from gpt_pretrain.spec.fp8 import DELAYED_KEYS, Fp8Settings, fp8_settings
+from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.spec.platform import Platform
 
 # megatron-core's config classes: how the table calls them, in the order of `Translation`.
 TRANSFORMER, DDP, OPTIMIZER = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
@@ -90,7 +90,7 @@ _OVERLAPS = ("model.overlap_grad_reduce", "model.overlap_param_gather", "model.d
 _OF_EXPERTS = ("model.expert_model_parallel_size", "model.expert_tensor_parallel_size")
 _PRECISION_AWARE, _REMAINDERS = "model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"
 _KEPT_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-# What emulated layers read instead of megatron-core's field, from `config.fp8.Fp8Settings`.
+# What emulated layers read instead of megatron-core's field, from `spec.fp8.Fp8Settings`.
 _EMULATED = {
     "model.fp8_recipe": "recipe",
     "model.fp8_hybrid": "gradient_format",

@@ -4,13 +4,8 @@ from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.gemms import fp8_flops_share
-from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_kernels import Kernels, plan_kernels
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.effective import Setting, effective_settings
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
@@ -20,6 +15,11 @@ from gpt_pretrain.plan.products import Product, plan_products
 from gpt_pretrain.plan.speed import Speed, variant_speed, with_usual_fp8, without_fp8
 from gpt_pretrain.plan.stages import Layout, Stage, plan_layout, plan_stages
 from gpt_pretrain.plan.verdict import emulation_verdict, fp8_verdict, memory_verdict, unknown_speed
+from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.kernels import Kernels, plan_kernels
+from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.products import fp8_flops_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

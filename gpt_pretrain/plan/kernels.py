@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8RecipeName
 from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
-from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.gemms import EXPERT_FC1, FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.spec.products import EXPERT_FC1, FC1, FC2, Gemm, Linear, gemms
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in
 # benchmarks/lm_head_h200_2026-11-22.md): the GEMM writes BF16, the loss reads and writes fp32 for the maximum, the

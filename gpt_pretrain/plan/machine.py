@@ -6,12 +6,12 @@ The same checks and the same translations as training's get it in place of the m
 from dataclasses import replace
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import Platform, check_platform
-from gpt_pretrain.megatron.platform_fp8 import recipe_variables
-from gpt_pretrain.megatron.platform_multicast import multicast_variables
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.hardware import GPUS
+from gpt_pretrain.spec.multicast import multicast_variables
+from gpt_pretrain.spec.platform import Platform, check_platform
+from gpt_pretrain.spec.platform_fp8 import recipe_variables
 
 # What this project is tested with (pyproject.toml, constraints.txt).
 TRANSFORMER_ENGINE, FLASH_ATTENTION, TORCH_CUDA = "2.12.0", "4.0.0b36", "13.0"

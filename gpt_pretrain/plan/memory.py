@@ -19,14 +19,14 @@ from gpt_pretrain.config.choices import (
     RecomputeGranularity,
 )
 from gpt_pretrain.config.derived import padded_vocab_size, uses_distributed_optimizer
-from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.megatron.adam_states import BLOCK
+from gpt_pretrain.kernels.adam_states import BLOCK
 from gpt_pretrain.megatron.linear_loss import chunk_tokens
-from gpt_pretrain.megatron.platform_kernels import Kernels
 from gpt_pretrain.plan.activations import SCALE_BYTES, LayerActivations, Storage, layer_activations
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Layout, Stage
+from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.spec.kernels import Kernels
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
@@ -113,7 +113,7 @@ def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
 
 
 def _optimizer_items(config: Config, layout: Layout, stage: Stage, storage: Storage) -> dict[str, float]:
-    """Masters and moments (`megatron.adam_states`)."""
+    """Masters and moments (`kernels.adam_states`)."""
     model, optim = config.model, config.model.optim
     updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
     if not optim.use_precision_aware_optimizer:

@@ -17,14 +17,14 @@ import torch
 from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.launch import Launch
-from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.megatron.platform import Platform, detect_platform
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.forecast import forecast_run_memory
 from gpt_pretrain.plan.hardware import GPUS, Gpu
 from gpt_pretrain.plan.host_memory import host_memory_bytes
 from gpt_pretrain.plan.memory import GIB, MemoryForecast
+from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.spec.platform import Platform, detect_platform
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.config.gemms import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms, linears
 from gpt_pretrain.config.numbers import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms, linears
 
 # What FP8 products ask of both dimensions of their operands, where no recipe is chosen: that of scales per tensor.
 ALIGNMENT = 16

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.platform_kernels import Kernels
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.communication import (
     context_parallel_s,
     data_parallel_s,
@@ -18,6 +16,8 @@ from gpt_pretrain.plan.communication import (
 )
 from gpt_pretrain.plan.kernels import Machine, add, head_s, host_s, layer_s, recompute_s, weight_cast_s
 from gpt_pretrain.plan.stages import Layout, Stage, plan_layout, plan_stages
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.kernels import Kernels
 
 # Share of a microbatch that its backward pass takes: two products of three.
 BACKWARD_SHARE = 2 / 3

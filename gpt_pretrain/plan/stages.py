@@ -10,9 +10,9 @@ from gpt_pretrain.config.derived import (
     num_microbatches,
     padded_vocab_size,
 )
-from gpt_pretrain.config.gemms import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 
 from gpt_pretrain.config.derived import expert_tensor_parallel_size
-from gpt_pretrain.config.launch import Launch, rank_zero_of
-from gpt_pretrain.config.rules import config_problems
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.plan.hardware import GPUS_PER_NODE
+from gpt_pretrain.rules.check import config_problems
 
 # The plan itself is one process, whatever started the shell that it is typed in.
 NO_LAUNCHER = rank_zero_of(1, local_world_size=1, launcher="none")

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.optimizer import learning_rate
 from gpt_pretrain.report.records import Fp8CoverageRecord, Record
+from gpt_pretrain.spec.fp8 import fp8_settings
 from gpt_pretrain.training.first_scales import find_first_scales
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.watchdog import Watchdog

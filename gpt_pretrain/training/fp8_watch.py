@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import torch
 
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor
+from gpt_pretrain.spec.fp8 import fp8_settings
 
 
 class Fp8Watch:

@@ -15,18 +15,18 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.fp8 import fp8_settings
-from gpt_pretrain.config.gemms import ROUTER, fp8_flops_share, linears
 from gpt_pretrain.config.keys import flatten
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import written
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset
-from gpt_pretrain.megatron.platform import Platform
-from gpt_pretrain.megatron.platform_kernels import Kernels, describe_kernels
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.translate import params_dtype
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.kernels import Kernels, describe_kernels
+from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.products import ROUTER, fp8_flops_share, linears
 
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8

@@ -8,11 +8,11 @@ import torch
 
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.report.records import TrainRecord
+from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.training.performance import memory_gib, peak_tflops
 from gpt_pretrain.training.step import mean_loss
 

@@ -15,7 +15,7 @@ from hmac import compare_digest
 from secrets import token_hex
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
 # A rank says this often that it lives …

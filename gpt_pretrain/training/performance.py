@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from gpt_pretrain.megatron.platform import Platform
+from gpt_pretrain.spec.platform import Platform
 
 # Dense BF16 tensor-core peaks in TFLOP/s, from NVIDIA's data sheets (half of the figures quoted with sparsity).
 # The first name that the device's own name contains counts, so longer names come first.

@@ -16,30 +16,30 @@ from gpt_pretrain.checkpoint.start import Start, choose_start
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import max_time_s, num_train_samples
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.config.fp8 import fp8_settings
 from gpt_pretrain.config.keys import flatten
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
-from gpt_pretrain.config.run_dir import make_run_dir
-from gpt_pretrain.config.run_lock import run_lock
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus, prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.run_dir import make_run_dir
+from gpt_pretrain.launch.run_lock import run_lock
 from gpt_pretrain.megatron.agreement import check_ranks_agree
 from gpt_pretrain.megatron.graphs import release_graphs
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
-from gpt_pretrain.megatron.platform import Platform, check_platform, detect_platform, platform_notes
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform, platform_notes
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
 from gpt_pretrain.training.rewind import Rewinds
 from gpt_pretrain.training.sample import check_prompt, write_sample

@@ -11,16 +11,16 @@ from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.config.launch import Launch
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.data.datasets import SampleDataset
 from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.optimizer import learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
-from gpt_pretrain.megatron.platform import Platform
 from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
+from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.training.dump import write_dump
 from gpt_pretrain.training.expert_watch import ExpertWatch
 from gpt_pretrain.training.first_bad import weights_are_finite

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from gpt_pretrain.config.errors import RunError, UserError
-from gpt_pretrain.config.launch import Launch
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.training.peers import SILENT_S, Peers
 
 EXIT_CODE = 71

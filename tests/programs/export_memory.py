@@ -13,9 +13,9 @@ import torch
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, write_manifest
 from gpt_pretrain.checkpoint.write_tensors import PlannedTensor, write_weights
 from gpt_pretrain.config.load import config_to_dict
-from gpt_pretrain.export.arguments import ExportArguments
-from gpt_pretrain.export.hf import export_hf
 from gpt_pretrain.huggingface.architectures import choose_architecture
+from gpt_pretrain.huggingface.arguments import ExportArguments
+from gpt_pretrain.huggingface.export import export_hf
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from tests.saved_models import small_config

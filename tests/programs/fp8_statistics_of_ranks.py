@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from gpt_pretrain.config.load import load_config
 from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
 from gpt_pretrain.fp8.statistics import StatisticsCollector
+from gpt_pretrain.rules.gate import load_config
 
 
 def product(code_bytes: list[int], scale: float, amax: dict[Role, float]) -> Product:

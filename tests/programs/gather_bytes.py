@@ -7,10 +7,10 @@ import json
 import sys
 from collections import Counter
 
-from gpt_pretrain.config.environment import prepare_libraries, set_environment
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.environment import prepare_libraries, set_environment
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.rules.gate import load_config
 
 
 def main(*overrides):
@@ -20,8 +20,8 @@ def main(*overrides):
     install_cpu_device()
     from gpt_pretrain.megatron.model import build_model
     from gpt_pretrain.megatron.parallel import process_groups
-    from gpt_pretrain.megatron.platform import detect_platform
-    from gpt_pretrain.megatron.platform_kernels import plan_kernels
+    from gpt_pretrain.spec.kernels import plan_kernels
+    from gpt_pretrain.spec.platform import detect_platform
 
     platform = detect_platform()
     with process_groups(config.model, launch, platform):

@@ -13,13 +13,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from gpt_pretrain.config.launch import read_launch
-from gpt_pretrain.config.load import load_config
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_gpt_chunks
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.platform import detect_platform
-from gpt_pretrain.megatron.platform_kernels import plan_kernels
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import detect_platform
 
 
 def shard(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

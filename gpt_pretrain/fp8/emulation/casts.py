@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt_pretrain.config.fp8 import FORMAT_MAX
 from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
+from gpt_pretrain.spec.fp8 import FORMAT_MAX
 
 FP32_MAX = torch.finfo(torch.float32).max
 

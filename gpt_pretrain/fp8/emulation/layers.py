@@ -23,14 +23,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.config.fp8 import Fp8Settings
-from gpt_pretrain.config.gemms import linears
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import Cast, stateless_cast
 from gpt_pretrain.fp8.gemms import ProductListener
 from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import linears
 
 
 class _EmulatedLinear(torch.nn.Module):

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.fp8.emulation.casts import Quantised
 from gpt_pretrain.fp8.emulation.delayed import LayerScaling
 from gpt_pretrain.fp8.emulation.recipes import Cast, Directions
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role
+from gpt_pretrain.spec.fp8 import Fp8Settings
 
 
 class LinearProducts:

@@ -17,7 +17,6 @@ from typing import Protocol
 import torch
 
 from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.config.fp8 import Fp8Settings
 from gpt_pretrain.fp8.emulation.casts import (
     Quantised,
     ScaleRule,
@@ -29,6 +28,7 @@ from gpt_pretrain.fp8.emulation.casts import (
     tensor_amax,
 )
 from gpt_pretrain.fp8.gemms import Role
+from gpt_pretrain.spec.fp8 import Fp8Settings
 
 # Values of one scale under Float8BlockScaling and MXFP8BlockScaling.
 _BLOCK, _MICRO_BLOCK = 128, 32

@@ -1,0 +1,1 @@
+"""One module per command, and the one door that all of them go through: arguments, help, messages, exit codes."""

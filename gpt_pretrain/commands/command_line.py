@@ -1,0 +1,219 @@
+"""The command line: Hydra's own options, read before Hydra reads them, and Hydra run behind the gate.
+
+`parse_command_line` → `check_request` → `run_hydra`. Everything Hydra's applications understand keeps working
+(`--cfg`, `--info`, `-m`, shell completion, …) because Hydra itself answers; only its errors are told in our way, and
+`--help` is ours.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpt_pretrain.commands.help import TRAINING, Program, print_help
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_keys, schema_sections
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import (
+    HYDRA_VERSION_BASE,
+    Source,
+    build_loader,
+    compose,
+    composition_problem,
+    find_conf_dir,
+    list_groups,
+    list_options,
+    open_repository,
+    parse_override,
+)
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.slurm import Submission
+from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.gate import Job, check_command
+
+# Hydra's option that is never the way out.
+_REFUSED = "--experimental-rerun"
+_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a command line asks for."""
+
+    options: argparse.Namespace
+    """Hydra's options as its own parser reads them."""
+    source: Source
+    overrides: tuple[str, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether it trains, rather than shows something."""
+        return not (self.shows_configuration or self.options.help or self.is_hydras_own)
+
+    @property
+    def source_options(self) -> list[str]:
+        """The options that say where the configuration is, as they were given."""
+        options = self.options
+        given = {
+            "config-name": options.config_name,
+            "config-path": options.config_path,
+            "config-dir": options.config_dir,
+        }
+        return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+    @property
+    def shows_configuration(self) -> bool:
+        """`--cfg` and `--info`: the composed configuration, which may be incomplete and is not checked by the rules."""
+        return self.options.cfg is not None or self.options.info is not None
+
+    @property
+    def is_hydras_own(self) -> bool:
+        """`--hydra-help` and `--shell-completion`, which take no configuration of ours."""
+        return bool(self.options.hydra_help or self.options.shell_completion)
+
+
+def _unknown_option(argument: str, known: Sequence[str]) -> str:
+    """What is told about an option that there is not: a group or a key behind dashes, or a typo."""
+    name, _, value = argument.lstrip("-").partition("=")
+    if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
+        return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
+    nearest = nearest_name(argument, known)
+    return f"{argument}: there is no such option{did_you_mean(None if nearest == _REFUSED else nearest)}"
+
+
+def parse_command_line(arguments: Sequence[str]) -> Request:
+    """Reads the command line.
+
+    Raises:
+        ConfigError: An unknown option, or options that exclude each other.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    # `--experiment smoke` would be read as --experimental-rerun.
+    parser.allow_abbrev = False
+    try:
+        # Intermixed: `model=tiny -m model.seed=1,2` is read as it is meant, which argparse's plain reading refuses.
+        options, rest = parser.parse_known_intermixed_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError([f"{error}; python -m gpt_pretrain --help shows the options"]) from error
+    if rest:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise ConfigError([_unknown_option(argument, known) for argument in rest])
+    given = [f"--{name.replace('_', '-')}" for name in _COMMANDS if getattr(options, name)]
+    if len(given) > 1:
+        raise ConfigError([f"{' and '.join(given)} exclude each other; give one"])
+    if options.resolve and options.cfg is None:
+        raise ConfigError(["--resolve goes with --cfg, and there is none"])
+    if options.package is not None and options.cfg is None:
+        raise ConfigError(["--package goes with --cfg, and there is none"])
+    if options.experimental_rerun is not None:
+        raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
+    if options.config_path is not None:
+        # Hydra would read it relative to this file; relative to where the command was typed is what is meant.
+        options.config_path = str(Path(options.config_path).resolve())
+    source = Source(
+        config_name=options.config_name or "config",
+        config_path=find_conf_dir() if options.config_path is None else Path(options.config_path),
+        config_dir=None if options.config_dir is None else Path(options.config_dir),
+    )
+    return Request(options=options, source=source, overrides=tuple(options.overrides))
+
+
+def check_request(request: Request, launch: Launch, rules: Callable[[Config], list[str]] | None = None) -> list[Job]:
+    """Checks everything a command line asks for, before any of it happens.
+
+    Args:
+        request: What the command line asks for.
+        launch: This process's place in the run.
+        rules: The cross-field rules; those of training when not given, in `launch` or in the job that Slurm is handed.
+
+    Returns:
+        The jobs that it runs; what only shows something may have none.
+
+    Raises:
+        ConfigError: All that is wrong.
+    """
+    options = request.options
+    if options.multirun and launch.launcher != "none":
+        problem = f"-m runs a sweep's jobs one after another in one process, and {launch.launcher} started this one"
+        raise ConfigError([f"{problem}; start the sweep without {launch.launcher}, or each of its runs on its own"])
+    if request.is_hydras_own:
+        return []
+
+    def rules_of_job(config: Config, submission: Submission | None) -> list[str]:
+        if rules is not None:
+            return rules(config)
+        return config_problems(config, launch if submission is None else submission.launch)
+
+    jobs = check_command(
+        request.source,
+        request.overrides,
+        multirun=options.multirun,
+        complete=request.runs,
+        rules=rules_of_job if request.runs else None,
+    )
+    if options.package not in (None, "_global_"):
+        composed = compose(build_loader(request.source), request.source, request.overrides)
+        if OmegaConf.select(composed, options.package) is None and options.package not in schema_keys():
+            nearest = nearest_name(options.package, [*schema_sections(), *schema_keys()])
+            raise ConfigError([f"--package={options.package} is not in the configuration{did_you_mean(nearest)}"])
+    return jobs
+
+
+def show_help(request: Request, program: Program = TRAINING) -> None:
+    """Prints a program's `--help`: our groups and keys with the values that the command line gives them."""
+    loader = build_loader(request.source)
+    composed = compose(loader, request.source, request.overrides)
+    repository = open_repository(loader, request.source, [parse_override(text) for text in request.overrides])
+    groups = {group: list_options(repository, group) for group in list_groups(repository)}
+    choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
+    # Unresolved: an interpolation says more than its value, and an open value shows as ???.
+    content = OmegaConf.to_container(composed, resolve=False)
+    print_help(groups, choices, dict(flatten(content)), program=program)
+
+
+@contextmanager
+def _errors_raised() -> Iterator[None]:
+    """Lets Hydra raise its errors instead of printing them and ending the process, by its documented variable."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+def run_hydra(request: Request, task: Callable[[DictConfig], None]) -> None:
+    """Hands the command line to Hydra, as `hydra.main` does.
+
+    Raises:
+        ConfigError: Hydra refuses what it should only show.
+        Exception: Whatever `task` raises.
+    """
+    version.setbase(HYDRA_VERSION_BASE)
+    options = argparse.Namespace(**vars(request.options))
+    options.overrides = list(request.overrides)
+    try:
+        with _errors_raised():
+            _run_hydra(
+                args=options,
+                args_parser=get_args_parser(),
+                task_function=task,
+                config_path=str(request.source.config_path),
+                config_name=request.source.config_name,
+            )
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if request.runs:
+            raise
+        raise ConfigError([composition_problem(error)]) from error

@@ -1,0 +1,51 @@
+"""`python -m gpt_pretrain.export checkpoint=… out=…`: a checkpoint as a directory that other programs load."""
+
+import sys
+from collections.abc import Sequence
+
+from gpt_pretrain.commands.arguments import run_command
+from gpt_pretrain.commands.help import Program
+from gpt_pretrain.huggingface.arguments import ExportArguments
+
+PROGRAM = Program(
+    about="""\
+gpt_pretrain.export: a checkpoint as a directory that transformers loads.
+
+It reads GPT-2, Llama, Mistral and Qwen2.5 models from checkpoints of any
+parallel layout, on any machine, with the memory of one layer. Every file of
+the checkpoint is checked against its SHA-256 first.
+
+Exit codes: 0 written; 2 a mistake in what was given, or a damaged checkpoint;
+1 a crash; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.export checkpoint=outputs/mine/checkpoints/step_00000300 out=mine-hf
+python -m gpt_pretrain.export checkpoint=… out=mine-hf dtype=bf16""",
+)
+
+
+def export(arguments: ExportArguments) -> None:
+    """Exports, and tells what was written."""
+    from gpt_pretrain.megatron.cpu import install_cpu_device
+
+    install_cpu_device()
+    from gpt_pretrain.huggingface.export import export_hf
+
+    done = export_hf(arguments)
+    files = "1 file" if done.num_shards == 1 else f"{done.num_shards} files"
+    dtype = str(done.dtype).removeprefix("torch.")
+    sys.stdout.write(
+        f"written: {done.path}\n"
+        f"  {done.architecture.value}, {done.num_parameters:,} parameters in {dtype}, "
+        f"{done.num_bytes:,} bytes in {files}\n"
+    )
+    if not done.has_tokenizer:
+        sys.stdout.write("  no tokenizer: the checkpoint is of a model without one\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit code.
+
+    Args:
+        arguments: What follows `python -m gpt_pretrain.export`; `sys.argv` when not given.
+    """
+    return run_command(export, ExportArguments, sys.argv[1:] if arguments is None else arguments, PROGRAM)

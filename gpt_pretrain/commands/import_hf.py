@@ -1,0 +1,51 @@
+"""`python -m gpt_pretrain.import_hf path=… out=…`: a published model as a checkpoint that training starts from."""
+
+import sys
+from collections.abc import Sequence
+
+from gpt_pretrain.commands.arguments import run_command
+from gpt_pretrain.commands.help import Program
+from gpt_pretrain.huggingface.arguments import ImportArguments
+
+PROGRAM = Program(
+    about="""\
+gpt_pretrain.import_hf: a published model, for training it on.
+
+It reads GPT-2, Llama, Mistral and Qwen2.5 models from a directory of
+transformers, and writes a checkpoint of their weights with an experiment file
+that sets the model, its tokenizer and checkpoint.init_from. It needs no GPU,
+and the memory of two tensors.
+
+Exit codes: 0 written; 2 a mistake in what was given, or a model that would not
+be the same here; 1 a crash; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.import_hf path=mistral-7b-v0.3 out=start
+python -m gpt_pretrain --config-dir start experiment=imported data=text \\
+    'model.data.text_files=["corpus/*.jsonl"]'""",
+)
+
+
+def import_model(arguments: ImportArguments) -> None:
+    """Imports, and tells what was written and how to go on."""
+    from gpt_pretrain.megatron.cpu import install_cpu_device
+
+    install_cpu_device()
+    from gpt_pretrain.huggingface.import_hf import EXPERIMENT, import_hf
+
+    done = import_hf(arguments)
+    sys.stdout.write(
+        f"written: {done.path}\n"
+        f"  {done.architecture.value}, {done.num_parameters:,} parameters in {done.dtype}\n"
+        f"go on with: python -m gpt_pretrain --config-dir {done.path} experiment={EXPERIMENT} data=…\n"
+    )
+    if not done.has_tokenizer:
+        sys.stdout.write("  no tokenizer.json was there: give model.tokenizer, or data of token ids\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit code.
+
+    Args:
+        arguments: What follows `python -m gpt_pretrain.import_hf`; `sys.argv` when not given.
+    """
+    return run_command(import_model, ImportArguments, sys.argv[1:] if arguments is None else arguments, PROGRAM)

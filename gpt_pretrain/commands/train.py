@@ -1,0 +1,159 @@
+"""The entry: `python -m gpt_pretrain` checks the command line, composes the configuration, and trains.
+
+    command line → gate (config/) → Hydra → one job, or each of a sweep → training.run.train
+                                  → sbatch, once for each job of a sweep with hydra/launcher=slurm
+
+Torch is not imported before the gate has let the command line through, and what a user can mend ends with
+`error: …` lines and exit code 2. Exit codes:
+
+      0  all steps done
+      1  a crash, a checkpoint that could not be saved, or too many steps in a row with a loss or gradient that is
+         not finite
+      2  a mistake in what was given
+     71  a rank died or hung, and the watchdog ended the others: stack traces are in RUN_DIR/stacks
+     75  stopped by SIGTERM, SIGUSR1 or trainer.max_time with steps left: start it again (EX_TEMPFAIL of sysexits(3))
+    130  Ctrl-C
+
+torchrun's own exit code is 1 after any of them but 0. What a run ended with is in RUN_DIR/metrics.jsonl, too: its last
+line is then the summary with `end_reason` and `exit_code`; a run that crashed or was killed has written none.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from gpt_pretrain.commands.command_line import Request, check_request, parse_command_line, run_hydra, show_help
+from gpt_pretrain.commands.door import (
+    INTERRUPTED,
+    USER_ERROR,
+    print_error,
+    print_error_after_rank_zero,
+    print_job,
+    print_sweep_result,
+)
+from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.environment import prepare_libraries, set_environment
+from gpt_pretrain.launch.ranks import Launch, read_launch
+from gpt_pretrain.launch.run_dir import check_run_dir
+from gpt_pretrain.launch.run_lock import check_run_lock
+from gpt_pretrain.launch.signals import ended_by_signals
+from gpt_pretrain.launch.slurm import submit
+from gpt_pretrain.rules.gate import Job, read_job
+
+CRASH = 1
+
+
+def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
+    """Runs every job of a checked command line under Hydra.
+
+    Args:
+        request: What the command line asks for.
+        launch: This process's place in the run.
+        names: The overrides of each job; one empty name without a sweep.
+
+    Returns:
+        The exit code: the largest of the jobs'.
+    """
+    codes: list[int] = []
+
+    def job(composed: DictConfig) -> None:
+        asked_for = False
+        print_job(len(codes), names)
+        try:
+            config = read_job(composed)
+            set_environment(config)
+            prepare_libraries()
+            from gpt_pretrain.megatron.cpu import install_cpu_device
+
+            install_cpu_device()
+            from gpt_pretrain.training.run import train
+            from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
+
+            reason = train(config, launch)
+            code, asked_for = EXIT_CODES[reason], reason in ASKED_FOR
+        except UserError as error:
+            print_error_after_rank_zero(error, launch)
+            code = USER_ERROR
+        except RunError as error:
+            print_error_after_rank_zero(error, launch)
+            code = CRASH
+        except Exception as error:
+            out_of_memory = _explain_out_of_memory(config, launch, error)
+            if not request.options.multirun and out_of_memory is None:
+                raise
+            traceback.print_exc()
+            if out_of_memory is not None:
+                # Below the traceback, where it is seen.
+                print_error(UserError(out_of_memory))
+            code = CRASH
+        if asked_for and request.options.multirun:
+            # Ctrl-C and signals end the sweep, not only the job that they hit.
+            raise SystemExit(code)
+        codes.append(code)
+
+    run_hydra(request, job)
+    print_sweep_result(names, codes)
+    return max(codes, default=0)
+
+
+def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
+    """Hands the runs of a checked sweep to Slurm and says which jobs they are.
+
+    Raises:
+        UserError: Slurm refuses one; those before it are in its queue.
+    """
+    for job in jobs:
+        assert job.submission is not None, "a sweep's jobs go one way"
+        assert job.config.run_dir is not None, "a sweep's jobs have directories of their own"
+        run_dir = Path(job.config.run_dir)
+        number = submit(job.submission, run_dir, [*request.source_options, *job.arguments])
+        sys.stdout.write(f"job {number}: {' '.join(job.overrides)}\n    log: {run_dir}/slurm-{number}.out\n")
+        sys.stdout.flush()
+
+
+def _explain_out_of_memory(config: Config, launch: Launch, error: Exception) -> str | None:
+    """The message for an error that says that memory ran out; None for another."""
+    from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+
+    return explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns the exit code.
+
+    Args:
+        arguments: What follows `python -m gpt_pretrain`; `sys.argv` when not given.
+    """
+    try:
+        launch = read_launch()
+    except UserError as error:
+        print_error(error)
+        return USER_ERROR
+    try:
+        request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        jobs = check_request(request, launch)
+        if request.runs:
+            # Only where it will be made: another node may not see the place.
+            for job in jobs if launch.is_rank_zero else []:
+                check_run_dir(job.config)
+                if job.config.run_dir is not None:
+                    check_run_lock(Path(job.config.run_dir).absolute())
+            if any(job.submission is not None for job in jobs):
+                submit_jobs(request, jobs)
+                return 0
+            with ended_by_signals():
+                return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
+        if launch.is_rank_zero:
+            show_help(request) if request.options.help else run_hydra(request, lambda _: None)
+    except UserError as error:
+        # Every rank finds the same; one of them tells.
+        if launch.is_rank_zero:
+            print_error(error)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,207 @@
+"""A Hugging Face directory as a checkpoint of weights, with the configuration that goes with them.
+
+    config.json → architecture and the fields of `model.` → Config, checked by the rules of every run
+    safetensors, tensor by tensor → names and layouts of a checkpoint
+
+The written directory is the checkpoint; beside its files it holds `tokenizer.json` and `experiment/imported.yaml`,
+which a run finds with `--config-dir`.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from gpt_pretrain.checkpoint.description import architecture, layout
+from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, installed_versions, write_manifest
+from gpt_pretrain.checkpoint.write_tensors import PlannedTensor, write_weights
+from gpt_pretrain.config.choices import Precision, TokenizerLibrary
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.load import config_to_dict
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.typed import written
+from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
+from gpt_pretrain.huggingface.arguments import ImportArguments
+from gpt_pretrain.huggingface.new_directory import check_disk_space, check_new_directory, write_new_directory
+from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
+from gpt_pretrain.huggingface.weight_files import WEIGHT_TYPES, WeightFiles
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.translate import translate_transformer
+from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.model import model_problems
+from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.platform import detect_platform
+
+EXPERIMENT = "imported"
+# Samples longer than this are what long-context training is for; model.encoder_seq_length says otherwise.
+_MAX_SAMPLE_LENGTH = 8192
+# Tensors of published files that are no weights: masks and rope's frequencies.
+_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """What was written."""
+
+    path: Path
+    architecture: Architecture
+    num_parameters: int
+    """Without rows that pad the vocabulary."""
+    dtype: str
+    """Of the weights, as safetensors names it; several where the files mix them."""
+    has_tokenizer: bool
+
+
+def import_hf(arguments: ImportArguments) -> Imported:
+    """Writes a published model as a checkpoint; weights keep their type, to the bit.
+
+    Raises:
+        UserError: The directory does not hold a model of a known architecture, something of it would be computed
+            otherwise here, tensors are missing or of another shape, or there is no place for the checkpoint.
+    """
+    source, out = Path(arguments.path).absolute(), Path(arguments.out).absolute()
+    check_new_directory(out)
+    hf_architecture, fields = from_hf_config(_read_json(source / "config.json"), str(source / "config.json"))
+    tokenizer = load_tokenizer(source / TOKENIZER_FILE, "path") if (source / TOKENIZER_FILE).is_file() else None
+    fields["encoder_seq_length"] = min(fields["max_position_embeddings"], _MAX_SAMPLE_LENGTH)
+    with WeightFiles(source) as files:
+        names = _names(files, hf_architecture)
+        types = {files.type_name(name) for name in names.values()}
+        config = _config(fields, out, tokenizer, Precision.fp32 if "F32" in types else Precision.bf16)
+        rules = tensor_rules(config.model, hf_architecture)
+        _check_tensors(source, files, names, rules)
+        tensors = [_planned(rule, files, names) for rule in rules]
+        check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
+
+        def write(directory: Path) -> None:
+            write_weights(directory, tensors, num_layers=config.model.num_layers)
+            if tokenizer is not None:
+                tokenizer.save(directory / TOKENIZER_FILE)
+            manifest = _manifest(config, tokenizer)
+            files_there = [path.name for path in directory.iterdir()]
+            write_manifest(directory, replace(manifest, files=hash_files(directory, files_there)))
+            _write_experiment(directory / "experiment" / f"{EXPERIMENT}.yaml", source, fields, config, out)
+
+        write_new_directory(out, write)
+        num_parameters = sum(math.prod(files.shape(name)) for rule in rules for name in _found(rule, names))
+    return Imported(
+        path=out,
+        architecture=hf_architecture,
+        num_parameters=num_parameters,
+        dtype=", ".join(sorted(types)),
+        has_tokenizer=tokenizer is not None,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; path=… names a directory of transformers' save_pretrained") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} cannot be read: it holds no object")
+    return values
+
+
+def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
+    """From the names of the whole model to those in the files, where GPT-2 is published without its first part."""
+    names = {}
+    for name in files.names:
+        is_bare = architecture is Architecture.gpt2 and not name.startswith(("transformer.", "lm_head."))
+        if not name.endswith(_NO_WEIGHTS):
+            names[f"transformer.{name}" if is_bare else name] = name
+    return names
+
+
+def _found(rule: Rule, names: Mapping[str, str]) -> list[str]:
+    return [names[name] for name in rule.names]
+
+
+def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], rules: Sequence[Rule]) -> None:
+    """Whether the files hold exactly the tensors of the model, in their shapes and in types that weights have."""
+    expected = {
+        name: tuple(part.shape)
+        for rule in rules
+        for name, part in zip(rule.names, rule.to_hf(torch.empty(rule.shape, device="meta")), strict=True)
+    }
+    problems = [f"lacks {name}" for name in expected if name not in names]
+    # Tied embeddings are one tensor, and some files hold it twice.
+    problems += [f"has {name}" for name in names if name not in expected and name != "lm_head.weight"]
+    for name, shape in expected.items():
+        if name in names and files.shape(names[name]) != shape:
+            problems.append(f"has {name} as {list(files.shape(names[name]))} instead of {list(shape)}")
+        if name in names and files.type_name(names[name]) not in WEIGHT_TYPES:
+            problems.append(f"has {name} in {files.type_name(names[name])} instead of {', '.join(WEIGHT_TYPES)}")
+    if problems:
+        shown = ", ".join(problems[:20]) + (", …" if len(problems) > 20 else "")
+        raise UserError(f"{source} does not hold the model of its config.json: it {shown}")
+
+
+def _planned(rule: Rule, files: WeightFiles, names: Mapping[str, str]) -> PlannedTensor:
+    found = _found(rule, names)
+
+    def load() -> torch.Tensor:
+        return rule.to_ours([files.read(name) for name in found])
+
+    return PlannedTensor(key=rule.key, layer=rule.layer, shape=rule.shape, dtype=files.dtype(found[0]), load=load)
+
+
+def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
+    """The defaults of a run with the imported model.
+
+    Raises:
+        ConfigError: The model breaks a rule of this application.
+    """
+    config = load_config(["model=base", *(f"model.{name}={written(value)}" for name, value in fields.items())])
+    model, kind = config.model, TokenizerLibrary.none if tokenizer is None else TokenizerLibrary.file
+    file = None if tokenizer is None else str(out / TOKENIZER_FILE)
+    model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
+    config = replace(config, model=model, trainer=replace(config.trainer, precision=precision))
+    problems = list(model_problems(config, None))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
+    platform = detect_platform()
+    transformer_config = translate_transformer(config, platform, plan_kernels(config, platform))
+    with process_groups(config.model, read_launch({}), platform):
+        one_process = layout(config.model)
+    return Manifest(
+        step=0,
+        consumed_samples=0,
+        time_unix=time.time(),
+        versions=installed_versions(),
+        config=config_to_dict(config),
+        # Not told of: a run may then bring the one that the model had.
+        data={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
+        architecture=architecture(config.model, transformer_config),
+        layout=one_process,
+        fp8={},
+        files={},
+    )
+
+
+def _write_experiment(path: Path, source: Path, fields: Mapping[str, Any], config: Config, out: Path) -> None:
+    tokenizer = {"library": config.model.tokenizer.library.name, "model": config.model.tokenizer.model}
+    model = {**fields, **({} if tokenizer["model"] is None else {"tokenizer": tokenizer})}
+    values = OmegaConf.create({"model": model, "checkpoint": {"init_from": str(out)}})
+    path.parent.mkdir()
+    path.write_text(
+        "# @package _global_\n"
+        f"# {source.name}, imported. Start with its weights, and name the data:\n"
+        f"#     python -m gpt_pretrain --config-dir {out} experiment={EXPERIMENT} data=text …\n"
+        "defaults:\n  - override /model: base\n\n" + OmegaConf.to_yaml(values),
+        encoding="utf-8",
+    )

@@ -1,1 +1,0 @@
-"""A published model as a checkpoint that training starts from."""

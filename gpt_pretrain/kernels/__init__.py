@@ -1,0 +1,1 @@
+"""Kernels on tensors, in Triton on GPUs and in torch's operations elsewhere. None of them knows the configuration."""

@@ -1,1 +1,0 @@
-"""Prepares the data of a run ahead of it."""

@@ -1,0 +1,169 @@
+"""Cross-field rules of a mixture of experts: how many, how tokens find them, and how ranks share them out.
+
+Each rule yields one message. The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and
+Transformer Engine 2.12; what is refused as unproven is what this project does not carry through to its end.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpt_pretrain.config.choices import Fp8RecipeName, MoeLoadBalancing, MoeTokenDispatcher
+from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
+from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
+from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.typed import show
+from gpt_pretrain.launch.ranks import Launch
+
+# Keys that say nothing without experts, with the values that do not try to, that of conf/model/base.yaml first.
+_OF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
+    "moe_ffn_hidden_size": (None,),
+    "moe_router_topk": (2,),
+    "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
+    "moe_aux_loss_coeff": (0.01, 0.0),
+    "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
+    "moe_z_loss_coeff": (None,),
+    "moe_grouped_gemm": (None, False),
+    "moe_router_padding_for_quantization": (False,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None,),
+}
+
+
+def _without_experts(model: ModelConfig) -> Iterator[str]:
+    for name, silent in _OF_EXPERTS.items():
+        value = getattr(model, name)
+        if value not in silent:
+            yield (
+                f"model.{name}={show(value)} has no effect without experts (model.num_moe_experts=null); "
+                f"use {show(silent[0])}, or a number of experts"
+            )
+
+
+def routing(model: ModelConfig, experts: int) -> Iterator[str]:
+    """How many experts compute a token, and what balances them."""
+    if experts < 2:
+        yield f"model.num_moe_experts={experts} leaves the router nothing to choose; use 2 or more, or null for one MLP"
+    elif not 2 <= model.moe_router_topk <= experts:
+        # The only one's weight would be a softmax over one value, which is 1 whatever the router says.
+        why = "one expert alone has weight 1, and the router learns nothing" if model.moe_router_topk == 1 else ""
+        yield (
+            f"model.moe_router_topk={model.moe_router_topk} with model.num_moe_experts={experts}"
+            f"{': ' if why else ''}{why}; use {one_of(list(range(2, experts + 1)))}"
+        )
+    if model.moe_aux_loss_coeff < 0:
+        yield f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} is negative; use 0 or more"
+    elif model.moe_aux_loss_coeff == 0 and model.moe_router_load_balancing_type is not MoeLoadBalancing.none:
+        yield (
+            "model.moe_aux_loss_coeff=0 leaves nothing of model.moe_router_load_balancing_type="
+            f"{model.moe_router_load_balancing_type.name}; use a coefficient, or "
+            "model.moe_router_load_balancing_type=none"
+        )
+    elif (
+        model.moe_router_load_balancing_type is MoeLoadBalancing.none
+        and model.moe_aux_loss_coeff not in _OF_EXPERTS["moe_aux_loss_coeff"]
+    ):
+        yield (
+            f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} has no effect with "
+            "model.moe_router_load_balancing_type=none; leave it out, or choose a load-balancing loss"
+        )
+    if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
+        yield f"model.moe_z_loss_coeff={model.moe_z_loss_coeff} is not positive; use null for none"
+
+
+def expert_layers(model: ModelConfig) -> Iterator[str]:
+    """What the layers around and inside of experts must be."""
+    tp = model.tensor_model_parallel_size
+    if model.bias:
+        yield "model.bias=true is not carried through to experts; use model.bias=false (model.qkv_bias may be true)"
+    if tp > 1 and not model.sequence_parallel:
+        yield (
+            f"model.tensor_model_parallel_size={tp} with experts needs model.sequence_parallel=true: all of its ranks "
+            "would route all tokens; use parallelism=tp2_sp, or tensor_model_parallel_size=1"
+        )
+    if model.context_parallel_size > 1:
+        yield (
+            f"model.context_parallel_size={model.context_parallel_size} with experts (model.num_moe_experts) is not "
+            "proven: routers would balance each part of a sequence by itself; use context_parallel_size=1"
+        )
+    if model.moe_grouped_gemm and model.transformer_engine is False:
+        yield (
+            "model.moe_grouped_gemm=true is a product of Transformer Engine's, and model.transformer_engine=false; "
+            "use moe_grouped_gemm=null"
+        )
+
+
+def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:
+    """Experts over ranks, and the matrices of each over its ranks."""
+    ep, etp = model.expert_model_parallel_size, expert_tensor_parallel_size(model)
+    pp = model.pipeline_model_parallel_size
+    if experts % ep:
+        yield (
+            f"model.num_moe_experts={experts} is not divisible by model.expert_model_parallel_size={ep}; "
+            f"use {one_of(divisors(experts))}"
+        )
+    key = "tensor_model_parallel_size" if model.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
+    inner = moe_ffn_hidden_size(model)
+    if inner % etp:
+        name = "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
+        yield (
+            f"model.{name}={inner} is not divisible by model.{key}={etp}; use {one_of(multiples_near(inner, etp))}, "
+            "or model.expert_tensor_parallel_size=1"
+        )
+    if launch is not None and launch.world_size % pp == 0 and launch.world_size // pp % (ep * etp):
+        per_stage = launch.world_size // pp
+        legal = [size for size in divisors(experts) if per_stage % (size * etp) == 0]
+        way = f"use expert_model_parallel_size={one_of(legal)}, or " if legal else ""
+        yield (
+            f"model.expert_model_parallel_size={ep} × model.{key}={etp} does not divide the {per_stage} processes of a "
+            f"pipeline stage; {way}{launch.how_to_start(ep * etp * pp)}"
+        )
+
+
+def fp8_experts(model: ModelConfig) -> Iterator[str]:
+    """FP8 and experts: what reaches their products, and what is proven to."""
+    if not model.fp8:
+        if model.moe_router_padding_for_quantization:
+            yield (
+                "model.moe_router_padding_for_quantization=true pads for FP8 products, and model.fp8=false; "
+                "use false, or fp8=tensorwise"
+            )
+        return
+    if model.fp8_emulate:
+        yield (
+            "model.fp8_emulate=true does not reach the products of experts (model.num_moe_experts); "
+            "use fp8=none, or a GPU with FP8"
+        )
+    if model.fp8_recipe in (None, Fp8RecipeName.delayed):
+        yield (
+            f"model.fp8_recipe={show(model.fp8_recipe)} with experts (model.num_moe_experts): the history of an expert "
+            "that gets few tokens goes stale, and delayed scales are not proven; use fp8=tensorwise, blockwise or mxfp8"
+        )
+    if model.fp8_params:
+        yield "model.fp8_params=true is not proven with experts (model.num_moe_experts); use false"
+    if model.moe_grouped_gemm is False:
+        yield (
+            "model.moe_grouped_gemm=false with FP8: single products of an expert's few tokens are not proven; "
+            "use null or true"
+        )
+    if model.moe_router_padding_for_quantization and model.moe_token_dispatcher_type is not MoeTokenDispatcher.alltoall:
+        yield (
+            "model.moe_router_padding_for_quantization=true needs model.moe_token_dispatcher_type=alltoall, and it is "
+            f"{model.moe_token_dispatcher_type.name}; use alltoall, or false"
+        )
+
+
+def expert_problems(config: Config, launch: Launch | None) -> Iterator[str]:
+    """All problems of a mixture of experts; sizes are positive.
+
+    Args:
+        config: The configuration.
+        launch: The run's processes; None leaves out what depends on their number.
+    """
+    model = config.model
+    if model.num_moe_experts is None:
+        yield from _without_experts(model)
+        return
+    yield from routing(model, model.num_moe_experts)
+    yield from expert_layers(model)
+    yield from expert_ranks(model, model.num_moe_experts, launch)
+    yield from fp8_experts(model)

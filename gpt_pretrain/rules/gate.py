@@ -1,0 +1,343 @@
+"""The gate: everything that can be wrong with a configuration, found before torch is imported and told at once.
+
+Hydra lets a typo behind `+` or `++` compose silently, and drops nothing but also checks nothing in YAML. So: the keys
+on the command line are checked before Hydra sees them, then the keys of every YAML file that takes part, then Hydra
+composes what was right, then every value is read as its type (`typed`), then the cross-field rules run (`rules`),
+unless something was refused: what is left is not what was meant, and the rules would blame the rest for it. A sweep's
+jobs go through all of it before the first one starts.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import flatten, is_known, unknown_key
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import (
+    Source,
+    build_loader,
+    compose,
+    find_conf_dir,
+    list_used_files,
+    open_repository,
+    parse_override,
+)
+from gpt_pretrain.config.typed import read_config, show
+from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
+from gpt_pretrain.rules.inert import inert_problems
+from gpt_pretrain.rules.overrides import CommandLine, lines_of, parse_overrides, single_value, without_sweeps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One run of a command line: the only one, or one of a sweep."""
+
+    overrides: tuple[str, ...]
+    """What distinguishes it from the sweep's other jobs; empty when there is no sweep."""
+    config: Config
+    submission: Submission | None = None
+    """How it is handed to Slurm; None: it runs in this process."""
+    arguments: tuple[str, ...] = ()
+    """What Slurm's job is given."""
+
+
+# The rules that a run breaks which is handed to Slurm, or runs here.
+Rules = Callable[[Config, Submission | None], list[str]]
+
+
+def _display(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _check_files(
+    source: Source, repository: CachingConfigRepository, overrides: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Checks the keys of every YAML file that takes part.
+
+    Returns:
+        The problems, and for every key the file that set it last.
+    """
+    problems: list[str] = []
+    origins: dict[str, str] = {}
+    for default in list_used_files(repository, source, overrides):
+        package = "" if default.package in (None, "_global_") else str(default.package)
+        if default.config_path is None or package.partition(".")[0] == "hydra":
+            continue
+        loaded = repository.load_config(default.config_path)
+        assert loaded is not None, "Hydra lists only files that it found"
+        name = default.config_path.removesuffix(".yaml") + ".yaml"
+        file = _display(Path(loaded.path.removeprefix("file://")) / name)
+        if source.config_dir is not None and loaded.provider == "main" and (source.config_dir / name).is_file():
+            hidden = _display(source.config_dir.resolve() / name)
+            problems.append(f"{hidden} is hidden by {file}, which Hydra finds first; give it another name")
+        content = OmegaConf.to_container(loaded.config, resolve=False)
+        if not isinstance(content, dict):
+            if content:
+                problems.append(f"{file}: holds a list where keys are expected")
+            continue
+        if not package:
+            content = {name: value for name, value in content.items() if name != "hydra"}
+        for path, _ in flatten(content, package):
+            if not is_known(path):
+                problems.append(f"{file}: {unknown_key(path)}")
+            else:
+                origins[path] = file
+    return problems, origins
+
+
+def default_run_dir(composed: DictConfig) -> DictConfig:
+    """Gives a sweep's job its own run directory, Hydra's sweep directory and job number, where the user gave none."""
+    unset = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir") and composed.run_dir is None
+    if unset and HydraConfig.get().mode is RunMode.MULTIRUN:
+        merged = OmegaConf.merge(composed, {"run_dir": HydraConfig.get().runtime.output_dir})
+        assert isinstance(merged, DictConfig)
+        return merged
+    return composed
+
+
+def _read_job(
+    composed: DictConfig, number: int, origins: dict[str, str], *, complete: bool
+) -> tuple[Config | None, list[str]]:
+    """Reads the typed configuration as the job itself will, `${hydra:…}` interpolations included."""
+    with open_dict(composed):
+        composed.hydra.job.num = number
+        composed.hydra.job.id = str(number)
+        sweep = composed.hydra.mode is RunMode.MULTIRUN
+        directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if sweep else composed.hydra.run.dir
+        composed.hydra.runtime.output_dir = str(Path(directory).absolute())
+    HydraConfig.instance().set_config(composed)
+    try:
+        task = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+        return read_config(default_run_dir(task), origins=origins, complete=complete)
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+def _sweep_jobs(base: DictConfig, accepted: Sequence[Override]) -> list[list[str]]:
+    """The overrides of each job, as Hydra's own sweeper splits them."""
+    for plugin, name, ways in (
+        (base.hydra.sweeper, "sweeper", "hydra/sweeper=basic"),
+        (base.hydra.launcher, "launcher", "hydra/launcher=basic, one after another, or as jobs of Slurm, =slurm"),
+    ):
+        ours = str(plugin._target_).startswith("hydra._internal.core_plugins.basic_") or is_submission(plugin)
+        if not ours:
+            problem = f"hydra/{name}: {plugin._target_} is not supported"
+            raise ConfigError([f"{problem}; a sweep's jobs run with {ways}"])
+    params = [parse_override(f"{key}={value}") for key, value in (base.hydra.sweeper.params or {}).items()]
+    tasks = [override for override in accepted if not override.is_hydra_override()]
+    return BasicSweeper.split_arguments([*params, *tasks], None)[0]
+
+
+def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """The problems of all jobs: those that every job has without, the others with the jobs' overrides."""
+    jobs_of: dict[str, list[str]] = {}
+    for job, problems in found:
+        for problem in dict.fromkeys(problems):
+            jobs_of.setdefault(problem, []).append(job)
+    return [
+        problem if len(jobs) == len(found) else f"{problem} [{'; '.join(jobs)}]" for problem, jobs in jobs_of.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gate:
+    """What every job of a command line is checked with."""
+
+    loader: ConfigLoaderImpl
+    source: Source
+    repository: CachingConfigRepository
+    given: frozenset[str]
+    """Keys that the command line sets: their wrong values are not a file's, and they are meant to have an effect."""
+    multirun: bool
+    complete: bool
+    submission: Submission | None
+    rules: Rules | None
+
+    def check_job(self, number: int, lines: Sequence[str], overrides: tuple[str, ...]) -> tuple[Job | None, list[str]]:
+        """Composes one job and reads its configuration; None where it has problems or open values.
+
+        Args:
+            number: Of the job in the sweep.
+            lines: What it is composed from, Hydra's own overrides included.
+            overrides: Those that distinguish it.
+        """
+        try:
+            problems, origins = _check_files(self.source, self.repository, lines)
+            composed = compose(self.loader, self.source, lines)
+        except ConfigError as error:
+            return None, list(error.problems)
+        if composed.hydra.mode is RunMode.MULTIRUN and not self.multirun:
+            return None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
+        origins = {path: file for path, file in origins.items() if path not in self.given}
+        config, wrong = _read_job(composed, number, origins, complete=self.complete)
+        # A key that a file misspells is in the composed configuration again.
+        named = {problem.partition(": ")[2] for problem in problems}
+        problems += [problem for problem in wrong if problem not in named]
+        if config is not None and not problems and self.rules is not None:
+            problems = [*inert_problems(config, self.given), *self.rules(config, self.submission)]
+        if config is None:
+            return None, problems
+        arguments = () if self.submission is None else _alone(composed, config)
+        if self.submission is not None:
+            problems += _run_dir_of_a_job(config)
+        problems += [
+            f"{argument}: ${{hydra:…}} is of this sweep, and Slurm's job of one run does not know it; write the value"
+            for argument in arguments
+            # As it was typed, or as Hydra's sweeper quotes it.
+            if re.search(r"\$\\?\{hydra\b", argument)
+        ]
+        if problems:
+            return None, problems
+        return Job(overrides=overrides, config=config, submission=self.submission, arguments=arguments), problems
+
+
+def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
+    """The arguments of a run that leaves its sweep, its directory and its choice of FP8 spelt out."""
+    lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
+    assert isinstance(lines, list)
+    task = [str(line) for line in lines if str(line).lstrip("+").partition("=")[0] != "run_dir"]
+    return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}")
+
+
+def _run_dir_of_a_job(config: Config) -> list[str]:
+    """The batch script takes the path as it is, and hands it to Hydra on the job's own command line."""
+    try:
+        override = parse_override(f"run_dir={config.run_dir}")
+        if not override.is_sweep_override() and str(override.value()) == config.run_dir:
+            return []
+    except ConfigError:
+        pass
+    return [
+        f"run_dir={config.run_dir} has characters that a job of Slurm cannot be given (quotes, brackets, commas); give "
+        "another one with run_dir=… or hydra.sweep.dir=…"
+    ]
+
+
+def check_command(
+    source: Source,
+    overrides: Sequence[str],
+    *,
+    multirun: bool = False,
+    complete: bool = True,
+    rules: Rules | None = None,
+) -> list[Job]:
+    """Checks a command line through and through.
+
+    Args:
+        source: Where the YAML is.
+        overrides: The command line's `key=value` arguments.
+        multirun: Whether `-m` was given.
+        complete: Whether open values (`???`) are problems; they are not when the configuration is only shown.
+        rules: The cross-field rules, which answer with problems of a configuration that runs here or as a job of Slurm;
+            left out when the configuration is only shown.
+
+    Returns:
+        The jobs, one without a sweep; none where `complete` is false and values are open.
+
+    Raises:
+        ConfigError: All that is wrong.
+    """
+    loader = build_loader(source)
+    parsed, problems = parse_overrides(overrides)
+    repository = open_repository(loader, source, parsed)
+    command_line = CommandLine(source, repository)
+    accepted = [override for override in parsed if command_line.accepts(override)]
+    problems += command_line.problems
+    submission = None
+    if multirun:
+        try:
+            base = compose(loader, source, lines_of(accepted), RunMode.MULTIRUN)
+            sweeps = _sweep_jobs(base, accepted)
+            if is_submission(base.hydra.launcher):
+                submission = read_submission(base.hydra.launcher)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from error
+        fixed = [*lines_of(o for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode")]
+        fixed.append("hydra.mode=MULTIRUN")
+    else:
+        accepted, several = without_sweeps(accepted)
+        problems += several
+        sweeps, fixed = [[]], lines_of(accepted)
+
+    gate = _Gate(
+        loader=loader,
+        source=source,
+        repository=repository,
+        given=frozenset(path for o in accepted for path, _ in flatten(single_value(o), o.key_or_group)),
+        multirun=multirun,
+        complete=complete,
+        submission=submission,
+        # What a refused override would have set is missing from what is left.
+        rules=None if problems else rules,
+    )
+    jobs: list[Job] = []
+    found: list[tuple[str, list[str]]] = []
+    for number, sweep in enumerate(sweeps):
+        varying = tuple(line for line in sweep if not all(line in other for other in sweeps))
+        job, job_problems = gate.check_job(number, [*fixed, *sweep], varying)
+        found.append((" ".join(varying), job_problems))
+        if job is not None:
+            jobs.append(job)
+    problems += _told_once(found)
+    problems += _shared_run_dirs(jobs) if multirun else []
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return jobs
+
+
+def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
+    """Two jobs in one run directory: the second would resume the first."""
+    by_dir: dict[str | None, list[str]] = {}
+    for job in jobs:
+        by_dir.setdefault(job.config.run_dir, []).append(" ".join(job.overrides))
+    return [
+        f"run_dir={show(directory)} is shared by {len(sharing)} jobs of the sweep; leave it out, or make it differ "
+        "with ${hydra:job.num}"
+        for directory, sharing in by_dir.items()
+        if len(sharing) > 1
+    ]
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = "config",
+    config_path: Path | None = None,
+    config_dir: Path | None = None,
+) -> Config:
+    """Composes and reads a configuration; the cross-field rules are `check_config`'s.
+
+    Args:
+        overrides: `key=value` and `group=option` as on the command line.
+        config_name: The primary YAML file, without its suffix.
+        config_path: The folder that replaces `conf/`.
+        config_dir: A folder that is searched after it.
+
+    Raises:
+        ConfigError: Unknown keys or options, wrong types, open values: all of them.
+    """
+    source = Source(config_name=config_name, config_path=config_path or find_conf_dir(), config_dir=config_dir)
+    (job,) = check_command(source, overrides)
+    return job.config
+
+
+def read_job(composed: DictConfig) -> Config:
+    """The configuration of a job that Hydra started, composed from what the gate has let through.
+
+    Raises:
+        ConfigError: It differs from what the gate read, which happens when a YAML file was changed in between.
+    """
+    config, problems = read_config(default_run_dir(composed))
+    if config is None:
+        raise ConfigError(problems)
+    return config

@@ -1,0 +1,222 @@
+"""Cross-field rules about the architecture and its parallel layout: what megatron-core 0.19 would assert on later.
+
+Each rule yields one message: the keys and values in conflict, the rule, and the values that would do.
+"""
+
+from collections.abc import Iterator
+
+from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
+from gpt_pretrain.config.derived import model_parallel_size, num_microbatches
+from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
+from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.experts import expert_problems
+from gpt_pretrain.rules.fp8 import fp8_problems
+from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
+from gpt_pretrain.rules.kernels import fused_kernel_problems, graph_problems
+from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
+from gpt_pretrain.rules.overlap import gradients, tensor_parallel_overlap
+
+COUNTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "max_position_embeddings",
+    "rotary_base",
+    "encoder_seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "activations_checkpoint_num_layers",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "ddp_bucket_size",
+)
+
+
+def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
+    """Everything that counts something; the rules below divide by these."""
+    for name in COUNTS:
+        value = getattr(model, name)
+        if value is not None and value < 1:
+            yield f"model.{name}={value} is not positive; use 1 or more"
+
+
+def positions(model: ModelConfig) -> Iterator[str]:
+    """The kind of positions, and the length that they allow."""
+    if model.encoder_seq_length > model.max_position_embeddings:
+        yield (
+            f"model.encoder_seq_length={model.encoder_seq_length} is longer than "
+            f"model.max_position_embeddings={model.max_position_embeddings}; "
+            f"use at most {model.max_position_embeddings}, or raise max_position_embeddings"
+        )
+    if model.position_embedding_type is not PositionEmbedding.rope:
+        if model.apply_rope_fusion:
+            yield (
+                "model.apply_rope_fusion=true has nothing to fuse: "
+                f"model.position_embedding_type={model.position_embedding_type.name}; use rope, or null for the fusion"
+            )
+        return
+    if not 0 < model.rotary_percentage <= 1:
+        yield f"model.rotary_percentage={model.rotary_percentage} is no share of a head; use above 0 up to 1"
+
+
+def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
+    """Layers over stages and chunks; microbatches of the interleaved schedule."""
+    pp, vp = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
+    if vp is not None and pp == 1:
+        yield (
+            f"model.virtual_pipeline_model_parallel_size={vp} needs model.pipeline_model_parallel_size of 2 or more; "
+            "use null, or more stages"
+        )
+        return
+    chunks = pp * (vp or 1)
+    if model.num_layers % chunks:
+        product = f"model.pipeline_model_parallel_size={pp}"
+        if vp is not None:
+            product += f" × model.virtual_pipeline_model_parallel_size={vp}"
+        yield (
+            f"model.num_layers={model.num_layers} is not divisible by {product}; "
+            f"use {one_of(multiples_near(model.num_layers, chunks))} layers, or a product of "
+            f"{one_of(divisors(model.num_layers))}"
+        )
+    if vp is not None and launch is not None and _batch_fits(model, launch):
+        microbatches = num_microbatches(model, launch.world_size)
+        if microbatches % pp:
+            per_step = model.global_batch_size // microbatches
+            yield (
+                f"model.global_batch_size={model.global_batch_size} makes {microbatches} microbatches, and the "
+                f"interleaved schedule needs a multiple of model.pipeline_model_parallel_size={pp}; use "
+                f"global_batch_size {one_of(multiples_near(model.global_batch_size, per_step * pp))}"
+            )
+
+
+def _batch_fits(model: ModelConfig, launch: Launch) -> bool:
+    """Whether a whole number of microbatches makes the global batch."""
+    ranks, rest = divmod(launch.world_size, model_parallel_size(model))
+    return rest == 0 and model.global_batch_size % (model.micro_batch_size * ranks) == 0
+
+
+def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
+    """Processes over the layout, and samples over what is left of them."""
+    size, world = model_parallel_size(model), launch.world_size
+    if world % size:
+        tp, pp, cp = (
+            model.tensor_model_parallel_size,
+            model.pipeline_model_parallel_size,
+            model.context_parallel_size,
+        )
+        yield (
+            f"model.tensor_model_parallel_size={tp} × model.pipeline_model_parallel_size={pp} × "
+            f"model.context_parallel_size={cp} needs a multiple of {size} processes, and this run has {world}; "
+            f"{launch.how_to_start(size)}, or choose a layout whose product divides "
+            f"{world}"
+        )
+    elif not _batch_fits(model, launch):
+        ranks = world // size
+        samples = model.micro_batch_size * ranks
+        yield (
+            f"model.global_batch_size={model.global_batch_size} is not divisible by model.micro_batch_size="
+            f"{model.micro_batch_size} × {ranks} data-parallel ranks = {samples}; "
+            f"use {one_of(multiples_near(model.global_batch_size, samples))}"
+        )
+
+
+def recomputation(model: ModelConfig) -> Iterator[str]:
+    """Combinations of `activations_checkpoint_*` (TransformerConfig.__post_init__)."""
+    granularity = model.activations_checkpoint_granularity
+    method, layers = model.activations_checkpoint_method, model.activations_checkpoint_num_layers
+    if granularity is not RecomputeGranularity.full:
+        shown = "null" if granularity is None else granularity.name
+        for name, value in (("method", method and method.name), ("num_layers", layers)):
+            if value is not None:
+                yield (
+                    f"model.activations_checkpoint_{name}={value} has no effect with "
+                    f"model.activations_checkpoint_granularity={shown}; use granularity=full, or {name}=null"
+                )
+        return
+    per_chunk = model.num_layers // (
+        model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
+    )
+    if method is None:
+        yield (
+            "model.activations_checkpoint_granularity=full needs model.activations_checkpoint_method; "
+            "use uniform or block"
+        )
+    if layers is None or layers > per_chunk:
+        shown = "null" if layers is None else str(layers)
+        yield (
+            f"model.activations_checkpoint_num_layers={shown} with activations_checkpoint_granularity=full; "
+            f"use 1 to {per_chunk}, the layers of one pipeline chunk"
+        )
+
+
+def fusions(model: ModelConfig) -> Iterator[str]:
+    """Kernels that compute something else than the configuration says."""
+    if model.bias_activation_fusion and model.activation is Activation.gelu:
+        yield (
+            "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
+            "use activation=gelu_tanh, or bias_activation_fusion=null"
+        )
+    if model.bias_activation_fusion and model.activation is Activation.gelu_tanh and not model.bias:
+        yield (
+            "model.bias_activation_fusion=true needs model.bias=true with model.activation=gelu_tanh; "
+            "use bias=true, or bias_activation_fusion=null"
+        )
+
+
+def numbers(model: ModelConfig) -> Iterator[str]:
+    """Ranges of single values."""
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(model, name)
+        if not 0 <= value < 1:
+            yield f"model.{name}={value} is no dropout probability; use 0 up to below 1"
+    for name in ("layernorm_epsilon", "init_method_std"):
+        value = getattr(model, name)
+        if value <= 0:
+            yield f"model.{name}={value} is not positive"
+    if model.seed < 0:
+        yield f"model.seed={model.seed} is negative; use 0 or more"
+
+
+def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
+    """All problems of `model.` but its data and optimizer; without `launch`, those of the world size are left out."""
+    model = config.model
+    sizes = list(sizes_are_positive(model))
+    yield from sizes
+    yield from numbers(model)
+    yield from gradients(model)
+    yield from graph_problems(config)
+    yield from fusions(model)
+    yield from fused_kernel_problems(config, sizes_known=not sizes)
+    yield from fp8_problems(config, sizes_known=not sizes)
+    if sizes:
+        return
+    shapes = [
+        *attention_heads(model, launch),
+        *rotated_pairs(model),
+        *positions(model),
+        *widths_over_tensor_ranks(model),
+        *pipeline(model, launch),
+        *sequence(model),
+        *expert_problems(config, launch),
+    ]
+    yield from shapes
+    if not shapes:
+        # What a rank multiplies is known only where everything divides.
+        yield from fp8_shape_problems(model)
+    yield from recomputation(model)
+    yield from tensor_parallel_overlap(model, launch)
+    if launch is not None:
+        yield from world_and_batch(model, launch)

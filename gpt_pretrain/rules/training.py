@@ -1,0 +1,330 @@
+"""Cross-field rules about data, optimizer, schedule, trainer, checkpoints and logging.
+
+Each rule yields one message: the keys and values in conflict, the rule, and the values that would do.
+"""
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from gpt_pretrain.config.choices import CrossEntropyFusion, DataImpl, OptimizerName, ScheduleName, TokenizerLibrary
+from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.config.schema import Config, DataConfig, TokenizerConfig
+from gpt_pretrain.config.schema_run import CheckpointConfig, TrainerConfig
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.optimizer_memory import optimizer_memory
+
+# The 256 bytes and the end-of-document token.
+SMALLEST_BPE = 257
+
+
+def _at_least(section: object, prefix: str, minimum: int, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and value < minimum:
+            yield f"{prefix}.{name}={value} is too small; use {minimum} or more"
+
+
+def optimizer(config: Config) -> Iterator[str]:
+    """Ranges of the optimizer, and what the distributed one supports."""
+    optim = config.model.optim
+    if optim.lr <= 0:
+        yield f"model.optim.lr={optim.lr} is not positive"
+    if optim.eps <= 0:
+        yield f"model.optim.eps={optim.eps} is not positive; a usual value is 1e-8"
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"model.optim.betas={optim.betas} are not two numbers of at least 0 and below 1, such as [0.9,0.95]"
+    if not 0 <= optim.momentum < 1:
+        yield f"model.optim.momentum={optim.momentum} is not at least 0 and below 1"
+    if optim.weight_decay < 0:
+        yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
+    # Where FP8 parameters ask for it, rules.fp8 says so.
+    if optim.name is not OptimizerName.adam and config.model.use_distributed_optimizer:
+        yield (
+            f"model.optim.name={optim.name.name} has no distributed form in megatron-core, and "
+            "model.use_distributed_optimizer=true; use adam, or use_distributed_optimizer=false "
+            "(parallelism=single has it so)"
+        )
+
+
+def schedule(config: Config) -> Iterator[str]:
+    """What OptimizerParamScheduler asserts, and settings it would ignore."""
+    optim, sched = config.model.optim, config.model.optim.sched
+    decay, warmup = decay_steps(config), warmup_steps(config)
+    decay_key = (
+        f"trainer.max_steps={decay} (decay_steps=null)"
+        if sched.decay_steps is None
+        else f"model.optim.sched.decay_steps={decay}"
+    )
+    yield from _at_least(sched, "model.optim.sched", 0, "warmup_steps")
+    yield from _at_least(sched, "model.optim.sched", 1, "decay_steps", "wsd_decay_steps")
+    if 0 < decay <= warmup:
+        yield (
+            f"model.optim.sched.warmup_steps={warmup} is not below {decay_key}; "
+            f"use 0 to {decay - 1}, or set a longer decay_steps"
+        )
+    for name, value in (("min_lr", min_lr(optim)), ("init_lr", sched.init_lr)):
+        if not 0 <= value <= optim.lr:
+            yield f"model.optim.sched.{name}={value} is not between 0 and model.optim.lr={optim.lr}; give it with lr"
+    wsd, phase = sched.name is ScheduleName.wsd, sched.wsd_decay_steps
+    if wsd and phase is None:
+        yield (
+            "model.optim.sched.name=wsd needs model.optim.sched.wsd_decay_steps, the length of its last phase; "
+            f"use 1 to {max(1, decay - warmup)}"
+        )
+    if not wsd and phase is not None:
+        yield (
+            f"model.optim.sched.wsd_decay_steps={phase} has no effect with model.optim.sched.name={sched.name.name}; "
+            "use name=wsd, or wsd_decay_steps=null"
+        )
+    if sched.name is ScheduleName.constant and sched.min_lr is not None:
+        yield (
+            f"model.optim.sched.min_lr={sched.min_lr} has no effect with model.optim.sched.name=constant; use null, or "
+            "name=cosine, linear or wsd"
+        )
+    if wsd and phase is not None and phase > decay - warmup > 0:
+        yield (
+            f"model.optim.sched.wsd_decay_steps={phase} is longer than what the warmup leaves of {decay_key}; "
+            f"use 1 to {decay - warmup}"
+        )
+
+
+def _is_number(entry: Any) -> bool:
+    try:
+        float(entry)
+    except ValueError:
+        return False
+    return True
+
+
+def _prefixes(prefixes: list[Any]) -> Iterator[str]:
+    """Paths alone, or weights and paths in turn (megatron-core's get_blend_from_list)."""
+    if not any(_is_number(entry) for entry in prefixes):
+        return
+    weights, paths = prefixes[::2], prefixes[1::2]
+    shown = "[" + ",".join(map(str, prefixes)) + "]"
+    if len(weights) != len(paths) or not all(map(_is_number, weights)) or any(map(_is_number, paths)):
+        yield (
+            f"model.data.data_prefix={shown} mixes weights and paths out of turn; "
+            "give paths alone, or weights and paths in turn: [0.7,web,0.3,code]"
+        )
+    elif not all(math.isfinite(float(weight)) and float(weight) > 0 for weight in weights):
+        yield f"model.data.data_prefix={shown} has a weight that is not positive; leave that path out"
+
+
+def corpus(data: DataConfig) -> Iterator[str]:
+    """Each kind of corpus has its own key, and the others' keys would be ignored."""
+    wanted = {"data_prefix": DataImpl.mmap, "text_files": DataImpl.text}
+    for name, impl in wanted.items():
+        given = getattr(data, name)
+        if data.data_impl is impl and not given:
+            yield f"model.data.data_impl={impl.name} needs model.data.{name}=[…]"
+        if data.data_impl is not impl and given:
+            yield (
+                f"model.data.{name} is given, and model.data.data_impl={data.data_impl.name} does not read it; "
+                f"use data={impl.name}, or leave {name} empty"
+            )
+    yield from _prefixes(data.data_prefix)
+    yield from _at_least(data, "model.data", 0, "num_workers")
+    yield from _at_least(data, "model.data", 1, "num_dataset_builder_threads")
+    if not data.text_key:
+        yield "model.data.text_key is empty; name the field that holds the text"
+
+
+def splits(config: Config) -> Iterator[str]:
+    """Shares of training, validation and test."""
+    text, validates = config.model.data.splits_string, config.trainer.limit_val_batches > 0
+    # megatron-core picks the numbers out of any string ("-5" becomes 5); here it is read whole.
+    if not re.fullmatch(r"\s*\d*\.?\d+\s*(,\s*\d*\.?\d+\s*){0,2}", text):
+        yield (
+            f"model.data.splits_string={text!r} is not one to three shares of 0 or more, separated by commas, "
+            'such as "900,50,50"'
+        )
+        return
+    shares = [*map(float, text.split(",")), 0.0, 0.0]
+    if shares[0] == 0:
+        yield f"model.data.splits_string={text!r} leaves nothing to train on; the first share must be positive"
+    if shares[1] == 0 and validates:
+        yield (
+            f"model.data.splits_string={text!r} leaves nothing to validate on, and trainer.limit_val_batches="
+            f"{config.trainer.limit_val_batches}; use a positive second share, or limit_val_batches=0"
+        )
+
+
+def tokenizer(config: Config) -> Iterator[str]:
+    """Which tokenizer goes with which corpus."""
+    tok: TokenizerConfig = config.model.tokenizer
+    impl = config.model.data.data_impl
+    tokens = impl in (DataImpl.mmap, DataImpl.mock)
+    if tok.library is TokenizerLibrary.none and not tokens:
+        yield (
+            f"model.tokenizer.library=none cannot read text, and model.data.data_impl={impl.name} is text; "
+            "use bpe, or file"
+        )
+    if tok.library is TokenizerLibrary.bpe and tokens:
+        yield (
+            f"model.tokenizer.library=bpe has no text to train on with model.data.data_impl={impl.name}; "
+            "use file with the tokenizer that made the tokens, or none"
+        )
+    if tok.library is TokenizerLibrary.file and not tok.model:
+        yield "model.tokenizer.library=file needs model.tokenizer.model, the path of a tokenizer.json"
+    if tok.library is not TokenizerLibrary.file and tok.model is not None:
+        yield (
+            f"model.tokenizer.model={tok.model!r} has no effect with model.tokenizer.library={tok.library.name}; "
+            "use library=file, or model=null"
+        )
+    if tok.library is TokenizerLibrary.bpe and not SMALLEST_BPE <= tok.vocab_size <= config.model.vocab_size:
+        yield (
+            f"model.tokenizer.vocab_size={tok.vocab_size} is not between {SMALLEST_BPE} (every byte and the end of a "
+            f"document) and model.vocab_size={config.model.vocab_size}"
+        )
+
+
+def trainer(section: TrainerConfig) -> Iterator[str]:
+    """Lengths and intervals of the run."""
+    yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
+    yield from _at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
+    yield from _at_least(section, "trainer", 1, "max_skipped_steps", "spike_threshold")
+    yield from _at_least(section, "trainer", 1, "max_spike_rewinds", "spike_margin")
+    try:
+        limit = max_time_s(section)
+    except ConfigError as error:
+        yield from error.problems
+    else:
+        if limit == 0:
+            yield f"trainer.max_time={section.max_time!r} leaves no time to train; use null for no limit"
+
+
+def rewinds(config: Config) -> Iterator[str]:
+    """What going back behind a loss spike needs: spikes, and checkpoints that are still there."""
+    maximum, margin = config.trainer.max_spike_rewinds, config.trainer.spike_margin
+    if maximum is None:
+        return
+    key, off = f"trainer.max_spike_rewinds={maximum}", "max_spike_rewinds=null"
+    if config.trainer.spike_threshold is None:
+        yield f"{key} goes back behind spikes, and trainer.spike_threshold=null finds none; use 10, or {off}"
+    interval, kept = config.checkpoint.save_interval, config.checkpoint.keep_last
+    if interval is None:
+        yield (
+            f"{key} goes back to checkpoints, and checkpoint.save_interval=null writes none before the end; set an "
+            f"interval, or {off}"
+        )
+    # Those that can lie within the margin, and the one before them.
+    needed = 1 if interval is None or interval < 1 else -(-margin // interval) + 1
+    if kept is not None and 1 <= kept < needed:
+        yield (
+            f"{key} goes back to a checkpoint trainer.spike_margin={margin} steps before a spike, which may be the "
+            f"last but {needed - 1}, and checkpoint.keep_last={kept}; use {needed} or more, or null for all"
+        )
+    if config.checkpoint.reset_fp8_state:
+        yield (
+            f"{key} restores FP8 scales with all else, and checkpoint.reset_fp8_state=true leaves them out; use {off} "
+            "until a checkpoint is saved, then reset_fp8_state=false"
+        )
+
+
+def launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
+    """`trainer.devices` and `trainer.num_nodes` state what the launcher did; they start nothing."""
+    if section.devices is not None and section.devices != launch.local_world_size:
+        yield (
+            f"trainer.devices={section.devices}, and the launcher started {launch.local_world_size} on each node; "
+            f"start with torchrun --nproc-per-node {section.devices} -m gpt_pretrain …, or leave trainer.devices out"
+        )
+    if section.num_nodes is not None and section.num_nodes != launch.num_nodes:
+        yield (
+            f"trainer.num_nodes={section.num_nodes}, and the launcher started {launch.num_nodes}; "
+            f"start with torchrun --nnodes {section.num_nodes} …, or leave trainer.num_nodes out"
+        )
+
+
+def determinism(config: Config) -> Iterator[str]:
+    """Kernels that are asked for by name and vary from run to run."""
+    if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
+        yield (
+            "trainer.deterministic=true excludes model.cross_entropy_fusion_impl=native, whose result varies from run "
+            "to run; use null or linear"
+        )
+
+
+def fused_loss(config: Config) -> Iterator[str]:
+    """Which fused cross entropy, where there is none."""
+    model = config.model
+    if model.cross_entropy_loss_fusion is False and model.cross_entropy_fusion_impl is not None:
+        yield (
+            f"model.cross_entropy_fusion_impl={model.cross_entropy_fusion_impl.name} says which fused cross entropy "
+            "computes the loss, and model.cross_entropy_loss_fusion=false has none; use true, or "
+            "cross_entropy_fusion_impl=null"
+        )
+
+
+def files(config: Config) -> Iterator[str]:
+    """Where the run writes."""
+    # os.path's questions, because those of Path raise where a folder above may not be read.
+    if config.run_dir is not None and os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
+        yield f"run_dir={config.run_dir!r} is a file; name a directory"
+    if config.run_dir == "":
+        yield "run_dir is empty; name a directory, or null for outputs/DATE/TIME_NAME"
+    if not config.name or "/" in config.name:
+        yield f"name={config.name!r} becomes part of a directory's name; use at least one character, and no slash"
+    yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval", "keep_last", "keep_every")
+    if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
+        yield (
+            f"checkpoint.keep_every={config.checkpoint.keep_every} says what stays when older checkpoints go, and "
+            "checkpoint.keep_last=null keeps them all; set keep_last, or keep_every=null"
+        )
+
+
+def start(section: CheckpointConfig) -> Iterator[str]:
+    """What the run starts from: a path that does not exist is never a fresh start."""
+    resume, init_from = section.resume, section.init_from
+    if resume not in ("auto", "never") and not os.path.isdir(resume):
+        yield f"checkpoint.resume={resume!r} is neither auto nor never nor a directory that exists"
+    if init_from is not None and not os.path.isdir(init_from):
+        yield f"checkpoint.init_from={init_from!r} is no directory that exists; name a checkpoint, or null"
+    if init_from is not None and resume not in ("auto", "never"):
+        yield (
+            f"checkpoint.init_from={init_from!r} takes the weights of a checkpoint, and checkpoint.resume={resume!r} "
+            "all of one; use one of the two: resume=auto or never, or init_from=null"
+        )
+
+
+def reports(config: Config) -> Iterator[str]:
+    """Logging and the text sample."""
+    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
+        yield (
+            "logging.wandb=true needs the package wandb, which is not installed; "
+            f"{how_to_install('wandb')}, or use logging.wandb=false"
+        )
+    if config.logging.peak_tflops is not None and config.logging.peak_tflops <= 0:
+        yield f"logging.peak_tflops={config.logging.peak_tflops} is not positive; use null for the table's value"
+    sample = config.sample
+    yield from _at_least(sample, "sample", 0, "max_new_tokens", "temperature")
+    if sample.max_new_tokens > 0 and not sample.prompt:
+        yield (
+            f"sample.prompt is empty, and sample.max_new_tokens={sample.max_new_tokens}; "
+            "give a text to continue, or max_new_tokens=0"
+        )
+
+
+def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
+    """All problems but the architecture's; without `launch`, those of the world size are left out."""
+    yield from optimizer(config)
+    yield from optimizer_memory(config)
+    yield from schedule(config)
+    yield from corpus(config.model.data)
+    yield from splits(config)
+    yield from tokenizer(config)
+    yield from trainer(config.trainer)
+    yield from rewinds(config)
+    yield from determinism(config)
+    yield from fused_loss(config)
+    yield from files(config)
+    yield from start(config.checkpoint)
+    yield from reports(config)
+    if launch is not None:
+        yield from launched(config.trainer, launch)

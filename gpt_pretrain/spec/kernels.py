@@ -1,0 +1,172 @@
+"""Which kernels each part of the model runs on: the configuration's nulls, resolved for a machine.
+
+Each null becomes the fastest choice that is right there; what the rules would refuse is never chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
+from gpt_pretrain.config.derived import kv_channels, num_query_groups
+from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.graphs import plan_graphs
+from gpt_pretrain.spec.obstacles import (
+    activation_cast_obstacles,
+    embedding_gradient_obstacles,
+    flash_attention_obstacles,
+    qkv_rope_obstacles,
+)
+from gpt_pretrain.spec.platform_fp8 import is_hopper
+
+if TYPE_CHECKING:
+    from gpt_pretrain.spec.platform import Platform
+
+# Widths of heads with which steps have been faster on Hopper by FlashAttention-4 than by cuDNN, where queries and keys
+# are rotated and where not. Others were not measured (benchmarks/flash_attention_h200_*.md).
+ROTATED_FLASH_ATTENTION_WIDTHS = (128,)
+FLASH_ATTENTION_WIDTHS = (64, 128)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Which implementation each part of the model runs on: the configuration's nulls, resolved for this machine."""
+
+    transformer_engine: bool
+    bias_activation_fusion: bool
+    activation_cast_fusion: bool
+    bias_dropout_add_fusion: bool
+    masked_softmax_fusion: bool
+    use_flash_attention: bool
+    apply_rope_fusion: bool
+    fused_single_qkv_rope: bool
+    gradient_accumulation_fusion: bool
+    embedding_gradient_fusion: bool
+    cross_entropy_loss_fusion: CrossEntropyFusion | None
+    """None: megatron-core's loss of separate operations."""
+    moe_grouped_gemm: bool
+    cuda_graph_impl: CudaGraphImpl | None
+    """None: no CUDA graphs."""
+
+
+def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Kernels:
+    """Resolves each `null` of the kernel keys; explicit values stand.
+
+    Args:
+        config: The configuration.
+        platform: The machine.
+        world_size: Processes of the run; one where a model is built alone.
+    """
+    model = config.model
+    # Emulated FP8 is computed by local layers, also where TE is there.
+    otherwise_te = platform.transformer_engine is not None and not model.fp8_emulate
+
+    def choose(value: bool | None, otherwise: bool) -> bool:
+        return otherwise if value is None else value
+
+    te = choose(model.transformer_engine, otherwise_te)
+    graphs = plan_graphs(config, world_size, transformer_engine=te)
+    settings = fp8_settings(model)
+    # Emulated layers compute their weight gradients themselves.
+    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
+    rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
+    rotary = model.position_embedding_type is PositionEmbedding.rope
+    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+    rows = model.vocab_size // model.tensor_model_parallel_size
+    return Kernels(
+        transformer_engine=te,
+        # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
+        # The fused GELU adds the bias itself and computes the tanh form; SwiGLU has no such limits.
+        bias_activation_fusion=choose(
+            model.bias_activation_fusion,
+            platform.cuda
+            and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
+        ),
+        # With tensorwise scaling the losses of 200 steps have been 0.55% apart (benchmarks/llama3_8b_leads_*.md).
+        activation_cast_fusion=choose(
+            model.activation_cast_fusion,
+            te
+            and is_hopper(platform)
+            and settings is not None
+            and settings.recipe is Fp8RecipeName.delayed
+            and graphs is None
+            and not any(activation_cast_obstacles(model, sizes_known=True)),
+        ),
+        bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
+        masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
+        # Attention that is computed again was not measured.
+        use_flash_attention=choose(
+            model.use_flash_attention,
+            te
+            and is_hopper(platform)
+            and platform.flash_attention is not None
+            and graphs is None
+            and _is_faster_by_flash_attention(model, rotates=rotates)
+            and model.activations_checkpoint_granularity is None
+            and not any(flash_attention_obstacles(model)),
+        ),
+        apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
+        fused_single_qkv_rope=rotates,
+        gradient_accumulation_fusion=accumulates,
+        # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
+        # 50,304 lose, and nothing between them was measured (benchmarks/llama3_8b_leads_*.md).
+        embedding_gradient_fusion=choose(
+            model.embedding_gradient_fusion,
+            platform.cuda
+            and accumulates
+            and graphs is None
+            and 3 * tokens <= rows
+            and not any(embedding_gradient_obstacles(config)),
+        ),
+        cross_entropy_loss_fusion=_plan_loss(config, platform),
+        moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
+        cuda_graph_impl=graphs,
+    )
+
+
+def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:
+    """Whether heads are as wide as those that were measured, in layouts out of which nothing is copied for it."""
+    if rotates:
+        return kv_channels(model) in ROTATED_FLASH_ATTENTION_WIDTHS
+    # What attends is one tensor's, and so are its gradients, where nothing is rotated and heads share no keys.
+    parts_of_one = (
+        model.position_embedding_type is not PositionEmbedding.rope
+        and num_query_groups(model) == model.num_attention_heads
+    )
+    return parts_of_one and kv_channels(model) in FLASH_ATTENTION_WIDTHS
+
+
+def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
+    fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
+    if fused is None:
+        # Runs that are deterministic or in fp32 are there to be compared with: they keep the plain loss.
+        to_compare = config.trainer.deterministic or config.trainer.precision is Precision.fp32
+        fused = implementation is not None or (platform.cuda and not to_compare)
+    return (implementation or CrossEntropyFusion.linear) if fused else None
+
+
+def fused_parts(kernels: Kernels) -> str:
+    """The keys of `Kernels` that are on, or what they are, in a line."""
+    values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__ if name != "transformer_engine"}
+    active = [name if value is True else f"{name} ({value.value})" for name, value in values.items() if value]
+    return ", ".join(active) or "none"
+
+
+def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
+    """One line per part of the model for the run's header."""
+    layers = (
+        f"Transformer Engine {platform.transformer_engine}" if kernels.transformer_engine else "megatron-core local"
+    )
+    apex = [
+        name.removeprefix("apex_").replace("_", " ")
+        for name in platform.__dataclass_fields__
+        if name.startswith("apex_") and getattr(platform, name)
+    ]
+    return {
+        "layers": layers,
+        "fused": fused_parts(kernels),
+        "apex": ", ".join(apex) or "not installed: nothing is lost but speed",
+    }

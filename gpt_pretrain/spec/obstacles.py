@@ -1,0 +1,165 @@
+"""What each optimisation does not go with: a reason to refuse it where it is asked for, and for `null` to leave it out.
+
+The rules refuse (`rules.kernels`), and `spec.kernels` resolves null.
+"""
+
+from collections.abc import Iterator
+
+from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
+from gpt_pretrain.config.derived import kv_channels
+from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.spec.products import FC1, FC2, linears
+
+# A setting, and why the optimisation does not go with it.
+type Obstacle = tuple[str, str]
+
+# Heads that FlashAttention-4 takes (`_validate_head_dims` of its interface.py).
+WIDTH_MULTIPLE, WIDEST, WIDEST_ON_BLACKWELL = 8, 256, 128
+
+
+def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Iterator[Obstacle]:
+    """What `model.activation_cast_fusion` does not go with; which layers multiply in FP8, only if `sizes_known`."""
+    settings = fp8_settings(model)
+    if settings is None:
+        yield "model.fp8=false", "there is no cast to compute an activation with"
+    elif settings.emulate:
+        yield "model.fp8_emulate=true", "emulated layers cast for themselves"
+    elif settings.recipe not in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise):
+        yield f"model.fp8_recipe={settings.recipe.name}", "it writes tensors with one scale, not blocks"
+    if model.activation is Activation.gelu:
+        yield "model.activation=gelu", "of GELU it computes the tanh form"
+    if model.activation is Activation.swiglu and model.bias:
+        yield "model.bias=true", "it adds a bias to a GELU alone"
+    if model.bias_activation_fusion is False:
+        yield "model.bias_activation_fusion=false", "that asks for an activation of separate operations"
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "it writes tensors of Transformer Engine"
+    if model.num_moe_experts is not None:
+        yield f"model.num_moe_experts={model.num_moe_experts}", "experts have an MLP of their own"
+    elif settings is not None and sizes_known:
+        yield from _no_layer_to_fuse_in(model, settings)
+    if model.activations_checkpoint_granularity is not None:
+        granularity = model.activations_checkpoint_granularity.name
+        yield f"model.activations_checkpoint_granularity={granularity}", "untried with recomputation"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+    if model.tp_comm_overlap and settings is not None and settings.recipe is not Fp8RecipeName.delayed:
+        yield "model.tp_comm_overlap=true", "tried with user buffers in delayed scaling alone"
+
+
+def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[Obstacle]:
+    """Settings that leave no layer with an activation between two products in FP8."""
+    in_fp8 = {(linear.layer, linear.kind) for linear in linears(model) if linear.precision == "fp8"}
+    if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
+        return
+    causes = [f"model.fp8_exclude={model.fp8_exclude}"] if settings.exclude else []
+    causes += ["model.first_last_layers_bf16=true"] if model.first_last_layers_bf16 else []
+    yield " and ".join(causes), "no layer has both projections of its MLP in FP8"
+
+
+def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
+    """What `model.embedding_gradient_fusion` does not go with."""
+    model = config.model
+    if model.gradient_accumulation_fusion is False:
+        yield "model.gradient_accumulation_fusion=false", "a tied LM head has to add its gradient in the product, too"
+    if model.fp8_emulate:
+        yield "model.fp8_emulate=true", "emulated layers compute weight gradients themselves"
+    if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
+        yield "model.grad_reduce_in_fp32=false", "BF16 would round the gradient of every token"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried beside layers that are replayed"
+
+
+def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
+    """What `model.fused_single_qkv_rope` does not go with."""
+    if model.position_embedding_type is not PositionEmbedding.rope:
+        yield f"model.position_embedding_type={model.position_embedding_type.name}", "there is nothing to rotate"
+    if model.apply_rope_fusion is False:
+        yield "model.apply_rope_fusion=false", "that asks for a rotation of separate operations"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+
+
+def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
+    """What `model.use_flash_attention` does not go with."""
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "it takes the place of Transformer Engine's attention"
+    if model.fp8_emulate:
+        yield "model.fp8_emulate=true", "it takes the place of Transformer Engine's attention"
+    if model.fp8_dot_product_attention:
+        yield "model.fp8_dot_product_attention=true", "its products are in BF16"
+    if model.context_parallel_size > 1:
+        size = model.context_parallel_size
+        yield f"model.context_parallel_size={size}", "ranks exchange keys and values in Transformer Engine's attention"
+    if model.attention_dropout:
+        yield f"model.attention_dropout={model.attention_dropout}", "it drops nothing"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+    width = kv_channels(model)
+    if width % WIDTH_MULTIPLE or width > WIDEST:
+        yield f"heads of {width} channels", f"it takes multiples of {WIDTH_MULTIPLE} up to {WIDEST}"
+
+
+def graph_obstacles(config: Config) -> Iterator[Obstacle]:
+    """What graphs do not go with; beside any of it, `null` is without them (`spec.graphs`)."""
+    yield from _graphs_and_layout(config.model)
+    yield from _graphs_and_layers(config.model)
+    yield from _graphs_and_fp8(config)
+
+
+def _graphs_and_layout(model: ModelConfig) -> Iterator[Obstacle]:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(model, name)
+        if size > 1:
+            yield f"model.{name}={size}", "graphs are for models that fit one GPU, and untried across several"
+    if model.overlap_grad_reduce:
+        yield "model.overlap_grad_reduce=true", "gradients that are reduced behind replays are untried"
+
+
+def _graphs_and_layers(model: ModelConfig) -> Iterator[Obstacle]:
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "graphs hold Transformer Engine's layers"
+    if model.num_moe_experts is not None:
+        yield (
+            f"model.num_moe_experts={model.num_moe_experts}",
+            "a router gives each expert another number of tokens, and a graph has one shape",
+        )
+    granularity = model.activations_checkpoint_granularity
+    if granularity is not None:
+        yield (
+            f"model.activations_checkpoint_granularity={granularity.name}",
+            "a graph keeps what its backward pass needs",
+        )
+    for name in ("hidden_dropout", "attention_dropout"):
+        probability = getattr(model, name)
+        if probability > 0:
+            yield f"model.{name}={probability}", "random numbers that are drawn in replays are untried"
+
+
+def _graphs_and_fp8(config: Config) -> Iterator[Obstacle]:
+    model, settings, interval = config.model, fp8_settings(config.model), config.logging.fp8_statistics_interval
+    if model.fp8_emulate:
+        yield "model.fp8_emulate=true", "emulated layers decide in Python what a replay would not decide again"
+    if settings is not None and settings.recipe is Fp8RecipeName.delayed:
+        yield (
+            "model.fp8_recipe=delayed",
+            "megatron-core 0.19 moves the amax history of gradients on at every layer and not at every pass",
+        )
+    elif settings is not None and settings.recipe is not Fp8RecipeName.tensorwise:
+        yield f"model.fp8_recipe={settings.recipe.name}", "of FP8 only tensorwise scaling was tried"
+    if model.fp8_dot_product_attention:
+        yield (
+            "model.fp8_dot_product_attention=true",
+            "attention's own products have delayed scales, which replays do not move on",
+        )
+    if model.fp8_params:
+        yield (
+            "model.fp8_params=true",
+            "a graph reads weights where they were recorded, and transposes of FP8 weights move",
+        )
+    if interval is not None:
+        yield (
+            f"logging.fp8_statistics_interval={interval}",
+            "a replay computes its products without telling of them",
+        )

@@ -1,0 +1,211 @@
+"""Every matrix product of a training step on one rank: its shape, and whether it runs in FP8 and why.
+
+Pure arithmetic on the configuration. The rules check its shapes, `gpt_pretrain.plan` prints it, and the proof of a run
+compares it with what the live modules did.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpt_pretrain.config.choices import Activation
+from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
+    ffn_hidden_size,
+    kv_channels,
+    moe_ffn_hidden_size,
+    num_query_groups,
+    padded_vocab_size,
+)
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+
+# The linear layers of a transformer layer, in the order of the forward pass, by megatron-core's names.
+QKV, PROJ, FC1, FC2 = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+# With a mixture of experts, in place of the last two.
+ROUTER, EXPERT_FC1, EXPERT_FC2 = "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """A linear layer y = x·wᵀ of the model, as one tensor parallel rank computes it."""
+
+    module: str
+    """Name in the whole model, layers counted over all pipeline stages: "decoder.layers.3.mlp.linear_fc1"."""
+    layer: int
+    """Index of the transformer layer; -1 for the LM head."""
+    kind: str
+    """Name within the layer: "mlp.linear_fc1"; "output_layer" for the LM head."""
+    out_features: int
+    """Rows of the rank's weight."""
+    in_features: int
+    """Columns of the rank's weight."""
+    count: int
+    """Weights of this shape that the rank has, each with rows of its own: its experts, of which all are one module."""
+    tokens: int
+    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where split along it; of an
+    expert the mean, as if the router spread tokens evenly."""
+    local_tokens: int
+    """Rows of x that the rank holds and casts: tokens / TP where the input is split along the sequence."""
+    precision: str
+    """Of the forward and dgrad products: "fp8" or "high"."""
+    wgrad_precision: str
+    """Of the weight gradient's product."""
+    reason: str
+    """Why it is not in FP8; empty where it is."""
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the rank's weights."""
+        return self.count * self.out_features * self.in_features
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """One product [m, k] · [k, n]."""
+
+    linear: Linear
+    phase: str
+    """"forward" (x·wᵀ), "dgrad" (dy·w) or "wgrad" (dyᵀ·x)."""
+    m: int
+    n: int
+    k: int
+    fp8: bool
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions, for all weights of the layer."""
+        return 2 * self.m * self.n * self.k * self.linear.count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shape:
+    """What is the same in all layers."""
+
+    out_features: int
+    in_features: int
+    count: int
+    tokens: int
+    local_tokens: int
+
+
+def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape]:
+    """The MLP, or the router and the experts of one rank."""
+    tp, hidden, gated = model.tensor_model_parallel_size, model.hidden_size, model.activation is Activation.swiglu
+    if model.num_moe_experts is None:
+        inner = ffn_hidden_size(model) // tp
+        return {
+            FC1: _Shape(
+                out_features=(1 + gated) * inner, in_features=hidden, count=1, tokens=tokens, local_tokens=split
+            ),
+            FC2: _Shape(out_features=hidden, in_features=inner, count=1, tokens=tokens, local_tokens=tokens),
+        }
+    experts, etp = model.num_moe_experts, expert_tensor_parallel_size(model)
+    ep = model.expert_model_parallel_size
+    inner = moe_ffn_hidden_size(model) // etp
+    # Each rank routes its own part of the sequence; the ranks of an expert's matrices compute all that come to it.
+    rows = max(1, tokens // tp * etp * ep * model.moe_router_topk // experts)
+    return {
+        ROUTER: _Shape(out_features=experts, in_features=hidden, count=1, tokens=split, local_tokens=split),
+        EXPERT_FC1: _Shape(
+            out_features=(1 + gated) * inner,
+            in_features=hidden,
+            count=experts // ep,
+            tokens=rows,
+            local_tokens=rows,
+        ),
+        EXPERT_FC2: _Shape(out_features=hidden, in_features=inner, count=experts // ep, tokens=rows, local_tokens=rows),
+    }
+
+
+def linears(model: ModelConfig) -> Iterator[Linear]:
+    """The linear layers of the whole model in forward order, each with one tensor parallel rank's shapes."""
+    settings = fp8_settings(model)
+    tp = model.tensor_model_parallel_size
+    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+    split = tokens // tp if model.sequence_parallel else tokens
+    attention = model.num_attention_heads * kv_channels(model)
+    projected = attention + 2 * num_query_groups(model) * kv_channels(model)
+    hidden = model.hidden_size
+    shapes = {
+        QKV: _Shape(out_features=projected // tp, in_features=hidden, count=1, tokens=tokens, local_tokens=split),
+        PROJ: _Shape(out_features=hidden, in_features=attention // tp, count=1, tokens=tokens, local_tokens=tokens),
+        **_mlp_shapes(model, tokens, split),
+    }
+    for layer in range(model.num_layers):
+        for kind, shape in shapes.items():
+            module = f"decoder.layers.{layer}.{kind}"
+            reason = _why_not_fp8(model, settings, layer, module)
+            fp8 = not reason
+            yield Linear(
+                module=module,
+                layer=layer,
+                kind=kind,
+                out_features=shape.out_features,
+                in_features=shape.in_features,
+                count=shape.count,
+                tokens=shape.tokens,
+                local_tokens=shape.local_tokens,
+                precision="fp8" if fp8 else "high",
+                wgrad_precision="fp8" if fp8 and settings is not None and settings.wgrad else "high",
+                reason=reason,
+            )
+    yield Linear(
+        module="output_layer",
+        layer=-1,
+        kind="output_layer",
+        out_features=padded_vocab_size(model) // tp,
+        in_features=hidden,
+        count=1,
+        tokens=tokens,
+        local_tokens=split,
+        precision="high",
+        wgrad_precision="high",
+        reason="the LM head stays out of FP8",
+    )
+
+
+def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, module: str) -> str:
+    if settings is None:
+        return "model.fp8=false"
+    if module.endswith(ROUTER):
+        return "routers stay out of FP8"
+    if layer < settings.num_layers_at_start_in_bf16:
+        return f"first {settings.num_layers_at_start_in_bf16} layer(s) (model.num_layers_at_start_in_bf16)"
+    if layer >= model.num_layers - settings.num_layers_at_end_in_bf16:
+        return f"last {settings.num_layers_at_end_in_bf16} layer(s) (model.num_layers_at_end_in_bf16)"
+    return "model.fp8_exclude" if settings.excludes(module) else ""
+
+
+def attention_flops(model: ModelConfig) -> float:
+    """Operations of the two products of attention in one layer and one forward pass of a rank's microbatch, causal."""
+    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+    width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
+    return 2.0 * tokens * model.encoder_seq_length * width
+
+
+def fp8_flops_share(model: ModelConfig) -> float:
+    """Share of a training step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
+    settings = fp8_settings(model)
+    total = attention = 3.0 * model.num_layers * attention_flops(model)
+    in_fp8 = attention if settings is not None and settings.dot_product_attention else 0.0
+    for linear in linears(model):
+        for gemm in gemms(linear):
+            total += gemm.flops
+            in_fp8 += gemm.flops if gemm.fp8 else 0
+    return in_fp8 / total
+
+
+def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
+    """The three products of a linear layer: forward, dgrad and wgrad."""
+    tokens, out_features, in_features = linear.tokens, linear.out_features, linear.in_features
+    fp8, wgrad_fp8 = linear.precision == "fp8", linear.wgrad_precision == "fp8"
+    return (
+        Gemm(linear=linear, phase="forward", m=tokens, n=out_features, k=in_features, fp8=fp8),
+        Gemm(linear=linear, phase="dgrad", m=tokens, n=in_features, k=out_features, fp8=fp8),
+        Gemm(linear=linear, phase="wgrad", m=out_features, n=in_features, k=tokens, fp8=wgrad_fp8),
+    )
