@@ -21,10 +21,9 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import StepResult, data_iterators, mean_loss, train_step, validate
+from tests.platforms import spec_of
 
 # Two layers, four heads of 16; a step is two microbatches of two sequences.
 TINY = (
@@ -128,10 +127,9 @@ def build_training(*overrides: str) -> Training:
 def build_training_of(config: Config) -> Training:
     """The same of a configuration that is loaded already."""
     platform = detect_platform()
-    settings = fp8_settings(config.model)
-    layers = None if settings is None or not settings.emulate else emulated_layers(config, settings)
-    model = build_model(config, platform, plan_kernels(config, platform), layers)
-    optimizer = build_optimizer(config, model, platform)
+    spec = spec_of(config, platform)
+    model = build_model(spec, emulated_layers(spec))
+    optimizer = build_optimizer(model)
     model.train()
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
     return Training(config=config, trainable=trainable)

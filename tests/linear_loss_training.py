@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
-from gpt_pretrain.megatron import linear_loss
 from gpt_pretrain.megatron.layers import whole_model_modules
+from gpt_pretrain.spec import products
 from tests.emulated_training import Training, build_training_of
 
 _LINEAR = {"cross_entropy_fusion_impl": CrossEntropyFusion.linear}
@@ -45,7 +45,7 @@ def compare_variants(
     """
     num_ranks = parallel_state.get_tensor_model_parallel_world_size()
     # Other tests of this process look at the real one.
-    with patch.object(linear_loss, "_CHUNK_LOGITS", _CHUNK_LOGITS // num_ranks):
+    with patch.object(products, "_CHUNK_LOGITS", _CHUNK_LOGITS // num_ranks):
         return {name: _trained(config, name, masked=masked) for name in variants}
 
 

@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
+from gpt_pretrain.config.derived import model_parallel_size
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 CPU = Platform(
     cuda=False,
@@ -30,3 +34,21 @@ INSTALL_FLASH = "install it from the checkout with python -m pip install -c cons
 INSTALL_TE = (
     "install it from the checkout with python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'"
 )
+
+
+def spec_of(
+    config: Config, platform: Platform = CPU, launch: Launch | None = None, *, shards: int | None = None
+) -> RunSpec:
+    """The run on a machine, by this process's launcher unless told; on as many processes as the layout needs.
+
+    Args:
+        config: The run.
+        platform: The machine.
+        launch: The launcher's processes.
+        shards: Data-parallel ranks, where there have to be as many.
+    """
+    launch = read_launch() if launch is None else launch
+    needed = model_parallel_size(config.model) * (shards or 1)
+    if launch.world_size < needed:
+        launch = replace(launch, world_size=needed)
+    return build_run_spec(config, launch, platform)

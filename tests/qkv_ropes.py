@@ -1,16 +1,13 @@
 """The kernel of `qkv_rope_triton` beside the rotation written out in fp64; interpreted on a CPU, compiled on a GPU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest.mock import Mock, patch
 
 import torch
 
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.kernels import qkv_rope_triton
 from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
 from gpt_pretrain.megatron.qkv_rope import split_and_rotate
-from gpt_pretrain.spec.kernels import Kernels, plan_kernels
-from gpt_pretrain.spec.platform import Platform
 from tests import emulated_training
 
 
@@ -132,14 +129,10 @@ def check_training(*overrides: str) -> None:
     """
     curves = {}
     for fused in (False, True):
-
-        def planned(config: Config, platform: Platform, *, fused: bool = fused) -> Kernels:
-            return replace(plan_kernels(config, platform), fused_single_qkv_rope=fused)
-
+        asked = f"model.fused_single_qkv_rope={str(fused).lower()}"
         with (
-            patch.object(emulated_training, "plan_kernels", planned),
             patch.object(qkv_rope_triton, "launch_qkv_rope", Mock(wraps=launch_qkv_rope)) as launches,
-            emulated_training.emulated_training("trainer.precision=fp32", *overrides) as training,
+            emulated_training.emulated_training("trainer.precision=fp32", asked, *overrides) as training,
         ):
             curves[fused] = [training.step() for _ in range(3)] + [training.validate()]
         # Each layer: three steps of two microbatches forward and back, and a validation of two.

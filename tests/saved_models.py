@@ -18,9 +18,8 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.run_spec import build_run_spec
 
 # Presets made small; otherwise they are what conf/model says.
 SMALL = (
@@ -123,10 +122,9 @@ def save_model(directory: Path, *overrides: str, tokenizer: Tokenizer | None = N
 
 def build_trainable(config: Config) -> Trainable:
     """What a run saves, in open process groups."""
-    platform, settings = detect_platform(), fp8_settings(config.model)
-    emulated = None if settings is None or not settings.emulate else emulated_layers(config, settings)
-    model = build_model(config, platform, plan_kernels(config, platform), emulated)
-    optimizer = build_optimizer(config, model, platform)
+    spec = build_run_spec(config, read_launch(), detect_platform())
+    model = build_model(spec, emulated_layers(spec))
+    optimizer = build_optimizer(model)
     return Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "gpt_pretrain"
 KNOWS = {
     "config": set(),
     "launch": {"config"},
-    "spec": {"config", "launch"},
+    "spec": {"config", "launch", "kernels"},
     "rules": {"config", "launch", "spec"},
     "kernels": set(),
     "megatron": {"config", "launch", "spec", "kernels"},
@@ -22,7 +22,7 @@ KNOWS = {
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
     "plan": {"config", "launch", "rules", "spec", "kernels", "megatron", "fp8"},
     # A run that could not fit by the plan does not start.
-    "training": {"config", "launch", "spec", "megatron", "fp8", "plan", "data", "checkpoint", "report"},
+    "training": {"config", "launch", "rules", "spec", "megatron", "fp8", "plan", "data", "checkpoint", "report"},
     # Another library's names for what a checkpoint holds; between the two stand these commands.
     "huggingface": {"config", "launch", "rules", "spec", "megatron", "data", "checkpoint"},
     "benchmark": {"config", "launch", "rules", "spec", "megatron", "fp8", "plan", "report", "training"},

@@ -29,6 +29,7 @@ from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.resolved import resolve
 from tests.launching import run_ranks
 from tests.planning import SEPARATE_KERNELS
 
@@ -184,17 +185,17 @@ def test_the_help_shows_the_keys_with_the_values_of_the_command_line(capsys):
 
 
 def test_figures_are_medians_over_intervals_and_rounds(compose_config):
-    model = compose_config("model=gpt2_124m", "model.global_batch_size=128").model
+    config = compose_config("model=gpt2_124m", "model.global_batch_size=128")
     other = replace(MEASURED, step_times_s=(0.3, 0.8), memory_gib=12.0, first_step_s=30.0, loss=9.9)
     # Rank 1's clock does not count, and its memory does.
     rounds = [[MEASURED, replace(MEASURED, step_times_s=(9.0, 9.0), memory_gib=11.0)], [other, other]]
 
-    figures = compute_figures(rounds, model, H200)
+    figures = compute_figures(rounds, resolve(config), H200)
 
     assert figures.step_times_s == (0.5, 0.4, 0.3, 0.8)
     assert (figures.step_time_s, figures.fastest_step_s, figures.slowest_step_s) == (0.45, 0.3, 0.8)
     assert figures.tokens_per_s_per_gpu == pytest.approx(128 * 1024 / 0.45 / 2)
-    assert figures.tflops_per_gpu == pytest.approx(128 * 1024 / 0.45 / 2 * flops_per_token(model) / 1e12)
+    assert figures.tflops_per_gpu == pytest.approx(128 * 1024 / 0.45 / 2 * flops_per_token(config.model) / 1e12)
     assert figures.mfu == pytest.approx(figures.tflops_per_gpu / 774)
     assert (figures.memory_gib, figures.first_step_s, figures.loss) == (12.0, 25.0, 2.5)
 
@@ -216,7 +217,7 @@ def test_what_a_mix_of_types_could_reach(dtype, share, expected):
 
 
 def test_emulated_fp8_is_measured_against_products_of_the_runs_precision(compose_config):
-    real, emulated = (compose_config("fp8=delayed", *more).model for more in ([], ["model.fp8_emulate=true"]))
+    real, emulated = (resolve(compose_config("fp8=delayed", *more)) for more in ([], ["model.fp8_emulate=true"]))
 
     assert compute_figures([[MEASURED]], real, H200).fp8_flops_share > 0.5
     assert compute_figures([[MEASURED]], emulated, H200).fp8_flops_share == 0
@@ -224,11 +225,11 @@ def test_emulated_fp8_is_measured_against_products_of_the_runs_precision(compose
 
 def rows_of(compose_config):
     """Two variants of which the second is twice as fast, and one that ran out of memory."""
-    model = compose_config().model
-    first = compute_figures([[MEASURED]], model, H200)
+    run = resolve(compose_config())
+    first = compute_figures([[MEASURED]], run, H200)
     fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None, losses=())
     kernels = (Kernel(name="gemm|tn", calls=3.0, time_ms=1.5, share=0.75),)
-    second = compute_figures([[replace(fast, kernels=kernels)]], model, H200)
+    second = compute_figures([[replace(fast, kernels=kernels)]], run, H200)
     bare = Variant(name="bare:lean", loop=Loop.bare, overrides=("fp8=delayed", "run_dir='a b'"))
     planned = Forecast(memory_gib=11.0, tokens_per_s_per_gpu=first.tokens_per_s_per_gpu / 2)
     return with_ratios(

@@ -5,22 +5,22 @@ from dataclasses import astuple, fields
 import pytest
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
-from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.translate import translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import plan_kernels
-from gpt_pretrain.spec.platform import check_platform
-from gpt_pretrain.spec.products import gemms, linears
+from gpt_pretrain.rules.machine import check_machine
+from gpt_pretrain.spec.fp8 import resolve_fp8
+from gpt_pretrain.spec.products import gemms
+from gpt_pretrain.spec.recipes import RECIPES
+from gpt_pretrain.spec.resolved import resolve
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
-from tests.platforms import H200
+from tests.platforms import H200, spec_of
 
 # Learned positions: the fused rope of TE layers can be told only where TE is installed.
 GPT3 = ["model=gpt3_1_3b", "data=mock"]
 
 
 def settings_of(*overrides):
-    return fp8_settings(load_config(overrides).model)
+    return resolve_fp8(load_config(overrides).model)
 
 
 @pytest.mark.parametrize("nemo", [NEMO_FP8, NEMO_FP8_WITH_TE])
@@ -32,8 +32,8 @@ def test_nemos_override_string_breaks_no_rule(nemo, model, broken_rules):
 @pytest.mark.parametrize("nemo", [NEMO_FP8, NEMO_FP8_WITH_TE])
 def test_nemos_override_string_reaches_every_field_of_megatron_core(nemo, no_launcher):
     config = load_config([*GPT3, *nemo])
-    check_platform(config, H200, read_launch({}))
-    transformer = translate_transformer(config, H200, plan_kernels(config, H200))
+    check_machine(spec_of(config, H200))
+    transformer = translate_transformer(spec_of(config, H200))
     fp8 = {f.name: getattr(transformer, f.name) for f in fields(transformer) if f.name.startswith("fp8")}
     assert fp8 == {
         "fp8": "hybrid",
@@ -53,7 +53,7 @@ def test_nemos_override_string_reaches_every_field_of_megatron_core(nemo, no_lau
     assert transformer.transformer_impl == "transformer_engine"
     assert not transformer.first_last_layers_bf16
     assert transformer.bf16
-    ddp, optimizer = translate_ddp(config, H200, 2), translate_optimizer(config, H200)
+    ddp, optimizer = translate_ddp(spec_of(config, H200, shards=2)), translate_optimizer(spec_of(config, H200))
     assert ddp.use_distributed_optimizer
     assert ddp.fp8_param_gather
     assert optimizer.use_distributed_optimizer
@@ -68,8 +68,8 @@ def test_fp8_weights_and_their_gather_are_told_together_or_not_at_all(recipe, pa
     """One without the other trains weights that never change, or gathers BF16 silently."""
     overrides = [f"model.fp8_params={params}", f"model.fp8_emulate={emulate}"]
     config = load_config([*GPT3, f"fp8={recipe.name}", *overrides])
-    transformer = translate_transformer(config, H200, plan_kernels(config, H200))
-    ddp, optimizer = translate_ddp(config, H200, 2), translate_optimizer(config, H200)
+    transformer = translate_transformer(spec_of(config, H200))
+    ddp, optimizer = translate_ddp(spec_of(config, H200, shards=2)), translate_optimizer(spec_of(config, H200))
     told = params and not emulate
     assert (transformer.fp8_param, ddp.fp8_param_gather) == (told, told)
     assert optimizer.fp8_recipe == (None if emulate else recipe.name)
@@ -86,7 +86,7 @@ def test_the_one_switch_alone_is_te_s_own_delayed_scaling():
     """TE 2.12's DelayedScaling(): HYBRID, margin 0, history 1024, max."""
     settings = settings_of("model.fp8=true")
     assert settings == settings_of("fp8=delayed")
-    assert settings.recipe is Fp8RecipeName.delayed
+    assert settings.recipe is RECIPES[Fp8RecipeName.delayed]
     assert (settings.forward_format, settings.gradient_format) == ("e4m3", "e5m2")
     assert (settings.margin, settings.amax_history_len) == (0, 1024)
     assert settings.amax_compute_algo is AmaxComputeAlgo.max
@@ -128,8 +128,8 @@ def test_format_of_gradients(overrides, gradient_format):
 )
 def test_each_group_is_the_recipe_of_its_name(group, alignment):
     settings = settings_of(f"fp8={group}")
-    assert settings.recipe.name == group
-    assert settings.alignment == alignment
+    assert settings.recipe is RECIPES[Fp8RecipeName[group]]
+    assert settings.recipe.alignment == alignment
     # The group states what null means.
     assert settings == settings_of("model.fp8=true", f"model.fp8_recipe={group}")
 
@@ -145,9 +145,10 @@ def test_each_group_is_the_recipe_of_its_name(group, alignment):
 )
 def test_layers_kept_out_at_both_ends(overrides, start, end):
     config = load_config(["fp8=tensorwise", *overrides])
-    settings = fp8_settings(config.model)
+    run = resolve(config)
+    settings = run.fp8
     assert (settings.num_layers_at_start_in_bf16, settings.num_layers_at_end_in_bf16) == (start, end)
-    out = {linear.layer for linear in linears(config.model) if linear.precision == "high" and linear.layer >= 0}
+    out = {linear.layer for linear in run.linears() if linear.precision == "high" and linear.layer >= 0}
     assert out == {*range(start), *range(4 - end, 4)}
 
 
@@ -165,14 +166,18 @@ def test_layers_kept_out_at_both_ends(overrides, start, end):
     ],
 )
 def test_patterns_keep_linear_layers_out(patterns, out):
-    model = load_config(["fp8=delayed", f"model.fp8_exclude={patterns}"]).model
-    found = {(x.layer, x.kind.rpartition("_")[2]) for x in linears(model) if x.precision == "high" and x.layer >= 0}
+    config = load_config(["fp8=delayed", f"model.fp8_exclude={patterns}"])
+    found = {
+        (x.layer, x.kind.rpartition("_")[2])
+        for x in resolve(config).linears()
+        if x.precision == "high" and x.layer >= 0
+    }
     assert found == out
 
 
 def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_context_parallelism():
     """By hand: 8 query heads and 4 groups of 32 channels, width 256, SwiGLU of 384; TP 2, CP 2, 2 samples of 512."""
-    model = load_config(
+    config = load_config(
         [
             "fp8=delayed",
             "parallelism=tp2_sp",
@@ -187,7 +192,7 @@ def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_c
             "model.vocab_size=1000",
             "model.fp8_exclude=['decoder.layers.1.mlp.*']",
         ]
-    ).model
+    )
     tokens = 2 * 512 // 2
     expected = [
         # Rows: (8 + 2·4) · 32 / 2. Its input is split along the sequence over the two tensor parallel ranks.
@@ -198,7 +203,7 @@ def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_c
         ("fc1", 384, 256, tokens, tokens // 2),
         ("fc2", 256, 192, tokens, tokens),
     ]
-    found = list(linears(model))
+    found = resolve(config).linears()
     shapes = [(x.kind.rpartition("_")[2], x.out_features, x.in_features, x.tokens, x.local_tokens) for x in found]
     # 1,000 tokens are padded to 1,024 rows.
     assert shapes == [*expected, *expected, ("layer", 512, 256, tokens, tokens // 2)]
@@ -209,8 +214,8 @@ def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_c
 
 def test_three_products_of_a_linear_layer():
     """y [t, out] = x [t, in] · wᵀ; dx [t, in] = dy [t, out] · w; dw [out, in] = dyᵀ [out, t] · x."""
-    model = load_config(["fp8=delayed", "model.fp8_wgrad=false", "model.fp8_emulate=true"]).model
-    fc2 = next(linear for linear in linears(model) if linear.kind == "mlp.linear_fc2")
+    config = load_config(["fp8=delayed", "model.fp8_wgrad=false", "model.fp8_emulate=true"])
+    fc2 = next(linear for linear in resolve(config).linears() if linear.kind == "mlp.linear_fc2")
     tokens = 8 * 256
     assert [(gemm.phase, *astuple(gemm)[2:]) for gemm in gemms(fc2)] == [
         ("forward", tokens, 128, 384, True),

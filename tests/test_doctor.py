@@ -21,8 +21,7 @@ from gpt_pretrain.doctor.facts import (
 from gpt_pretrain.doctor.finding import Blocks
 from gpt_pretrain.doctor.verdict import give_verdict, platform_of
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
-from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE
+from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE, spec_of
 
 TORCH = Torch(
     version="2.11.0+cu130",
@@ -131,7 +130,7 @@ def test_attention_runs_on_flash_attention_where_null_chooses_it(capability, te,
     platform = platform_of(facts, facts.torch)
 
     for config in (wide, narrow):
-        kernels = plan_kernels(config, platform)
+        kernels = spec_of(config, platform).kernels
         assert attention.startswith("FlashAttention-4") == kernels.use_flash_attention
         assert attention.endswith("cuDNN or flash-attn") == kernels.transformer_engine
 

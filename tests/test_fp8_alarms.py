@@ -7,7 +7,7 @@ import torch
 
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
-from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.fp8 import resolve_fp8
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
 
@@ -32,7 +32,7 @@ def scaled(scale):
 
 def warned(compose_config, overrides, observations, interval=100):
     """Step of each warning → the warning, when each observation is of one tensor."""
-    alarms = Alarms(fp8_settings(compose_config(*overrides).model), 1e-3, interval)
+    alarms = Alarms(resolve_fp8(compose_config(*overrides).model), 1e-3, interval)
     found = {}
     for number, observation in enumerate(observations, start=1):
         step = number * interval
@@ -144,7 +144,7 @@ def test_a_jumping_scale_is_shown_with_what_smooths_it(compose_config, overrides
 
 
 def test_each_tensor_has_warnings_of_its_own(compose_config):
-    alarms = Alarms(fp8_settings(compose_config("fp8=delayed").model), 1e-3, 1)
+    alarms = Alarms(resolve_fp8(compose_config("fp8=delayed").model), 1e-3, 1)
     both = [tensor(saturated=0.5), tensor(saturated=0.5, tensor="weight"), tensor(layer=FC2, amax=math.inf)]
     assert len(alarms.check(StepStatistics(step=1, tensors=both[:1]))) == 1
 
@@ -153,7 +153,7 @@ def test_each_tensor_has_warnings_of_its_own(compose_config):
 
 
 def test_layers_that_begin_to_show_the_same_share_a_warning(compose_config):
-    alarms = Alarms(fp8_settings(compose_config("fp8=delayed").model), 1e-3, 1)
+    alarms = Alarms(resolve_fp8(compose_config("fp8=delayed").model), 1e-3, 1)
     layers = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(6)]
     shares = [0.01, 0.01, 0.05, 0.0, 0.01, 0.01]
 

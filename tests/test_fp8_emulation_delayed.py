@@ -11,7 +11,7 @@ import torch
 from gpt_pretrain.fp8.emulation.delayed import Scaling
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.fp8 import resolve_fp8
 from tests.emulated_training import emulate, emulated_training
 
 LARGEST = {Role.input: 448.0, Role.weight: 448.0, Role.output_gradient: 57344.0}
@@ -54,7 +54,7 @@ class Simulated:
 @pytest.mark.parametrize(("length", "margin"), [(1, 0), (3, 0), (16, 2)])
 def test_scales_follow_the_last_amaxes(algorithm, length, margin, compose_config):
     install_cpu_device()
-    settings = fp8_settings(
+    settings = resolve_fp8(
         compose_config(
             "fp8=delayed",
             f"model.fp8_amax_history_len={length}",

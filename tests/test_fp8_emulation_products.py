@@ -9,7 +9,7 @@ import torch
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
-from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.fp8 import resolve_fp8
 
 TOKENS, IN, OUT = 132, 144, 136  # not multiples of 128: blocks at the edges are smaller
 DTYPES = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
@@ -78,7 +78,7 @@ def error(got, expected):
 )
 @pytest.mark.parametrize("recipe", SCALES)
 def test_products_are_those_of_tensors_quantised_in_loops(recipe, gradient_format, precision, tensors, compose_config):
-    settings = fp8_settings(compose_config(f"fp8={recipe}").model)
+    settings = resolve_fp8(compose_config(f"fp8={recipe}").model)
     settings = replace(settings, gradient_format=gradient_format)
     x, weight, bias, dy = (tensor.to(precision) for tensor in tensors)
     y, dx, dw, db = run(settings, (x, weight, bias, dy))
@@ -101,7 +101,7 @@ def test_products_are_those_of_tensors_quantised_in_loops(recipe, gradient_forma
 
 
 def test_weight_gradient_from_the_values_leaves_the_other_products_in_fp8(tensors, compose_config):
-    settings = fp8_settings(compose_config("fp8=tensorwise").model)
+    settings = resolve_fp8(compose_config("fp8=tensorwise").model)
     x, _, _, dy = tensors
     y, dx, dw, _ = run(settings, tensors)
     other_y, other_dx, other_dw, _ = run(replace(settings, wgrad=False), tensors)
@@ -112,7 +112,7 @@ def test_weight_gradient_from_the_values_leaves_the_other_products_in_fp8(tensor
 
 
 def test_codes_of_the_weight_last_until_the_next_first_microbatch(tensors, compose_config):
-    settings = fp8_settings(compose_config("fp8=tensorwise").model)
+    settings = resolve_fp8(compose_config("fp8=tensorwise").model)
     x, weight, bias, _ = tensors
     products = LinearProducts(settings, stateless_cast(settings))
 
@@ -127,7 +127,7 @@ def test_codes_of_the_weight_last_until_the_next_first_microbatch(tensors, compo
 @pytest.mark.parametrize("recipe", SCALES)
 @pytest.mark.parametrize("wgrad", [True, False])
 def test_the_listener_is_told_what_each_product_reads(recipe, wgrad, tensors, compose_config):
-    settings = replace(fp8_settings(compose_config(f"fp8={recipe}").model), wgrad=wgrad, gradient_format="e5m2")
+    settings = replace(resolve_fp8(compose_config(f"fp8={recipe}").model), wgrad=wgrad, gradient_format="e5m2")
     told = []
     run(settings, tensors, listener=told.append)
     assert [product.phase for product in told] == [Phase.forward, Phase.dgrad, Phase.wgrad]

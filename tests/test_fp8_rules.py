@@ -12,8 +12,7 @@ from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.products import linears
+from gpt_pretrain.spec.resolved import resolve
 from tests.launching import REPOSITORY
 
 DELAYED, TENSORWISE, BLOCKWISE, MXFP8 = "fp8=delayed", "fp8=tensorwise", "fp8=blockwise", "fp8=mxfp8"
@@ -497,14 +496,15 @@ def test_every_layout_can_be_trained_per_tensor_and_in_blocks(recipe, layout, br
     assert broken_rules("model=llama3_8b", recipe, f"parallelism={layout}", PARAMS, world_size=8) == []
 
 
-def takes(model):
+def takes(config):
     """Whether FP8 products take all shapes, from the shapes themselves."""
-    settings = fp8_settings(model)
-    for linear in linears(model):
+    model, run = config.model, resolve(config)
+    settings = run.fp8
+    for linear in run.linears():
         if linear.precision != "fp8":
             continue
         sides = [linear.out_features, linear.in_features, linear.tokens]
-        if any(side % settings.alignment for side in sides):
+        if any(side % settings.recipe.alignment for side in sides):
             return False
         if model.sequence_parallel and linear.kind in ("self_attention.linear_qkv", "mlp.linear_fc1"):
             cast = {"delayed": (8, 16), "tensorwise": (8, 16), "blockwise": (128, 128), "mxfp8": (32, 32)}
@@ -519,9 +519,14 @@ def takes(model):
 @pytest.mark.parametrize("layout", ["single", "tp2", "tp2_sp", "cp2"])
 def test_shapes_are_refused_exactly_where_products_do_not_take_them(layout, recipe, exclude):
     """The rules reason in keys and steps; here every shape is looked at. What is offered instead is taken."""
-    base = load_config([f"parallelism={layout}", f"fp8={recipe}"]).model
+    config = load_config([f"parallelism={layout}", f"fp8={recipe}"])
+    base = config.model
     draw = random.Random(f"{layout} {recipe} {exclude}")
     refused = 0
+
+    def problems_of(model):
+        return list(fp8_shape_problems(resolve(replace(config, model=model))))
+
     for _ in range(80):
         tp = base.tensor_model_parallel_size
         heads = tp * draw.choice([1, 2, 3, 4, 8])
@@ -537,17 +542,17 @@ def test_shapes_are_refused_exactly_where_products_do_not_take_them(layout, reci
             micro_batch_size=draw.choice([1, 2, 3, 4, 8]),
             encoder_seq_length=draw.choice([16, 24, 36, 64, 128, 256, 512]),
         )
-        problems = list(fp8_shape_problems(model))
-        assert bool(problems) != takes(model), (model, problems)
+        problems = problems_of(model)
+        assert bool(problems) != takes(replace(config, model=model)), (model, problems)
         refused += bool(problems)
         for which in (0, -1):
             mended = model
             # A width may also make the MLP's; one round for each key.
             for _ in range(3):
-                for problem in fp8_shape_problems(mended):
+                for problem in problems_of(mended):
                     key, values = re.fullmatch(
                         r"model\.(\w+)=\d+: .*; use ((?:\d+ or )?\d+)(?:, or .*)?", problem
                     ).groups()
                     mended = replace(mended, **{key: int(values.split(" or ")[which])})
-            assert takes(mended), (model, problems)
+            assert takes(replace(config, model=mended)), (model, problems)
     assert 8 < refused < 80

@@ -16,8 +16,10 @@ from gpt_pretrain.fp8.statistics import (
     TensorStatistics,
     amax_history,
 )
+from gpt_pretrain.spec.resolved import resolve
 from gpt_pretrain.training.fp8_watch import Fp8Watch
 from tests.forked_runs import fork_ranks
+from tests.platforms import spec_of
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
@@ -33,8 +35,8 @@ def single_process():
 
 @pytest.fixture
 def collector(single_process, compose_config):
-    model = compose_config("model.num_layers=2", "fp8=delayed").model
-    return StatisticsCollector(model, [], torch.device("cpu"))
+    run = resolve(compose_config("model.num_layers=2", "fp8=delayed"))
+    return StatisticsCollector(run.linears(), [], torch.device("cpu"))
 
 
 def operand(role, code_bytes, scale=1.0, amax=1.0, format="e4m3"):
@@ -224,7 +226,7 @@ def test_ranks_join_their_tables_and_one_has_no_fp8(tmp_path):
 @pytest.mark.parametrize("overrides", [[], ["fp8=delayed"]])
 def test_nothing_is_watched_unless_asked_for(compose_config, overrides):
     config = compose_config(*overrides)
-    watch = Fp8Watch(config, SimpleNamespace(gpt_chunks=[]), torch.device("cpu"))
+    watch = Fp8Watch(SimpleNamespace(gpt_chunks=[], spec=spec_of(config)))
 
     assert all(isinstance(watch.step(step), nullcontext) for step in (0, 1, 100))
     assert list(watch.records()) == []
@@ -232,7 +234,7 @@ def test_nothing_is_watched_unless_asked_for(compose_config, overrides):
 
 def test_steps_are_observed_at_the_interval_and_become_records(single_process, compose_config):
     config = compose_config("fp8=delayed", "logging.fp8_statistics_interval=3")
-    watch = Fp8Watch(config, SimpleNamespace(gpt_chunks=[]), torch.device("cpu"))
+    watch = Fp8Watch(SimpleNamespace(gpt_chunks=[], spec=spec_of(config)))
     observed_steps = []
     for step in range(1, 8):
         context = watch.step(step)

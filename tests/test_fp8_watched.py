@@ -10,8 +10,8 @@ import torch
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.fp8.watched import WatchedProducts, differences_of_ranks
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.products import EXPERT_FC1, QKV, linears
+from gpt_pretrain.spec.products import EXPERT_FC1, QKV
+from gpt_pretrain.spec.resolved import resolve
 from tests.emulated_training import emulated_training
 
 PLANNED = {
@@ -36,9 +36,9 @@ def ranks_with():
     """Each rank computes all products as planned, but for those that a test replaces: by formats, "idle" or None."""
     from gpt_pretrain.rules.gate import load_config
 
-    model = load_config(["model=moe_small", "fp8=tensorwise", "model.num_layers=2"]).model
-    settings = fp8_settings(model)
-    planned = {linear.module: linear for linear in linears(model) if linear.layer >= 0}
+    run = resolve(load_config(["model=moe_small", "fp8=tensorwise", "model.num_layers=2"]))
+    settings = run.fp8
+    planned = {linear.module: linear for linear in run.linears() if linear.layer >= 0}
     assert {EXPERTS, ATTENTION} <= set(planned)
 
     def build(*replaced_on_ranks):

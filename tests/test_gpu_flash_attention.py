@@ -5,7 +5,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from gpt_pretrain.megatron import flash_attention, platform
+from gpt_pretrain.megatron import flash_attention
+from gpt_pretrain.spec.platform import detect_platform
 from tests.attention import SCALE, Shape, check_against_fp64, make_inputs
 from tests.test_gpu_parity import CASES, TE_BF16
 from tests.transformers_reference import build_reference, built_training, map_weights, te_names, train_ours
@@ -13,7 +14,7 @@ from tests.transformers_reference import build_reference, built_training, map_we
 pytestmark = [
     pytest.mark.gpu,
     # FlashAttention 2 has a module of the same name; one that is there and does not load is no reason to skip.
-    pytest.mark.skipif(platform.flash_attention() == (None, None), reason="flash-attn-4 is not installed"),
+    pytest.mark.skipif(detect_platform().flash_attention is None, reason="flash-attn-4 is not installed"),
 ]
 
 FLASH, CUDNN = (f"model.use_flash_attention={asked}" for asked in ("true", "false"))

@@ -7,7 +7,7 @@ from gpt_pretrain.fp8.emulation.delayed import DelayedScaling
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import stateless_cast
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.fp8 import resolve_fp8
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
 
 pytestmark = pytest.mark.gpu
@@ -135,7 +135,7 @@ def relative_error(ours, theirs):
     ],
 )
 def test_one_layer_computes_what_transformer_engine_does(overrides, world):
-    settings = fp8_settings(load_config(["data=mock", "model.fp8_emulate=true", *overrides]).model)
+    settings = resolve_fp8(load_config(["data=mock", "model.fp8_emulate=true", *overrides]).model)
     for step, (ours, theirs) in enumerate(zip(emulated_steps(settings, world), te_steps(settings), strict=True)):
         for name, mine in ours[3].items():
             assert torch.equal(mine, theirs[3][name]), f"{name} after step {step}: {mine} and {theirs[3][name]}"

@@ -16,10 +16,9 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, train_step
+from tests.platforms import spec_of
 
 pytestmark = pytest.mark.gpu
 
@@ -85,9 +84,9 @@ def batches(config):
 def one_step(config, given=None):
     """Trains one step; with a tape, each linear layer gets the inputs and output gradients that are on it."""
     platform, tape = detect_platform(), Tape()
-    layers = emulated_layers(config, fp8_settings(config.model)) if config.model.fp8_emulate else None
-    model = build_model(config, platform, plan_kernels(config, platform), layers)
-    optimizer = build_optimizer(config, model, platform)
+    spec = spec_of(config, platform)
+    model = build_model(spec, emulated_layers(spec))
+    optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
 
     def take_input(name, _, args):

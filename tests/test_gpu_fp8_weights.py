@@ -10,8 +10,8 @@ from gpt_pretrain.megatron.fp8_weights import cast_masters, install_weight_cast
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
+from tests.platforms import spec_of
 
 pytestmark = pytest.mark.gpu
 
@@ -104,8 +104,8 @@ def test_masters_start_as_they_were_drawn_and_nothing_goes_over_the_host(recipe,
         platform = detect_platform()
         with process_groups(config.model, read_launch({}), platform), monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "cpu", refuse_weights)
-            model = build_model(config, platform, plan_kernels(config, platform))
-            optimizer = build_optimizer(config, model, platform)
+            model = build_model(spec_of(config, platform))
+            optimizer = build_optimizer(model)
             (distributed,) = optimizer.chained_optimizers
             drawn = [master for group in distributed.shard_fp32_from_float16_groups for master in group]
             # In FP8 and in BF16 weights lie in other buffers, and so in another order.

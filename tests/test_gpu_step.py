@@ -11,12 +11,12 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import Watchdog
 from tests.optimizer_states import LEAN, SMALLEST
+from tests.platforms import spec_of
 
 pytestmark = pytest.mark.gpu
 
@@ -66,8 +66,8 @@ def test_between_two_records_nothing_waits_for_the_gpu(overrides, tmp_path, comp
         torch.cuda.set_sync_debug_mode("error")
 
     with process_groups(config.model, launch, platform):
-        model = build_model(config, platform, plan_kernels(config, platform))
-        optimizer = build_optimizer(config, model, platform)
+        model = build_model(spec_of(config, platform))
+        optimizer = build_optimizer(model)
         corpus = prepare_corpus(config, show_progress=False)
         train_data, _ = build_datasets(config, corpus, num_train_samples=8 * 4, num_valid_samples=0)
         trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))

@@ -18,10 +18,9 @@ from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.translate import translate_transformer
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
-from gpt_pretrain.spec.platform import check_platform
+from gpt_pretrain.rules.machine import check_machine
 from tests.launching import run_ranks
-from tests.platforms import CPU, H200
+from tests.platforms import CPU, H200, spec_of
 from tests.test_megatron_platform import launched
 
 ASKED = "model.activation_cast_fusion=true"
@@ -97,7 +96,7 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
         f"model.activation_cast_fusion=true does not go with {message}; use null or false"
     ]
     assert broken_rules(*start, *overrides) == []
-    assert not plan_kernels(load_config([*start, *overrides]), H200).activation_cast_fusion
+    assert not spec_of(load_config([*start, *overrides]), H200).kernels.activation_cast_fusion
 
 
 def test_one_layer_with_both_projections_in_fp8_is_enough(broken_rules):
@@ -117,11 +116,11 @@ def test_layers_have_the_casting_mlp_where_it_is_planned_alone(monkeypatch, fuse
     config = load_config(
         ["model=gpt3_1_3b", "data=mock", "fp8=delayed", "model.num_layers=2", f"model.activation_cast_fusion={fused}"]
     )
-    kernels = plan_kernels(config, H200)
-    assert kernels.transformer_engine
+    run = spec_of(config, H200)
+    assert run.kernels.transformer_engine
     with process_groups(config.model, read_launch({}), CPU):
         spec = layers.build_layer_spec(
-            translate_transformer(config, H200, kernels), kernels, LocalLayers(apex_layer_norm=False), None
+            translate_transformer(run), run.kernels, LocalLayers(apex_layer_norm=False), None
         )
     mlps = [layer.submodules.mlp for layer in spec.layer_specs]
     assert [mlp.func.__self__ for mlp in mlps] == [CastingMLP if fused else MLP] * 2
@@ -147,11 +146,11 @@ def test_what_only_the_separate_activation_knows_is_refused(monkeypatch, given, 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_planned_where_it_is_asked_for(model, recipe):
     config = load_config(["data=mock", f"model={model}", f"fp8={recipe}", ASKED])
-    check_platform(config, H200, launched())
-    assert plan_kernels(config, H200).activation_cast_fusion
+    check_machine(spec_of(config, H200, launched()))
+    assert spec_of(config, H200).kernels.activation_cast_fusion
     blackwell = replace(H200, device_name="NVIDIA B200", compute_capability=(10, 0))
     with pytest.raises(ConfigError) as refused:
-        check_platform(config, blackwell, launched())
+        check_machine(spec_of(config, blackwell, launched()))
     assert str(refused.value) == (
         "model.activation_cast_fusion=true writes what Hopper's products read, and this is NVIDIA B200, compute "
         "capability 10.0; use null or false"

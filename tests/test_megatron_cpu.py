@@ -21,8 +21,8 @@ from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.translate import translate_transformer
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
+from tests.platforms import spec_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which is used as it is")
 
@@ -182,7 +182,7 @@ def test_recomputed_activations_drop_the_same_values(groups: Config) -> None:
 def test_norm_tells_whether_the_sequence_is_split(layout: str, marked: bool, normalization: str) -> None:
     config = load_config(["data=mock", f"parallelism={layout}", f"model.normalization={normalization}"])
     platform = detect_platform()
-    norm: Any = TorchNorm(translate_transformer(config, platform, plan_kernels(config, platform)), 8, 1e-5)
+    norm: Any = TorchNorm(translate_transformer(spec_of(config, platform)), 8, 1e-5)
     parameters = dict(norm.named_parameters())
     assert parameters.keys() == ({"weight", "bias"} if normalization == "layernorm" else {"weight"})
     assert all(parameter.sequence_parallel is marked for parameter in parameters.values())
@@ -192,7 +192,7 @@ def test_norm_tells_whether_the_sequence_is_split(layout: str, marked: bool, nor
 def test_norm_computes_its_formula(normalization: str) -> None:
     config = load_config(["data=mock", f"model.normalization={normalization}"])
     platform = detect_platform()
-    norm: Any = TorchNorm(translate_transformer(config, platform, plan_kernels(config, platform)), 4, 0.1)
+    norm: Any = TorchNorm(translate_transformer(spec_of(config, platform)), 4, 0.1)
     x = [1.0, 2.0, 4.0, -3.0]
     mean = sum(x) / 4 if normalization == "layernorm" else 0.0
     scale = math.sqrt(sum((value - mean) ** 2 for value in x) / 4 + 0.1)
@@ -202,11 +202,11 @@ def test_norm_computes_its_formula(normalization: str) -> None:
 
 def test_values_that_fp8_weights_were_drawn_as_are_freed_with_the_optimizers_making(groups: Config) -> None:
     platform = detect_platform()
-    model = build_model(groups, platform, plan_kernels(groups, platform))
+    model = build_model(spec_of(groups, platform))
     # As weights in FP8 have it (TE's name); megatron-core clears those alone that this rank has the master of.
     kept = {name: [torch.ones(2)] for name, _ in model.chunks[0].named_parameters()}
     for name, parameter in model.chunks[0].named_parameters():
         vars(parameter)["clear_high_precision_init_val"] = kept[name].clear
-    build_optimizer(groups, model, platform)
+    build_optimizer(model)
     assert [name for name, values in kept.items() if values] == []
     assert len(kept) > 10

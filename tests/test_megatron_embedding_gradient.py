@@ -8,11 +8,10 @@ import torch
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.megatron.embedding_gradient import AccumulatingEmbedding
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
-from gpt_pretrain.spec.platform import check_platform
+from gpt_pretrain.rules.machine import check_machine
 from tests.emulated_training import emulated_training
 from tests.launching import run_ranks
-from tests.platforms import CPU, H200
+from tests.platforms import CPU, H200, spec_of
 from tests.test_megatron_platform import launched
 
 ACCUMULATED = "model.gradient_accumulation_fusion=true"
@@ -87,11 +86,11 @@ def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, messag
 
 def test_needs_gradients_added_in_products():
     asked = load_config(["data=mock", ASKED])
-    assert plan_kernels(asked, H200).embedding_gradient_fusion
-    check_platform(asked, H200, launched())
-    check_platform(load_config(["data=mock", ASKED, ACCUMULATED]), CPU, launched())
+    assert spec_of(asked, H200).kernels.embedding_gradient_fusion
+    check_machine(spec_of(asked, H200, launched()))
+    check_machine(spec_of(load_config(["data=mock", ASKED, ACCUMULATED]), CPU, launched()))
     with pytest.raises(ConfigError) as refused:
-        check_platform(asked, CPU, launched())
+        check_machine(spec_of(asked, CPU, launched()))
     assert str(refused.value) == (
         "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
         "here; set it, or use null or false"

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
-from gpt_pretrain.spec.platform import check_platform, flash_attention, platform_notes
+from gpt_pretrain.rules.machine import check_machine, machine_notes
+from gpt_pretrain.spec.platform import flash_attention
 from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
-from tests.platforms import CPU, H200, INSTALL_FLASH
+from tests.platforms import CPU, H200, INSTALL_FLASH, spec_of
 
 ASKED = "model.use_flash_attention=true"
 WITH_FLASH = replace(H200, flash_attention="4.0.0b36")
@@ -174,7 +173,7 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     allowed = broken_rules(*LLAMA, *overrides)
     refused = set(broken_rules(*LLAMA, *overrides, ASKED)) - set(allowed)
     assert refused == {f"{ASKED} does not go with {message}; use null or false"}
-    assert not plan_kernels(load_config([*LLAMA, *overrides]), WITH_FLASH).use_flash_attention
+    assert not spec_of(load_config([*LLAMA, *overrides]), WITH_FLASH).kernels.use_flash_attention
 
 
 @pytest.mark.parametrize(
@@ -197,23 +196,23 @@ def test_a_machine_without_it_refuses_and_null_does_without(platform, why):
     # Heads that only Hopper takes.
     config = load_config([*LLAMA, "model.kv_channels=192", ASKED])
     with pytest.raises(ConfigError) as refused:
-        check_platform(config, platform, read_launch({}))
+        check_machine(spec_of(config, platform))
     (problem,) = (each for each in refused.value.problems if ASKED in each)
     assert problem == f"{ASKED}, but FlashAttention-4 cannot be used here: {why}. Use null or false"
     unasked = load_config([*LLAMA])
-    check_platform(unasked, platform, read_launch({}))
-    assert not plan_kernels(unasked, platform).use_flash_attention
+    check_machine(spec_of(unasked, platform))
+    assert not spec_of(unasked, platform).kernels.use_flash_attention
 
 
 def test_one_that_is_installed_and_does_not_load_is_told():
     broken = replace(H200, flash_attention_problem="OSError: libcute_dsl_runtime.so is missing")
     with pytest.raises(ConfigError, match=r"cannot be used here: OSError: libcute_dsl_runtime\.so is missing\. Use"):
-        check_platform(load_config([*LLAMA, ASKED]), broken, read_launch({}))
+        check_machine(spec_of(load_config([*LLAMA, ASKED]), broken))
     for without in ("model.kv_channels=64", "model.fused_single_qkv_rope=false", "model.transformer_engine=false"):
-        assert platform_notes(load_config([*LLAMA, without]), broken) == []
+        assert machine_notes(spec_of(load_config([*LLAMA, without]), broken)) == []
     told = "Attention is Transformer Engine's, not FlashAttention-4: OSError: libcute_dsl_runtime.so is missing"
-    assert platform_notes(load_config([*LLAMA]), broken) == [told]
-    assert platform_notes(load_config([*LLAMA, "model.use_flash_attention=false"]), broken) == []
+    assert machine_notes(spec_of(load_config([*LLAMA]), broken)) == [told]
+    assert machine_notes(spec_of(load_config([*LLAMA, "model.use_flash_attention=false"]), broken)) == []
 
 
 @pytest.mark.parametrize(
@@ -253,23 +252,23 @@ def test_null_takes_it_where_it_was_measured():
     blackwell = replace(WITH_FLASH, device_name="NVIDIA B200", compute_capability=(10, 0))
     for overrides in ([], ["fp8=delayed"], ["fp8=tensorwise", "model.tensor_model_parallel_size=2"]):
         config = load_config([*LLAMA, *overrides])
-        assert plan_kernels(config, WITH_FLASH).use_flash_attention
-        assert not plan_kernels(config, blackwell).use_flash_attention
+        assert spec_of(config, WITH_FLASH).kernels.use_flash_attention
+        assert not spec_of(config, blackwell).kernels.use_flash_attention
         off = replace(config, model=replace(config.model, use_flash_attention=False))
-        assert not plan_kernels(off, WITH_FLASH).use_flash_attention
+        assert not spec_of(off, WITH_FLASH).kernels.use_flash_attention
     for unmeasured in (
         "model.kv_channels=64",
         "model.kv_channels=256",
         "model.fused_single_qkv_rope=false",
         "model.activations_checkpoint_granularity=selective",
     ):
-        assert not plan_kernels(load_config([*LLAMA, unmeasured]), WITH_FLASH).use_flash_attention
+        assert not spec_of(load_config([*LLAMA, unmeasured]), WITH_FLASH).kernels.use_flash_attention
     # Without rotation queries, keys and values are parts of one tensor, if heads share no keys.
     for model in ("gpt3_1_3b", "gpt2_124m"):
         gpt = f"model={model}", "data=mock"
-        assert plan_kernels(load_config([*gpt]), WITH_FLASH).use_flash_attention
+        assert spec_of(load_config([*gpt]), WITH_FLASH).kernels.use_flash_attention
         for unmeasured in ("model.num_query_groups=4", "model.kv_channels=256", "model.position_embedding_type=rope"):
             asked = [*gpt, unmeasured, "model.fused_single_qkv_rope=false"]
-            assert not plan_kernels(load_config(asked), WITH_FLASH).use_flash_attention
-    check_platform(load_config([*LLAMA, ASKED]), blackwell, read_launch({}))
-    check_platform(load_config([*LLAMA, ASKED]), WITH_FLASH, read_launch({}))
+            assert not spec_of(load_config(asked), WITH_FLASH).kernels.use_flash_attention
+    check_machine(spec_of(load_config([*LLAMA, ASKED]), blackwell))
+    check_machine(spec_of(load_config([*LLAMA, ASKED]), WITH_FLASH))

@@ -8,13 +8,14 @@ import torch
 from megatron.core import parallel_state
 
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.megatron import linear_loss
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.linear_loss import chunk_tokens, linear_cross_entropy
+from gpt_pretrain.megatron.linear_loss import linear_cross_entropy
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.weight_gradient import accumulate_weight_gradient
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec import products
 from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.products import chunk_tokens
 from tests.emulated_training import TINY
 from tests.launching import run_ranks
 from tests.linear_loss_training import compare_variants, differences
@@ -40,7 +41,7 @@ def one_rank():
 @pytest.fixture
 def head(monkeypatch):
     """Hidden states, weight, labels and the gradient of each token's loss; four chunks, the last of them smaller."""
-    monkeypatch.setattr(linear_loss, "_CHUNK_LOGITS", 16 * VOCABULARY)
+    monkeypatch.setattr(products, "_CHUNK_LOGITS", 16 * VOCABULARY)
     generator = torch.Generator().manual_seed(3)
     return (
         torch.randn(TOKENS, WIDTH, generator=generator).requires_grad_(),
@@ -89,7 +90,7 @@ def test_the_main_gradient_grows_once_for_each_backward_pass(tied, one_rank, hea
 def test_a_main_gradient_in_bf16_is_rounded_once_for_each_backward_pass(chunks, one_rank, head, monkeypatch):
     hidden, weight, labels, loss_gradient = head
     if chunks == 1:
-        monkeypatch.setattr(linear_loss, "_CHUNK_LOGITS", 64 * VOCABULARY)
+        monkeypatch.setattr(products, "_CHUNK_LOGITS", 64 * VOCABULARY)
     hidden = hidden.detach().bfloat16().requires_grad_()
     weight = torch.nn.Parameter(weight.detach().bfloat16())
     sums = {}

@@ -9,9 +9,11 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.kernels import graph_problems
-from gpt_pretrain.spec.kernels import Kernels, describe_kernels, plan_kernels
-from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform, platform_notes
-from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
+from gpt_pretrain.rules.machine import check_machine, machine_notes
+from gpt_pretrain.spec.kernels import Kernels, describe_kernels
+from gpt_pretrain.spec.platform import Platform, detect_platform
+from gpt_pretrain.spec.resolved import resolve
+from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
 
 GPU_WITHOUT_TE, GPU = H200_WITHOUT_TE, H200
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
@@ -115,9 +117,9 @@ def active(kernels: Kernels) -> set[str]:
 )
 def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[str], expected: set[str]) -> None:
     config = load_config(["data=mock", *overrides])
-    assert active(plan_kernels(config, platform)) == expected
+    assert active(spec_of(config, platform).kernels) == expected
     # What is planned is never refused.
-    check_platform(config, platform, launched())
+    check_machine(spec_of(config, platform, launched()))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +142,8 @@ def test_the_loss_is_linear_where_nothing_speaks_against_it(
     platform: Platform, overrides: list[str], expected: CrossEntropyFusion | None
 ) -> None:
     config = load_config(["data=mock", *overrides])
-    assert plan_kernels(config, platform).cross_entropy_loss_fusion is expected
-    check_platform(config, platform, launched())
+    assert spec_of(config, platform).kernels.cross_entropy_loss_fusion is expected
+    check_machine(spec_of(config, platform, launched()))
 
 
 @pytest.mark.parametrize(
@@ -175,19 +177,19 @@ def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(
     overrides: tuple[str, ...], world_size: int, expected: CudaGraphImpl | None
 ) -> None:
     config = load_config(["data=mock", *overrides])
-    assert plan_kernels(config, GPU, world_size).cuda_graph_impl is expected
+    assert spec_of(config, GPU, launched(local_world_size=world_size)).kernels.cuda_graph_impl is expected
     # Without Transformer Engine there is nothing to choose.
     if config.model.cuda_graph_impl is None:
-        assert plan_kernels(config, GPU_WITHOUT_TE, world_size).cuda_graph_impl is None
-    assert not list(graph_problems(config))
+        assert spec_of(config, GPU_WITHOUT_TE, launched(local_world_size=world_size)).kernels.cuda_graph_impl is None
+    assert not list(graph_problems(resolve(config)))
 
 
 @pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, ROWS, LOSS])
 def test_explicit_false_stands(key: str) -> None:
     config = load_config(["data=mock", "model=llama3_8b", f"model.{key}=false"])
     for platform in (CPU, GPU, GPU_WITH_APEX, APEX_WITHOUT_TE):
-        assert key not in active(plan_kernels(config, platform))
-        check_platform(config, platform, launched())
+        assert key not in active(spec_of(config, platform).kernels)
+        check_machine(spec_of(config, platform, launched()))
 
 
 NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false"
@@ -310,7 +312,7 @@ def test_explicit_setting_that_cannot_be_met_is_refused(
 ) -> None:
     config = load_config(["data=mock", "model=llama3_8b", *overrides])
     with pytest.raises(ConfigError) as refused:
-        check_platform(config, platform, launched())
+        check_machine(spec_of(config, platform, launched()))
     assert list(refused.value.problems) == problems
 
 
@@ -325,18 +327,18 @@ def test_explicit_setting_that_cannot_be_met_is_refused(
 )
 def test_explicit_setting_that_can_be_met_is_kept(platform: Platform, overrides: list[str]) -> None:
     config = load_config(["data=mock", "model=llama3_8b", *overrides])
-    check_platform(config, platform, launched())
+    check_machine(spec_of(config, platform, launched()))
     asked = {override.removeprefix("model.").removesuffix("=true") for override in overrides if "=true" in override}
-    assert asked <= active(plan_kernels(config, platform))
+    assert asked <= active(spec_of(config, platform).kernels)
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
     config = load_config(["data=mock"])
-    check_platform(config, GPU, launched(local_rank=7, local_world_size=8))
+    check_machine(spec_of(config, GPU, launched(local_rank=7, local_world_size=8)))
     # Without CUDA processes share the cores.
-    check_platform(config, CPU, launched(local_rank=8, local_world_size=9))
+    check_machine(spec_of(config, CPU, launched(local_rank=8, local_world_size=9)))
     with pytest.raises(ConfigError) as refused:
-        check_platform(config, GPU, launched(local_rank=8, local_world_size=9))
+        check_machine(spec_of(config, GPU, launched(local_rank=8, local_world_size=9)))
     assert str(refused.value) == (
         "the launcher started 9 processes on this node, which has 8 GPU(s); start one per GPU"
     )
@@ -363,7 +365,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
     ],
 )
 def test_header_names_the_active_parts(platform: Platform, layers: str, fused: str, apex: str) -> None:
-    kernels = plan_kernels(load_config(["data=mock", "model=llama3_8b"]), platform)
+    kernels = spec_of(load_config(["data=mock", "model=llama3_8b"]), platform).kernels
     assert describe_kernels(kernels, platform) == {"layers": layers, "fused": fused, "apex": apex}
 
 
@@ -379,13 +381,13 @@ def test_header_names_the_active_parts(platform: Platform, layers: str, fused: s
     ],
 )
 def test_gpu_without_transformer_engine_is_told(platform: Platform, overrides: list[str], told: str | None) -> None:
-    notes = platform_notes(load_config(["data=mock", *overrides]), platform)
+    notes = machine_notes(spec_of(load_config(["data=mock", *overrides]), platform))
     prefix = "This GPU runs megatron-core's local layers, without Transformer Engine: "
     assert notes == ([] if told is None else [prefix + told])
 
 
 def test_detected_platform_agrees_with_itself() -> None:
     platform = detect_platform()
-    assert platform.cuda == (platform.num_gpus > 0) == (platform.device.type == "cuda")
+    assert platform.cuda == (platform.num_gpus > 0)
     if not platform.cuda:
         assert platform == CPU

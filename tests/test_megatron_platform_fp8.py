@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
-from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform, platform_notes
+from gpt_pretrain.rules.machine import check_machine, machine_notes
+from gpt_pretrain.spec.platform import Platform, detect_platform
 from tests.launching import run_ranks
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
-from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
+from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
 
 GPU, GPU_WITHOUT_TE = H200, H200_WITHOUT_TE
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
@@ -141,7 +140,7 @@ def with_variables(**variables: str) -> Platform:
 def test_fp8_that_the_machine_cannot_compute_is_refused(platform: Platform, overrides: list[str], problem: str) -> None:
     config = load_config(["data=mock", "model=llama3_8b", *overrides])
     with pytest.raises(ConfigError) as refused:
-        check_platform(config, platform, read_launch({}))
+        check_machine(spec_of(config, platform))
     assert list(refused.value.problems) == [problem]
 
 
@@ -170,8 +169,8 @@ def test_fp8_that_the_machine_cannot_compute_is_refused(platform: Platform, over
 )
 def test_fp8_that_the_machine_can_compute_passes(platform: Platform, overrides: list[str]) -> None:
     config = load_config(["data=mock", "model=llama3_8b", *overrides])
-    check_platform(config, platform, read_launch({}))
-    assert plan_kernels(config, platform).transformer_engine is not config.model.fp8_emulate
+    check_machine(spec_of(config, platform))
+    assert spec_of(config, platform).kernels.transformer_engine is not config.model.fp8_emulate
 
 
 @pytest.mark.parametrize(
@@ -187,20 +186,20 @@ def test_the_emulation_that_is_offered_is_taken(overrides: list[str], broken_rul
     """It is offered with whatever of the command line it cannot be combined with taken back."""
     asked = ["data=mock", "model=llama3_8b", *overrides]
     with pytest.raises(ConfigError) as refused:
-        check_platform(load_config(asked), CPU, read_launch({}))
+        check_machine(spec_of(load_config(asked), CPU))
     problem = refused.value.problems[0]
     offered = re.findall(r"model\.\w+=\w+", problem.rpartition("; ")[2])
     assert offered[0] == "model.fp8_emulate=true"
     assert broken_rules(*asked, *offered) == []
-    check_platform(load_config([*asked, *offered]), CPU, read_launch({}))
+    check_machine(spec_of(load_config([*asked, *offered]), CPU))
 
 
 def test_emulated_fp8_where_the_gpu_has_its_own_is_told() -> None:
     config = load_config(["data=mock", TENSORWISE, "model.fp8_emulate=true"])
-    (note,) = platform_notes(config, GPU)
+    (note,) = machine_notes(spec_of(config, GPU))
     assert "leave model.fp8_emulate out to use the hardware" in note
     for platform in (CPU, GPU_WITHOUT_TE, GPU_WITH_BROKEN_TE, A100):
-        assert platform_notes(config, platform) == []
+        assert machine_notes(spec_of(config, platform)) == []
 
 
 def test_variables_of_recipes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

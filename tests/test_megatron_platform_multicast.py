@@ -7,15 +7,18 @@ import pytest
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.platform import check_platform, detect_platform
-from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE
+from gpt_pretrain.rules.machine import check_machine
+from gpt_pretrain.spec.platform import detect_platform
+from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
 
 OVERLAP = ("data=mock", "parallelism=tp2_sp", "model.tp_comm_overlap=true")
 
 
 def refusals(platform, *overrides):
     try:
-        check_platform(load_config(overrides), platform, rank_zero_of(2, local_world_size=2, launcher="torchrun"))
+        check_machine(
+            spec_of(load_config(overrides), platform, rank_zero_of(2, local_world_size=2, launcher="torchrun"))
+        )
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -9,9 +9,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.qkv_rope import split_and_rotate
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
 from tests.launching import run_ranks
-from tests.platforms import H200
+from tests.platforms import H200, spec_of
 
 ASKED = "model.fused_single_qkv_rope=true"
 
@@ -82,4 +81,4 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
         f"model.fused_single_qkv_rope=true does not go with {message}; use null or false"
     ]
     assert broken_rules(*start, *overrides) == []
-    assert not plan_kernels(load_config([*start, *overrides]), H200).fused_single_qkv_rope
+    assert not spec_of(load_config([*start, *overrides]), H200).kernels.fused_single_qkv_rope

@@ -17,16 +17,11 @@ from megatron.core.transformer.enums import InferenceCudaGraphScope
 import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.translate import (
-    params_dtype,
-    translate_ddp,
-    translate_optimizer,
-    translate_transformer,
-)
+from gpt_pretrain.megatron.translate import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.core_fields import params_dtype
 from gpt_pretrain.spec.platform import Platform
-from tests.platforms import CPU, H200
+from tests.platforms import CPU, H200, spec_of
 
 # Nothing here is null that another key of the table would decide.
 BASE = (
@@ -406,7 +401,7 @@ ELSEWHERE = {
         "trainer.max_time",
     ),
     # Refused, but for its only value, which is a constant of the translation.
-    "rules/fp8.py": ("model.fp8_interval",),
+    "rules/no_effect.py": ("model.fp8_interval",),
     "rules/overlap.py": ("model.nccl_ub",),
     # Compared with what the launcher started.
     "rules/training.py": ("trainer.devices", "trainer.num_nodes"),
@@ -482,10 +477,11 @@ def describe(value: Any) -> Any:
 
 def translate(config: Config) -> dict[str, Any]:
     """All fields of the three configs of megatron-core, under "part.field"."""
+    spec = spec_of(config, CPU, shards=2)
     parts = {
-        "transformer": translate_transformer(config, CPU, plan_kernels(config, CPU)),
-        "ddp": translate_ddp(config, CPU, 2),
-        "optimizer": translate_optimizer(config, CPU),
+        "transformer": translate_transformer(spec),
+        "ddp": translate_ddp(spec),
+        "optimizer": translate_optimizer(spec),
     }
     return {
         f"{part}.{field.name}": describe(getattr(translated, field.name))
@@ -519,13 +515,14 @@ def test_every_key_of_model_trainer_plan_and_benchmark_lands_somewhere() -> None
 @pytest.mark.parametrize(("place", "keys"), ELSEWHERE.items(), ids=ELSEWHERE)
 def test_key_is_read_where_the_table_says(place: str, keys: tuple[str, ...]) -> None:
     path = Path(gpt_pretrain.__file__).parent / place
-    read = {
-        node.attr
+    nodes = [
+        node
         for file in ([path] if path.is_file() else path.glob("*.py"))
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
-    assert {key.rpartition(".")[2] for key in keys} <= read
+    ]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    tables = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert [key for key in keys if key.rpartition(".")[2] not in attributes and key not in tables] == []
 
 
 def test_translation_is_pure() -> None:
@@ -550,7 +547,7 @@ def silu(x: float) -> float:
 @pytest.mark.parametrize(("activation", "formula"), [("gelu", erf_gelu), ("gelu_tanh", tanh_gelu), ("swiglu", silu)])
 def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
     config = load_config([*BASE, f"model.activation={activation}"])
-    activation_func = translate_transformer(config, CPU, plan_kernels(config, CPU)).activation_func
+    activation_func = translate_transformer(spec_of(config, CPU)).activation_func
     points = [-4.0, -2.0, -1.0, -0.5, 0.0, 0.3, 1.0, 2.0, 4.0]
     values = activation_func(torch.tensor(points, dtype=torch.float64))
     # The two forms of GELU differ by up to 5e-4.
@@ -568,7 +565,7 @@ def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
 )
 def test_precision_decides_the_parameters_type(precision: str, cuda: bool, expected: torch.dtype) -> None:
     config = load_config([*BASE, f"trainer.precision={precision}"])
-    assert params_dtype(config, replace(CPU, cuda=cuda)) is expected
+    assert torch_dtype(params_dtype(spec_of(config, replace(CPU, cuda=cuda)))) is expected
 
 
 def test_nothing_known_to_be_wrong_is_ever_chosen() -> None:
@@ -596,4 +593,4 @@ def test_gradients_are_averaged_by_nccl_where_that_saves_a_pass(
     platform: Platform, num_shards: int, overrides: list[str], expected: bool
 ) -> None:
     config = load_config([*BASE, *overrides])
-    assert translate_ddp(config, platform, num_shards).average_in_collective is expected
+    assert translate_ddp(spec_of(config, platform, shards=num_shards)).average_in_collective is expected

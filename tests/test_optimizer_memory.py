@@ -12,8 +12,9 @@ from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import AdamState, AdamStep, update
-from gpt_pretrain.kernels.adam_states import BLOCK, SCALED, Master, Moment, StoredValues
+from gpt_pretrain.kernels.adam_states import SCALED, Master, Moment, StoredValues
 from gpt_pretrain.megatron.adam import PrecisionAwareAdam, _kernel
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
@@ -26,18 +27,24 @@ def spread_values(num):
     generator = torch.Generator().manual_seed(3)
     exponents = torch.randint(-40, 8, (num,), generator=generator)
     values = torch.randn(num, generator=generator) * 2.0**exponents
-    values[BLOCK : 2 * BLOCK] = 0
-    values[3 * BLOCK : 4 * BLOCK] = 1e-30
+    values[SCALED_BLOCK : 2 * SCALED_BLOCK] = 0
+    values[3 * SCALED_BLOCK : 4 * SCALED_BLOCK] = 1e-30
     return values
 
 
 @pytest.mark.parametrize("dtype", SCALED)
 def test_moments_of_small_types_are_within_half_a_step_of_their_block(dtype):
-    values = spread_values(20 * BLOCK + 7)
+    values = spread_values(20 * SCALED_BLOCK + 7)
     moment = Moment.zeros(values, dtype, keeps_positive=False)
     moment.write(0, values)
     scaled = SCALED[dtype]
-    largest = torch.nn.functional.pad(values, (0, BLOCK - 7)).view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)
+    largest = (
+        torch.nn.functional.pad(values, (0, SCALED_BLOCK - 7))
+        .view(-1, SCALED_BLOCK)
+        .abs()
+        .amax(1)
+        .repeat_interleave(SCALED_BLOCK)
+    )
     # Relative to each value, or where it is below the type's normal numbers, to the largest of its block.
     relative = 2.0 ** -(scaled.mantissa_bits + 1)
     absolute = largest[: values.numel()] * scaled.smallest / 2 / 2.0 ** (scaled.headroom - 1)
@@ -48,14 +55,14 @@ def test_moments_of_small_types_are_within_half_a_step_of_their_block(dtype):
 
 @pytest.mark.parametrize("dtype", [*SCALED, torch.bfloat16, torch.float32])
 def test_what_is_read_and_stored_again_is_what_it_was_and_the_plain_type_holds_it(dtype):
-    moment = Moment.zeros(spread_values(9 * BLOCK + 5), dtype, keeps_positive=False)
-    moment.write(0, spread_values(9 * BLOCK + 5))
-    values = moment.read(0, 9 * BLOCK + 5)
+    moment = Moment.zeros(spread_values(9 * SCALED_BLOCK + 5), dtype, keeps_positive=False)
+    moment.write(0, spread_values(9 * SCALED_BLOCK + 5))
+    values = moment.read(0, 9 * SCALED_BLOCK + 5)
     assert torch.equal(values.to(moment.saved_as).float(), values)
     again = Moment.zeros(values, dtype, keeps_positive=False)
     again.write(0, values)
     assert torch.equal(again.values.view(torch.uint8), moment.values.view(torch.uint8))
-    assert torch.equal(again.read(BLOCK + 3, 3 * BLOCK), values[BLOCK + 3 : 3 * BLOCK])
+    assert torch.equal(again.read(SCALED_BLOCK + 3, 3 * SCALED_BLOCK), values[SCALED_BLOCK + 3 : 3 * SCALED_BLOCK])
 
 
 def test_a_second_moment_that_is_not_zero_does_not_become_zero():
@@ -89,12 +96,12 @@ def test_remainders_and_weight_make_the_master_exactly():
 def test_moments_fall_with_the_betas_that_the_rules_allow_and_not_with_larger_ones(dtype, falls, stands_still):
     """What lies next to a power of two has the least to lose, relative to what lies between two numbers."""
     for beta in (falls, stands_still):
-        moment = Moment.zeros(torch.empty(BLOCK), dtype, keeps_positive=True)
-        before = torch.linspace(1, 2, BLOCK).to(dtype).float()
+        moment = Moment.zeros(torch.empty(SCALED_BLOCK), dtype, keeps_positive=True)
+        before = torch.linspace(1, 2, SCALED_BLOCK).to(dtype).float()
         moment.write(0, before)
         for _ in range(int(4 / (1 - beta))):
-            moment.write(0, moment.read(0, BLOCK) * beta)
-        after = moment.read(0, BLOCK)
+            moment.write(0, moment.read(0, SCALED_BLOCK) * beta)
+        after = moment.read(0, SCALED_BLOCK)
         assert (after < before / 5).all() if beta == falls else torch.equal(after, before)
 
 
@@ -116,7 +123,7 @@ def test_adam_is_torchs_in_every_group_and_remainders_change_no_bit_of_it():
         {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 3.0},
         {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-8, "weight_decay": 0.0},
     ]
-    num, scale = 3 * BLOCK + 11, 0.5
+    num, scale = 3 * SCALED_BLOCK + 11, 0.5
     start = [torch.randn(num, generator=generator).bfloat16() for _ in groups]
     gradients = [[torch.randn(num, generator=generator) * 3e-8 for _ in range(5)] for _ in groups]
     results = {}
@@ -171,8 +178,8 @@ def test_updates_smaller_than_the_spacing_of_fp16_add_up():
 
 
 def test_states_to_be_saved_are_cut_without_being_read():
-    moment = Moment.zeros(torch.empty(4 * BLOCK), torch.float8_e4m3fn, keeps_positive=False)
-    moment.write(0, torch.arange(4.0 * BLOCK))
+    moment = Moment.zeros(torch.empty(4 * SCALED_BLOCK), torch.float8_e4m3fn, keeps_positive=False)
+    moment.write(0, torch.arange(4.0 * SCALED_BLOCK))
     reads = []
     stored = StoredValues.of(moment)
     part = stored.view(-1)[300:900].view(1, 20, 30).detach()

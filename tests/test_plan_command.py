@@ -270,7 +270,7 @@ def test_what_flash_attention_does_not_go_with_the_plan_refuses(capsys):
     ],
 )
 def test_the_planned_processes(overrides, num_gpus, per_node):
-    launch = plan_of(*overrides).launch
+    launch = plan_of(*overrides).spec.launch
     assert (launch.world_size, launch.local_world_size) == (num_gpus, per_node)
 
 

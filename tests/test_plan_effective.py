@@ -1,16 +1,20 @@
 """Requested → effective: the table of fields against translations that differ in one key; what is inert, and why."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
+from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.plan.effective import FIELDS, FP8_KEYS, translated_fields
+from gpt_pretrain.launch.ranks import rank_zero_of
+from gpt_pretrain.megatron.translate import _live, translate_ddp, translate_optimizer, translate_transformer
+from gpt_pretrain.plan.effective import KEYS, fields_by_class, is_fp8_key
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
+from gpt_pretrain.spec.core_fields import HighPrecision
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
-from tests.platforms import H200
+from tests.platforms import H200, spec_of
 
 FP8 = ("fp8=delayed", "model.use_distributed_optimizer=true")
 TENSORWISE = ("fp8=tensorwise", "model.use_distributed_optimizer=true")
@@ -59,12 +63,13 @@ CHANGES = [
     ("model.activations_checkpoint_method=block", (FULL, UNIFORM, ONE)),
     ("model.activations_checkpoint_num_layers=2", (FULL, UNIFORM, ONE)),
 ]
+FP8_KEYS = [key for key in KEYS if is_fp8_key(key)]
 # These change several fields that belong to the keys beside them: margins and counts that FP8 or a switch turns on.
 TOGETHER = {
-    "model.fp8": set(FIELDS) & {*FP8_KEYS, "model.fp8"},
+    "model.fp8": {*FP8_KEYS, "model.fp8"},
     "model.fp8_recipe": {"model.fp8_recipe"},
     "model.fp8_emulate": {*FP8_KEYS, "model.fp8"},
-    "model.first_last_layers_bf16": {key for key in FIELDS if key.endswith("_bf16")},
+    "model.first_last_layers_bf16": {key for key in KEYS if key.endswith("_bf16")},
 }
 # What megatron-core's own __post_init__ copies from another field.
 COPIED = {
@@ -74,43 +79,76 @@ COPIED = {
 }
 
 
+def spec_for(*overrides):
+    """A run on two data-parallel ranks of H200s."""
+    config = load_config(overrides)
+    size = 2 * model_parallel_size(config.model)
+    spec = spec_of(config, H200, rank_zero_of(size, local_world_size=size, launcher="torchrun"))
+    # megatron-core refuses this one fusion where Transformer Engine does not import.
+    return replace(spec, kernels=replace(spec.kernels, apply_rope_fusion=False))
+
+
+def built_fields(spec):
+    """Every field of megatron-core's configs as training builds them."""
+    built = translate_transformer(spec), translate_ddp(spec), translate_optimizer(spec)
+    return {f"{type(each).__name__}.{name}": value for each in built for name, value in vars(each).items()}
+
+
+def stated_fields(*overrides):
+    """Key → fields, as `spec.core_fields` states it for a run."""
+    stated = defaultdict(set)
+    for class_name, fields in fields_by_class(spec_for("data=mock", *overrides)).items():
+        for field in fields:
+            for key in field.keys:
+                stated[key].add(f"{class_name}.{field.name}")
+    return stated
+
+
 def changed_fields(override, context):
     # What null comes to among the kernels depends on many keys, and is told beside the table.
     context = ["data=mock", "model.cuda_graph_impl=none", "model.fused_single_qkv_rope=false", *context]
-    before, after = (
-        translated_fields(config, H200, plan_kernels(config, H200), 2)
-        for config in (load_config(context), load_config([*context, override]))
-    )
+    before, after = built_fields(spec_for(*context)), built_fields(spec_for(*context, override))
     changed = {name for name in before if before[name] != after[name]}
+    copied = COPIED - stated_fields(*context, override)[override.partition("=")[0]]
     # Initialisers are new functions each time.
-    copied = COPIED - set(FIELDS[override.partition("=")[0]])
     return {name for name in changed if not name.endswith("init_method")} - copied
 
 
-@pytest.fixture(scope="module")
-def reached():
-    """Key → the fields that its changes change."""
-    found = defaultdict(set)
-    for override, context in CHANGES:
-        found[override.partition("=")[0]] |= changed_fields(override, context)
-    return found
+def key_of(override):
+    return override.partition("=")[0]
 
 
-@pytest.mark.parametrize("key", sorted(dict.fromkeys(override.partition("=")[0] for override, _ in CHANGES)))
-def test_a_key_changes_the_fields_that_the_table_says(reached, key):
-    allowed = {field for each in TOGETHER.get(key, {key}) for field in FIELDS[each]}
-    assert reached[key], "it changes nothing"
-    assert reached[key] <= allowed
+@pytest.mark.parametrize(("override", "context"), CHANGES)
+def test_a_key_changes_the_fields_that_the_table_says(override, context):
+    key = key_of(override)
+    before, after = stated_fields(*context), stated_fields(*context, override)
+    allowed = {field for each in TOGETHER.get(key, {key}) for field in before[each] | after[each]}
+    changed = changed_fields(override, context)
+    assert changed, "it changes nothing"
+    assert changed <= allowed
 
 
-def test_every_field_of_the_table_is_reached(reached):
-    # fp8_interval is fixed, and the two switches below act on several keys' fields.
-    untouched = {"model.fp8_interval", "model.first_last_layers_bf16", "model.fp8_emulate"}
-    for key in set(FIELDS) - untouched:
-        assert set(FIELDS[key]) <= reached[key], key
-    switched = changed_fields("model.first_last_layers_bf16=true", TENSORWISE)
-    assert set(FIELDS["model.first_last_layers_bf16"]) <= switched
-    assert set(FIELDS["model.fp8_emulate"]) <= changed_fields("model.fp8_emulate=true", FP8)
+@pytest.mark.parametrize("key", sorted({key_of(override) for override, _ in CHANGES}))
+def test_every_field_of_the_table_is_reached(key):
+    changes = [(override, context) for override, context in CHANGES if key_of(override) == key]
+    changed = set().union(*(changed_fields(override, context) for override, context in changes))
+    assert set().union(*(stated_fields(*context, override)[key] for override, context in changes)) <= changed
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), FP8, TENSORWISE, (*FP8, "model.fp8_emulate=true"), LEAN, ("model=moe_small",), (TP2, PP2)]
+)
+def test_megatron_core_keeps_every_field_as_it_is_stated(overrides):
+    """Its own __post_init__ changes none of them."""
+    spec = spec_for("data=mock", *overrides)
+    built = built_fields(spec)
+    states = {f"OptimizerConfig.{name}" for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
+    for class_name, fields in fields_by_class(spec).items():
+        for field in fields:
+            name = f"{class_name}.{field.name}"
+            if isinstance(field.value, HighPrecision) or name == f"{class_name}.store_param_remainders":
+                continue
+            assert built[name] == _live(field.value) or (name in states and overrides != LEAN), name
 
 
 def test_every_fp8_and_parallelism_key_is_in_the_table():
@@ -124,7 +162,7 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
     expected |= {"trainer.precision", "model.transformer_engine", "model.use_distributed_optimizer"}
     expected |= {key for key in schema_keys() if key.startswith("model.optim.") and key.endswith("_dtype")}
     expected |= {"model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"}
-    assert set(FIELDS) == expected | {"model.grad_reduce_in_fp32", "model.tp_comm_overlap", "model.ddp_bucket_size"}
+    assert set(KEYS) == expected | {"model.grad_reduce_in_fp32", "model.tp_comm_overlap", "model.ddp_bucket_size"}
 
 
 TC, DDP, OPT = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
@@ -161,10 +199,22 @@ def test_nemos_override_string_lands_where_it_should():
     [
         ((), "model.fp8_margin", "model.fp8=false"),
         ((), "model.fp8_exclude", "model.fp8=false"),
-        (("fp8=delayed", "model.fp8_e4m3=true"), "model.fp8_hybrid", "overruled by model.fp8_e4m3=true"),
-        (("fp8=tensorwise",), "model.fp8_margin", "model.fp8_recipe=tensorwise has no history"),
-        (("fp8=blockwise",), "model.fp8_amax_compute_algo", "model.fp8_recipe=blockwise has no history"),
-        (("fp8=delayed",), "model.fp8_interval", "Transformer Engine computes new scales at every step"),
+        (("fp8=delayed", "model.fp8_e4m3=true"), "model.fp8_hybrid", "model.fp8_e4m3=true, which overrules it"),
+        (
+            ("fp8=tensorwise",),
+            "model.fp8_margin",
+            "model.fp8_recipe=tensorwise: the scale of a tensor comes from the tensor itself",
+        ),
+        (
+            ("fp8=blockwise",),
+            "model.fp8_amax_compute_algo",
+            "model.fp8_recipe=blockwise: the scale of a block comes from the block itself",
+        ),
+        (
+            ("fp8=delayed",),
+            "model.fp8_interval",
+            "Transformer Engine ignores it since 1.8 and computes new scales at every step",
+        ),
         (("fp8=delayed",), "model.num_layers_at_end_in_bf16", "model.first_last_layers_bf16=false"),
         (("fp8=delayed",), "model.fp8_margin", ""),
         (("fp8=tensorwise", "model.first_last_layers_bf16=true"), "model.num_layers_at_end_in_bf16", ""),
@@ -178,7 +228,7 @@ def test_nemos_override_string_lands_where_it_should():
         (
             (*LEAN, "model.optim.main_params_dtype=fp16"),
             "model.optim.store_param_remainders",
-            "fp16 masters are stored whole",
+            "model.optim.main_params_dtype=fp16, which is stored whole",
         ),
     ],
 )

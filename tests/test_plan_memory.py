@@ -170,13 +170,13 @@ def test_bytes_of_activations(overrides, bytes_per_token):
 def test_gradients_of_attention_in_fp32_fit_into_what_the_mlp_has_let_go_of(preset, fp8):
     """FlashAttention-4's; cuDNN has of them only that of queries. So the peak is the MLP's with both."""
     plan = plan_of(f"model={preset}", fp8, "model.use_flash_attention=true")
-    model = plan.config.model
+    model = plan.spec.model
     of_queries = model.num_attention_heads * kv_channels(model)
     of_keys = num_query_groups(model) * kv_channels(model)
     # In BF16 the gradient of the output, and of queries, keys and values; and that of the residual stream twice.
     per_token = 2 * (2 * of_queries + 2 * of_keys) + 2 * 2 * model.hidden_size
     per_token += 4 * (of_queries + (2 * of_keys if of_keys < of_queries else 0))
-    storage = plan_storage(plan.config, transformer_engine=True, fused_activation=True, fused_softmax=False)
+    storage = plan_storage(plan.spec)
     first = [linear for linear in plan.stages[0].linears if linear.layer == 0]
     layer = layer_activations(model, first, storage)
     assert first[0].tokens * per_token < layer.mlp + layer.backward

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.plan.stages import plan_layout, plan_stages
+from gpt_pretrain.plan.stages import plan_stages
 from tests.expert_training import LAYOUTS, MODELS, SPOILT, config_of, run_cases
 from tests.forked_runs import fork_ranks
+from tests.platforms import spec_of
 from tests.runs import run_small
 
 CASES = [f"{'deep' if layout == 'pp2_vp2' else 'plain'}.{layout}" for layout in LAYOUTS]
@@ -70,7 +71,7 @@ def test_bad_weight_of_one_expert_stops_all_ranks_and_is_named(case, one_process
 def test_plan_knows_what_each_rank_has(case, two_ranks):
     config = config_of(case)
     launch = replace(read_launch({}), world_size=2, local_world_size=2)
-    stages = plan_stages(config.model, plan_layout(config.model, launch))
+    stages = plan_stages(spec_of(config, launch=launch))
     for rank, seen in enumerate(two_ranks[case]):
         assert seen["own_parameters"] == stages[rank if len(stages) > 1 else 0].num_parameters
 

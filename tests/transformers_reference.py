@@ -28,9 +28,9 @@ from gpt_pretrain.megatron.model import build_gpt_chunks, build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import StepResult, mean_loss, train_step
+from tests.platforms import spec_of
 
 Weights = dict[str, torch.Tensor]
 
@@ -213,7 +213,7 @@ def built_model(case: Case, weights: Weights, *more_overrides: str) -> Iterator[
     config = load_config([*case.override_list(), *more_overrides])
     platform = detect_platform()
     with process_groups(config.model, read_launch({}), platform):
-        (model,) = build_gpt_chunks(config, platform, plan_kernels(config, platform))
+        (model,) = build_gpt_chunks(spec_of(config, platform))
         load_weights(model, weights)
         yield (Float16Module(model.config, model) if model.config.bf16 else model).eval()
 
@@ -250,10 +250,10 @@ def built_training(case: Case, weights: Weights, *more_overrides: str) -> Iterat
     config = load_config(overrides)
     platform = detect_platform()
     with process_groups(config.model, read_launch({}), platform):
-        model = build_model(config, platform, plan_kernels(config, platform))
+        model = build_model(spec_of(config, platform))
         # Before the optimizer, which copies its fp32 masters from them.
         load_weights(model.gpt_chunks[0], weights)
-        optimizer = build_optimizer(config, model, platform)
+        optimizer = build_optimizer(model)
         trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
         model.train()
         positions = torch.arange(case.length, device=platform.device).expand(case.batch, case.length)

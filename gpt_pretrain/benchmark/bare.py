@@ -4,7 +4,7 @@ The model, its data-parallel wrapper and the optimizer are built from the applic
 loop is as bare as it gets: one batch of random tokens that stays on the device, no data loading, no logging, no
 validation, no schedule, no signal handling. The optimizer is megatron-core's as it comes, and so is the loss, without
 `linear_loss.py`: what ours bring shows in the comparison, unless both are told to have the plain loss. The model is the
-application's otherwise, with the kernels that `plan_kernels` chooses: what those bring does not show, and
+application's otherwise, with the kernels that `spec.kernels` chooses: what those bring does not show, and
 `model.activation_cast_fusion=false` or another key leaves one out. One model chunk, no context parallelism.
 """
 
@@ -18,7 +18,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gpt_pretrain.config.choices import CrossEntropyFusion
-from gpt_pretrain.config.derived import num_microbatches
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
@@ -26,9 +25,10 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.translate import translate_optimizer
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import plan_kernels
-from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform
+from gpt_pretrain.megatron.user_buffers import user_buffers
+from gpt_pretrain.rules.machine import check_machine
+from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 
 def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:
@@ -43,32 +43,30 @@ def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], No
         ConfigError: The configuration asks for what this loop does not know, or the machine does not allow it.
     """
     platform = detect_platform()
-    check_platform(config, platform, launch)
-    with process_groups(config.model, launch, platform):
-        step = build_bare_step(config, launch, platform)
+    spec = build_run_spec(config, launch, platform)
+    check_machine(spec)
+    with process_groups(config.model, launch, platform), user_buffers(spec):
+        step = build_bare_step(spec)
         for number in range(1, config.trainer.max_steps + 1):
             step()
             after_step(number)
 
 
-def build_bare_step(config: Config, launch: Launch, platform: Platform) -> Callable[[], None]:
+def build_bare_step(spec: RunSpec) -> Callable[[], None]:
     """Builds model and optimizer in open process groups, and returns what trains them for one step.
 
     Raises:
         ConfigError: See `run_bare_loop`.
     """
+    config, platform = spec.config, spec.platform
     if config.model.virtual_pipeline_model_parallel_size or config.model.context_parallel_size > 1:
         raise ConfigError(["the bare loop knows neither virtual pipeline stages nor context parallelism"])
-    settings = fp8_settings(config.model)
-    emulated = emulated_layers(config, settings) if settings is not None and settings.emulate else None
-    kernels = plan_kernels(config, platform, launch.world_size)
+    kernels = spec.kernels
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
         kernels = replace(kernels, cross_entropy_loss_fusion=CrossEntropyFusion.native if platform.cuda else None)
-    model = build_model(config, platform, kernels, emulated)
+    model = build_model(replace(spec, kernels=kernels), emulated_layers(spec))
     assert model.transformer_config.finalize_model_grads_func is finalize_model_grads
-    optimizer = get_megatron_optimizer(
-        translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False
-    )
+    optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
     chunk = model.chunks[0]
     micro_batch_size, length = config.model.micro_batch_size, config.model.encoder_seq_length
     shape = (micro_batch_size, length)
@@ -89,7 +87,7 @@ def build_bare_step(config: Config, launch: Launch, platform: Platform) -> Calla
             forward_step_func=forward_step,
             data_iterator=None,
             model=chunk,
-            num_microbatches=num_microbatches(config.model, launch.world_size),
+            num_microbatches=spec.layout.num_microbatches,
             seq_length=length,
             micro_batch_size=micro_batch_size,
             forward_only=False,

@@ -34,6 +34,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import make_run_dir
 from gpt_pretrain.plan.hardware import GPUS
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.resolved import resolve
 
 # The first folder that a benchmark makes.
 _MACHINE = "machine"
@@ -153,7 +154,7 @@ class Comparison:
             problem = self._problems.get(variant)
             figures = None
             if problem is None:
-                figures = compute_figures(self._measured[variant], self._configs[variant].model, machine.gemms)
+                figures = compute_figures(self._measured[variant], resolve(self._configs[variant]), machine.gemms)
             rows.append(build_row(variant, self._num_processes(variant), figures, problem, forecasts.get(variant)))
         return with_ratios(rows)
 

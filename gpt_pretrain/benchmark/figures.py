@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Measured, Part
 from gpt_pretrain.benchmark.variants import Variant
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.report.json_object import JsonObject
-from gpt_pretrain.spec.products import fp8_flops_share
+from gpt_pretrain.spec.resolved import Resolved
 
 MFU_FORMULA = "TFLOP/s × (FP8 share ÷ FP8 ceiling + the rest ÷ ceiling of the parameters' type)"
 
@@ -79,23 +78,22 @@ def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: fl
     return 1 / sum(share / by_dtype[name] for name, share in shares.items() if share)
 
 
-def compute_figures(
-    rounds: Sequence[Sequence[Measured]], model: ModelConfig, ceilings: Sequence[GemmCeiling]
-) -> Figures:
+def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceilings: Sequence[GemmCeiling]) -> Figures:
     """The figures of a variant.
 
     Args:
         rounds: What each rank measured in each round, rank 0's first.
-        model: The variant's model and batch.
+        run: The variant.
         ceilings: The machine's products.
     """
+    model = run.model
     first, num_gpus = rounds[0][0], len(rounds[0])
     times = tuple(time for ranks in rounds for time in ranks[0].step_times_s)
     step_time_s = statistics.median(times)
     tokens_per_s_per_gpu = model.global_batch_size * model.encoder_seq_length / step_time_s / num_gpus
     tflops = tokens_per_s_per_gpu * flops_per_token(model) / 1e12
     # Emulated FP8 multiplies in the run's precision.
-    fp8_share = 0.0 if model.fp8_emulate else fp8_flops_share(model)
+    fp8_share = 0.0 if model.fp8_emulate else run.fp8_flops_share
     attainable = attainable_tflops(ceilings, first.dtype, fp8_share)
     return Figures(
         dtype=first.dtype,

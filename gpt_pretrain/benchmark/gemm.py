@@ -15,7 +15,6 @@ import torch
 from gpt_pretrain.benchmark.results import GemmCeiling, Machine
 from gpt_pretrain.launch.driver import ask_driver
 from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.platform_fp8 import has_fp8
 
 # Large enough to fill a GPU (the sides that PERFORMANCE tables quote); on a CPU to be done in a second.
 _SIDE_GPU, _SIDE_CPU = 8192, 1024
@@ -48,7 +47,7 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
         a, b = (torch.randn(side, side, device=platform.device).to(dtype) for _ in range(2))
         tflops = _tflops(lambda a=a, b=b: a @ b, side, num_products)  # type: ignore[misc]
         ceilings.append(GemmCeiling(dtype=str(dtype).removeprefix("torch."), side=side, tflops=tflops))
-    if platform.cuda and has_fp8(platform):
+    if platform.cuda and platform.has_fp8:
         a, b = (torch.randn(side, side, device=platform.device).to(torch.float8_e4m3fn) for _ in range(2))
         one = torch.ones((), device=platform.device)
 

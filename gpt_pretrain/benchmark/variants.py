@@ -18,7 +18,7 @@ from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.schema_run import BenchmarkConfig
 from gpt_pretrain.config.source import parse_override
-from gpt_pretrain.rules.inert import inert_problems
+from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import single_value
 
 PROFILED_STEPS = 3
@@ -181,4 +181,4 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
 def _schedule_of_the_run(config: Config) -> list[str]:
     """What leaves the learning rates as they are when the steps become fewer."""
     key = "model.optim.sched.decay_steps"
-    return [] if inert_problems(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]
+    return [] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]

@@ -72,8 +72,9 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
     from gpt_pretrain.benchmark.bare import run_bare_loop
     from gpt_pretrain.benchmark.profile import StepProfiler
     from gpt_pretrain.benchmark.stopwatch import Stopwatch
-    from gpt_pretrain.megatron.translate import params_dtype
+    from gpt_pretrain.spec.core_fields import params_dtype
     from gpt_pretrain.spec.platform import detect_platform
+    from gpt_pretrain.spec.run_spec import build_run_spec
     from gpt_pretrain.training.run import train
 
     platform = detect_platform()
@@ -95,7 +96,7 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
         memory_gib=watch.memory_gib,
         loss=watch.loss,
         losses=watch.losses,
-        dtype=str(params_dtype(config, platform)).removeprefix("torch."),
+        dtype=params_dtype(build_run_spec(config, launch, platform)).value,
         kernels=() if profiler is None else profiler.kernels,
         parts=() if profiler is None else profiler.parts,
     )

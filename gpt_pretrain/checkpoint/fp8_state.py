@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.checkpoint.differences import differences
-from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.config.typed import written
-from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
 
 # Where Transformer Engine's layers keep this state, and emulated ones as well.
 EXTRA_STATE = "_extra_state"
 
 
-def describe_fp8_state(model: ModelConfig) -> dict[str, str]:
+def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
     """What decides the shape and the meaning of the state; empty where there is none to keep."""
-    settings = fp8_settings(model)
-    if settings is None or (settings.recipe is not Fp8RecipeName.delayed and not settings.dot_product_attention):
+    if settings is None or (not settings.recipe.keeps_history and not settings.dot_product_attention):
         return {}
     described = {
         "model.fp8_recipe": settings.recipe.name,

@@ -81,7 +81,7 @@ def load_checkpoint(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
         )
     restores_fp8 = keeps_fp8_state(
-        path, describe_fp8_state(model), manifest.fp8, reset=config.checkpoint.reset_fp8_state
+        path, describe_fp8_state(trainable.model.spec.fp8), manifest.fp8, reset=config.checkpoint.reset_fp8_state
     )
     current = layout(model)
     restores_random_states = places_of_ranks(current) == places_of_ranks(manifest.layout)

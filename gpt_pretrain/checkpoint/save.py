@@ -83,7 +83,7 @@ class CheckpointSaver:
             "data": dict(data),
             "architecture": architecture(config.model, trainable.model.transformer_config),
             "layout": layout(config.model),
-            "fp8": describe_fp8_state(config.model),
+            "fp8": describe_fp8_state(trainable.model.spec.fp8),
         }
         self._buffer = HostBuffer()
         self._running: _Running | None = None

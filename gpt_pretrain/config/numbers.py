@@ -1,11 +1,12 @@
 """Numbers in messages: the divisors of one, the multiples near one, how they are listed, and sizes of files."""
 
 import math
+from collections.abc import Sequence
 
 
-def one_of(values: list[int]) -> str:
+def one_of(values: Sequence[object]) -> str:
     """Values as a message offers them: "1, 2 or 4"."""
-    shown = values if len(values) <= 12 else [*values[:11], values[-1]]
+    shown = list(values) if len(values) <= 12 else [*values[:11], values[-1]]
     return " or ".join(filter(None, [", ".join(map(str, shown[:-1])), str(shown[-1])]))
 
 

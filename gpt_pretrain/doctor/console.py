@@ -12,7 +12,7 @@ from rich.text import Text
 from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, FlashAttention, Torch, TransformerEngine
 from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.verdict import Verdict
-from gpt_pretrain.spec.multicast import MULTICAST_OFF
+from gpt_pretrain.spec.platform import MULTICAST_OFF
 
 # Where the terminal does not say, and at most.
 _WIDTH = 100

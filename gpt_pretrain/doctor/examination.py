@@ -30,8 +30,7 @@ from gpt_pretrain.doctor.facts import (
 from gpt_pretrain.doctor.probe import installed_version
 from gpt_pretrain.launch.driver import device_files
 from gpt_pretrain.plan import hardware
-from gpt_pretrain.spec.multicast import MULTICAST_OFF
-from gpt_pretrain.spec.platform_fp8 import RECIPE_VARIABLES
+from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES
 
 _WATCHED = (
     *MULTICAST_OFF,

@@ -10,7 +10,7 @@ from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
 from gpt_pretrain.doctor.finding import WHO_HAS_IT, Blocks, Finding, is_taken
 from gpt_pretrain.doctor.surroundings import surroundings
 from gpt_pretrain.doctor.te_findings import transformer_engine_findings
-from gpt_pretrain.spec.platform_fp8 import leading_version
+from gpt_pretrain.spec.platform import leading_version
 
 # The first driver of each CUDA major version (CUDA compatibility guide, minor version compatibility).
 _FIRST_DRIVER = {11: "450 or newer", 12: "525 or newer", 13: "580 or newer"}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from gpt_pretrain.doctor.facts import Facts, Torch
 from gpt_pretrain.doctor.finding import Blocks, Finding
-from gpt_pretrain.spec.multicast import MULTICAST_OFF, NO_MULTICAST
+from gpt_pretrain.spec.platform import MULTICAST_OFF, NO_MULTICAST
 
 # Docker gives a container 64 MiB unless told otherwise; NCCL's ranks of a node exchange buffers there.
 _SHARED_MEMORY_GIB = 1.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from gpt_pretrain.config.install import install_command
 from gpt_pretrain.doctor.facts import Facts, Failure, Torch
 from gpt_pretrain.doctor.finding import WHO_HAS_IT, Blocks, Finding, is_taken
-from gpt_pretrain.spec.platform_fp8 import leading_version
+from gpt_pretrain.spec.platform import leading_version
 
 _ABOUT = "Transformer Engine"
 

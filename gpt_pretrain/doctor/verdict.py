@@ -1,19 +1,18 @@
 """What follows from the facts: which recipes run here, what each part of a run runs on, and whether it trains at all.
 
-Whether a recipe runs is what training itself asks (`spec.platform_fp8`).
+Whether a recipe runs is what training itself asks (`rules.machine_fp8`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torch, TransformerEngine
 from gpt_pretrain.doctor.finding import Blocks, Finding
 from gpt_pretrain.doctor.findings import list_findings
+from gpt_pretrain.rules.machine_fp8 import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
-from gpt_pretrain.spec.multicast import MULTICAST_OFF
-from gpt_pretrain.spec.platform import Platform, why_no_transformer_engine
-from gpt_pretrain.spec.platform_fp8 import RECIPE_VARIABLES, is_hopper, recipe_variable_problems, why_no_recipe
+from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform
+from gpt_pretrain.spec.recipes import RECIPES, Recipe
 
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
 
@@ -91,8 +90,8 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
     )
 
 
-def _why_no_recipe(facts: Facts, platform: Platform, recipe: Fp8RecipeName) -> str | None:
-    lacking = why_no_recipe(platform, recipe, why_no_transformer_engine(platform))
+def _why_no_recipe(facts: Facts, platform: Platform, recipe: Recipe) -> str | None:
+    lacking = why_no_recipe(platform, recipe)
     if lacking is not None:
         return f"needs {lacking}"
     te = facts.transformer_engine
@@ -104,8 +103,8 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Fp8RecipeName) -> s
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     te = facts.transformer_engine if platform.transformer_engine is not None else None
     has_te = isinstance(te, TransformerEngine)
-    # Where null chooses it for heads of these widths (`plan_kernels`).
-    has_flash = has_te and is_hopper(platform) and platform.flash_attention is not None
+    # Where null chooses it for heads of these widths (`spec.kernels`).
+    has_flash = has_te and platform.is_hopper and platform.flash_attention is not None
     rotated, still = (
         " and ".join(map(str, widths)) for widths in (ROTATED_FLASH_ATTENTION_WIDTHS, FLASH_ATTENTION_WIDTHS)
     )
@@ -170,13 +169,13 @@ def give_verdict(facts: Facts) -> Verdict:
     findings = tuple(list_findings(facts))
     torch = facts.torch
     if isinstance(torch, Failure):
-        recipes = dict.fromkeys((recipe.name for recipe in Fp8RecipeName), "needs PyTorch, which does not load")
+        recipes = dict.fromkeys((recipe.name for recipe in RECIPES.values()), "needs PyTorch, which does not load")
         return Verdict(device="nothing", recipes=recipes, parts=(), findings=findings)
     platform = platform_of(facts, torch)
     device = f"{platform.num_gpus} × {platform.device_name}" if platform.cuda else "the CPU: small models"
     return Verdict(
         device=f"an assumed {facts.assumed_gpu}" if facts.assumed_gpu is not None else device,
-        recipes={recipe.name: _why_no_recipe(facts, platform, recipe) for recipe in Fp8RecipeName},
+        recipes={recipe.name: _why_no_recipe(facts, platform, recipe) for recipe in RECIPES.values()},
         parts=_parts(facts, platform),
         findings=findings,
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
+from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
 from gpt_pretrain.spec.fp8 import FORMAT_MAX, Fp8Settings
@@ -44,7 +44,7 @@ class Alarms:
 
     @property
     def _one_scale_per_tensor(self) -> bool:
-        return self._settings.recipe in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise)
+        return self._settings.recipe.scales_tensors
 
     def check(self, statistics: StepStatistics) -> list[str]:
         """The new warnings of a step: one for all layers whose same tensor has begun to show the same condition."""
@@ -96,7 +96,7 @@ class Alarms:
             f"{100 * share:.2g}% of its values are saturated (logging.fp8_saturation_threshold="
             f"{self._threshold:g}), amax {_number(tensor.amax)} at scale {_number(tensor.scale_max)}; "
         )
-        if settings.recipe is not Fp8RecipeName.delayed:
+        if not settings.recipe.keeps_history:
             return message + f"keep the layer out of FP8 with {self._without(tensor)}"
         message += (
             f"raise model.fp8_margin from {settings.margin} to {settings.margin + self._missing_margin(tensor)}, "
@@ -133,7 +133,7 @@ class Alarms:
         seen = ", ".join(f"{2.0**scale:.2g}" for scale in self._scales[tensor.layer, tensor.tensor])
         every = "step" if self._interval == 1 else f"{self._interval} steps"
         message = f"its scale jumps, by a factor of {2**JUMP_BINADES} or more every {every}: {seen}; "
-        if settings.recipe is Fp8RecipeName.tensorwise:
+        if not settings.recipe.keeps_history:
             return message + (
                 "current scales follow, but the tensor itself varies that much: where the loss spikes too, lower "
                 "model.optim.lr or lengthen model.optim.sched.warmup_steps"

@@ -17,7 +17,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import observe_attention, observe_products
@@ -26,8 +25,9 @@ from gpt_pretrain.fp8.watched import Difference, WatchedProducts, differences_of
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
-from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.spec.products import Linear, fp8_flops_share, linears
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import Linear
+from gpt_pretrain.spec.run_spec import RunSpec
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
@@ -78,21 +78,20 @@ class Proof:
     """Watches one training step of a model with FP8, and judges it.
 
     Args:
-        config: The run's configuration; `model.fp8` is on.
-        model: This rank's model.
+        model: This rank's model; FP8 is on.
         optimizer: Its optimizer.
     """
 
-    def __init__(self, config: Config, model: Model, optimizer: MegatronOptimizer) -> None:
-        settings = fp8_settings(config.model)
+    def __init__(self, model: Model, optimizer: MegatronOptimizer) -> None:
+        spec, settings = model.spec, model.spec.fp8
         assert settings is not None, "there is nothing to prove without FP8"
-        self._config = config
+        self._spec = spec
         self._settings = settings
         self._chunks = model.gpt_chunks
         self._optimizer = optimizer
         self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
         self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
-        self._planned = {linear.module: linear for linear in _linears_of(config, self._chunks)}
+        self._planned = {linear.module: linear for linear in _linears_of(spec, self._chunks)}
         self._products = WatchedProducts(settings, self._high)
         self._attention: dict[Phase, set[str]] = defaultdict(set)
         self._masters: MasterCheck | None = None
@@ -134,7 +133,7 @@ class Proof:
             raise ProofError(differences)
         total, in_fp8 = self._parameter_bytes()
         return Proven(
-            fp8_flops_share=fp8_flops_share(self._config.model),
+            fp8_flops_share=self._spec.fp8_flops_share,
             fp8_parameter_bytes_share=in_fp8 / total,
             time_s=time.monotonic() - began,
         )
@@ -174,10 +173,10 @@ class Proof:
         return total, in_fp8
 
 
-def _linears_of(config: Config, chunks: list[GPTModel]) -> Iterator[Linear]:
+def _linears_of(spec: RunSpec, chunks: list[GPTModel]) -> Iterator[Linear]:
     """The linear layers of the transformer layers that these chunks hold."""
     held = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
-    return (linear for linear in linears(config.model) if linear.layer in held)
+    return (linear for linear in spec.linears if linear.layer in held)
 
 
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:

@@ -6,33 +6,25 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 
-from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.recipes import RECIPES
 
-# Transformer Engine's classes (transformer_engine.common.recipe).
-_CLASSES = {
-    Fp8RecipeName.delayed: "DelayedScaling",
-    Fp8RecipeName.tensorwise: "Float8CurrentScaling",
-    Fp8RecipeName.blockwise: "Float8BlockScaling",
-    Fp8RecipeName.mxfp8: "MXFP8BlockScaling",
-}
 NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
 
 
 def planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
     """What `live_recipe` says of a layer that does as the settings say."""
-    said = {"recipe": _CLASSES[settings.recipe], "format": "HYBRID" if settings.hybrid else "E4M3"}
-    if settings.recipe is Fp8RecipeName.delayed:
+    recipe = settings.recipe
+    said = {"recipe": recipe.te_class, "format": "HYBRID" if settings.hybrid else "E4M3"}
+    if recipe.keeps_history:
         said |= {
             "margin": str(settings.margin),
             "amax history": str(settings.amax_history_len),
             "amax of the history": settings.amax_compute_algo.value,
             "amax reduced over ranks": "True",
         }
-    if settings.recipe is Fp8RecipeName.tensorwise:
-        said["scales"] = "any"
-    if settings.recipe is Fp8RecipeName.blockwise:
-        said["scales"] = "powers of two"
+    if recipe.scales_flag is not None:
+        said["scales"] = recipe.scales
     return said | {"FP8 attention": str(settings.dot_product_attention)}
 
 
@@ -47,7 +39,8 @@ def live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
     recipe = meta["recipe"]
     name = next(cls.__name__ for cls in type(recipe).__mro__ if cls.__module__.startswith("transformer_engine."))
     said = {"recipe": name, "format": recipe.fp8_format.name}
-    if name == "DelayedScaling":
+    known = next((each for each in RECIPES.values() if each.te_class == name), None)
+    if known is not None and known.keeps_history:
         # The history that is there, not the one that the recipe asks for.
         said |= {
             "margin": str(recipe.margin),
@@ -55,10 +48,9 @@ def live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
             "amax of the history": str(recipe.amax_compute_algo),
             "amax reduced over ranks": str(recipe.reduce_amax),
         }
-    if name == "Float8CurrentScaling":
-        said["scales"] = "powers of two" if recipe.use_power_2_scales else "any"
-    if name == "Float8BlockScaling":
-        said["scales"] = "any" if recipe.use_f32_scales else "powers of two"
+    if known is not None and known.scales_flag is not None:
+        flag, if_true, if_false = known.scales_flag
+        said["scales"] = if_true if getattr(recipe, flag) else if_false
     return said | {"FP8 attention": str(recipe.fp8_dpa)}
 
 

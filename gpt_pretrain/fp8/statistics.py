@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.fp8 import FORMAT_MAX
-from gpt_pretrain.spec.products import linears
+from gpt_pretrain.spec.products import Linear
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
@@ -75,13 +74,13 @@ class StatisticsCollector:
     """Watches single steps; every rank watches the same ones, so that its collectives meet.
 
     Args:
-        model: Tells the linear layers of the whole model, the rows of the table.
+        linears: The linear layers of the whole model, the rows of the table.
         chunks: This rank's GPTModels.
         device: Where they are.
     """
 
-    def __init__(self, model: ModelConfig, chunks: Sequence[GPTModel], device: torch.device) -> None:
-        names = [linear.module for linear in linears(model)]
+    def __init__(self, linears: Sequence[Linear], chunks: Sequence[GPTModel], device: torch.device) -> None:
+        names = [linear.module for linear in linears]
         self._rows = {key: row for row, key in enumerate((name, role) for name in names for role in Role)}
         self._chunks = chunks
         self._device = device

@@ -37,8 +37,9 @@ from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.translate import translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.model import model_problems
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.run_spec import build_run_spec
 
 EXPERIMENT = "imported"
 # Samples longer than this are what long-context training is for; model.encoder_seq_length says otherwise.
@@ -167,7 +168,7 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
     config = replace(config, model=model, trainer=replace(config.trainer, precision=precision))
-    problems = list(model_problems(config, None))
+    problems = list(model_problems(resolve(config), None))
     if problems:
         raise ConfigError(problems)
     return config
@@ -175,8 +176,9 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
 
 def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
     platform = detect_platform()
-    transformer_config = translate_transformer(config, platform, plan_kernels(config, platform))
-    with process_groups(config.model, read_launch({}), platform):
+    launch = read_launch({})
+    transformer_config = translate_transformer(build_run_spec(config, launch, platform))
+    with process_groups(config.model, launch, platform):
         one_process = layout(config.model)
     return Manifest(
         step=0,

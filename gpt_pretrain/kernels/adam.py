@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt_pretrain.kernels.adam_states import BLOCK, Master, Moment, rounded_to_fp16
+from gpt_pretrain.kernels import SCALED_BLOCK
+from gpt_pretrain.kernels.adam_states import Master, Moment, rounded_to_fp16
 
 # Values updated at once: what bounds the memory of a step.
-_CHUNK = 4096 * BLOCK
+_CHUNK = 4096 * SCALED_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

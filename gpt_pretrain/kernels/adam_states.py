@@ -1,7 +1,7 @@
 """What Adam keeps of each parameter, in fewer bytes than fp32: types, scales, and the way to fp32 and back.
 
 **Moments** are fp32, bf16, fp16 or E4M3. The latter two span too little: squares of gradients lie below fp16's smallest
-number. So every `BLOCK` values share a power of two as scale, chosen so that the largest of them lies in the type's
+number. So every `SCALED_BLOCK` values share a power of two as scale, chosen so that the largest lies in the type's
 upper range. A power of two makes no rounding error of its own, and of values that were stored once it comes out the
 same: dequantised, saved, loaded and quantised again they are what they were, bit for bit. (Transformer Engine's
 FusedAdam has one scale for a whole tensor, quantises in a pass of its own, and therefore holds all states of a group
@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-# Values that share a scale.
-BLOCK = 256
+from gpt_pretrain.kernels import SCALED_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +100,7 @@ class Moment:
     def zeros(cls, like: torch.Tensor, dtype: torch.dtype, *, keeps_positive: bool) -> "Moment":
         """The moment of a parameter before its first update."""
         values = torch.zeros(like.numel(), dtype=dtype, device=like.device)
-        blocks = -(-like.numel() // BLOCK)
+        blocks = -(-like.numel() // SCALED_BLOCK)
         return cls(values, torch.zeros(blocks, device=like.device) if dtype in SCALED else None, keeps_positive)
 
     @property
@@ -115,9 +114,9 @@ class Moment:
         values = self.values[start:end].float()
         if self.scales is None:
             return values
-        first = start // BLOCK
-        each = self.scales[first : -(-end // BLOCK)].repeat_interleave(BLOCK)
-        return values.mul_(each[start - first * BLOCK :][: end - start])
+        first = start // SCALED_BLOCK
+        each = self.scales[first : -(-end // SCALED_BLOCK)].repeat_interleave(SCALED_BLOCK)
+        return values.mul_(each[start - first * SCALED_BLOCK :][: end - start])
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Stores values from `start`, the first of a block, on: whole blocks, or all to the end.
@@ -131,9 +130,9 @@ class Moment:
             target.copy_(values)
             return
         scaled = SCALED[self.values.dtype]
-        blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
+        blocks = torch.nn.functional.pad(values, (0, -values.numel() % SCALED_BLOCK)).view(-1, SCALED_BLOCK)
         scales = _scales(blocks.abs().amax(dim=1), scaled)
-        self.scales[start // BLOCK :][: scales.numel()] = scales
+        self.scales[start // SCALED_BLOCK :][: scales.numel()] = scales
         divided = (blocks / scales[:, None]).view(-1)[: values.numel()]
         if self.keeps_positive:
             divided = torch.where(values > 0, divided.clamp(min=scaled.smallest), divided)

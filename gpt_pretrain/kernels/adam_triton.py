@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import AdamState, AdamStep
-from gpt_pretrain.kernels.adam_states import BLOCK, SCALED, SMALLEST_EXPONENT, Moment
+from gpt_pretrain.kernels.adam_states import SCALED, SMALLEST_EXPONENT, Moment
 
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK = tl.constexpr(SCALED_BLOCK)
 _SMALLEST_EXPONENT = tl.constexpr(SMALLEST_EXPONENT)
 # Blocks of one program, so that a warp has a few of them in flight.
 _ROWS = tl.constexpr(8)

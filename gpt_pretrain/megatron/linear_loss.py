@@ -24,14 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from gpt_pretrain.kernels.cross_entropy import merge_statistics, row_statistics, turn_into_gradient
 from gpt_pretrain.megatron.weight_gradient import accumulate_weight_gradient
-
-# Logits of the buffer: 1 GiB in BF16. Products of fewer tokens are slower, and so are more reads of the main gradient.
-_CHUNK_LOGITS = 2**29
-
-
-def chunk_tokens(num_tokens: int, num_columns: int) -> int:
-    """Tokens that go through the head together: a power of two, and no more than there are."""
-    return min(num_tokens, 1 << (max(1, _CHUNK_LOGITS // num_columns).bit_length() - 1))
+from gpt_pretrain.spec.products import chunk_tokens
 
 
 class LossHead(ColumnParallelLinear):  # type: ignore[misc]

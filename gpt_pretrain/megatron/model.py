@@ -13,7 +13,6 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.derived import padded_vocab_size
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.embedding_gradient import install_embeddings
 from gpt_pretrain.megatron.graphs import prepare_graphs
 from gpt_pretrain.megatron.initialization import built_without_first_values, initialize_weights
@@ -24,27 +23,22 @@ from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.qkv_rope import install_rotation
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
 from gpt_pretrain.megatron.weight_gradient import install_weight_gradients
-from gpt_pretrain.spec.kernels import Kernels
-from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.run_spec import RunSpec
 
 
-def build_gpt_chunks(
-    config: Config, platform: Platform, kernels: Kernels, local_layers: LocalLayers | None = None
-) -> list[GPTModel]:
+def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPTModel]:
     """GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
 
     Args:
-        config: The run's configuration.
-        platform: This machine.
-        kernels: Which implementations to build on.
+        spec: The run.
         local_layers: What layers without TE are built from; megatron-core's own, unless others are given.
 
     Returns:
         Models that map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s], on the last
         stage, and to hidden states [s, b, h] on the others (s / TP under sequence parallelism).
     """
-    model = config.model
-    transformer_config = translate_transformer(config, platform, kernels)
+    model, kernels, platform = spec.model, spec.kernels, spec.platform
+    transformer_config = translate_transformer(spec)
     vp_size = model.virtual_pipeline_model_parallel_size
     if kernels.gradient_accumulation_fusion:
         install_weight_gradients()
@@ -85,6 +79,8 @@ def build_gpt_chunks(
 class Model:
     """This rank's model, ready to train."""
 
+    spec: RunSpec
+    """What it was built from."""
     gpt_chunks: list[GPTModel]
     """The model chunks of this rank themselves."""
     chunks: list[DistributedDataParallel]
@@ -125,13 +121,13 @@ class Model:
             chunk.eval()
 
 
-def build_model(config: Config, platform: Platform, kernels: Kernels, local_layers: LocalLayers | None = None) -> Model:
+def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model:
     """Builds this rank's chunks and wraps them in megatron-core's DistributedDataParallel.
 
     Process groups must be open (`megatron.parallel.process_groups`). The arguments are those of `build_gpt_chunks`.
     """
-    gpt_chunks = build_gpt_chunks(config, platform, kernels, local_layers)
-    transformer_config = gpt_chunks[0].config
+    gpt_chunks = build_gpt_chunks(spec, local_layers)
+    transformer_config, kernels = gpt_chunks[0].config, spec.kernels
     linear = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
     if linear:
         install_loss_heads(gpt_chunks)
@@ -140,8 +136,7 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:
         modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]
-    num_shards = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    ddp_config = translate_ddp(config, platform, num_shards)
+    ddp_config = translate_ddp(spec)
     chunks = [
         DistributedDataParallel(
             transformer_config,
@@ -155,14 +150,15 @@ def build_model(config: Config, platform: Platform, kernels: Kernels, local_laye
     # The schedules ask the config for these; megatron-core's own training script sets them in the same way.
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = None
-    if config.model.overlap_grad_reduce:
+    if spec.model.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = no_sync[0] if len(chunks) == 1 else no_sync
         if len(chunks) > 1:
             transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
-    if config.model.overlap_param_gather and len(chunks) > 1:
+    if spec.model.overlap_param_gather and len(chunks) > 1:
         transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     return Model(
+        spec=spec,
         gpt_chunks=gpt_chunks,
         chunks=chunks,
         transformer_config=transformer_config,

@@ -13,21 +13,19 @@ from gpt_pretrain.megatron.kernels import install_gradient_norm
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.translate import translate_optimizer
 from gpt_pretrain.megatron.update import choose_optimizers, make_conditional
-from gpt_pretrain.spec.platform import Platform
 
 
-def build_optimizer(config: Config, model: Model, platform: Platform) -> MegatronOptimizer:
+def build_optimizer(model: Model) -> MegatronOptimizer:
     """megatron-core's optimizer: masters where parameters are bf16, sharded where the optimizer is distributed.
 
     Biases and norm weights are in a group without weight decay, as in megatron-core.
     """
+    spec = model.spec
     install_gradient_norm()
-    if config.model.fp8_params:
+    if spec.model.fp8_params:
         install_weight_cast()
-    choose_optimizers(precision_aware=config.model.optim.use_precision_aware_optimizer)
-    optimizer = get_megatron_optimizer(
-        translate_optimizer(config, platform), model.chunks, use_gloo_process_groups=False
-    )
+    choose_optimizers(precision_aware=spec.model.optim.use_precision_aware_optimizer)
+    optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
     forget_first_values(model.chunks)
     make_conditional(optimizer)
     return optimizer

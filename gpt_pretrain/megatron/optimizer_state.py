@@ -20,7 +20,8 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from gpt_pretrain.kernels.adam_states import BLOCK, Master, Moment, StoredValues
+from gpt_pretrain.kernels import SCALED_BLOCK
+from gpt_pretrain.kernels.adam_states import Master, Moment, StoredValues
 from gpt_pretrain.megatron.adam import PrecisionAwareAdam
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_shards import own_shards
@@ -28,7 +29,7 @@ from gpt_pretrain.megatron.precision_aware import PrecisionAwareOptimizer
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # What is copied to the device at once to be stored there in fewer bytes.
-_VALUES_AT_ONCE = 2**16 * BLOCK
+_VALUES_AT_ONCE = 2**16 * SCALED_BLOCK
 
 
 def sharded_optimizer_state(

@@ -18,13 +18,12 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.agreement import check_ranks_agree
-from gpt_pretrain.megatron.user_buffers import user_buffers
 from gpt_pretrain.spec.platform import Platform
 
 
 @contextmanager
 def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> Iterator[None]:
-    """Opens torch.distributed, megatron-core's groups and Transformer Engine's user buffers; closes them at the end.
+    """Opens torch.distributed and megatron-core's groups; closes them at the end.
 
     Rank order is Megatron-LM's (TP fastest, then CP, DP, PP): the ranks of a tensor parallel group sit on one node.
     A single process takes no port: its store lives in memory.
@@ -51,8 +50,7 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
         # Before the groups: ranks that do not agree on these would wait for each other.
         check_ranks_agree(dict(flatten(config_to_dict(model), "model")))
         lay_out_ranks(model)
-        with user_buffers(model):
-            yield
+        yield
     except BaseException:
         # Other ranks may wait in a collective that this one will never join: closing NCCL's groups would wait for them,
         # and the error would never be printed. The end of the process closes them.

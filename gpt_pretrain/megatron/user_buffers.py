@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.multicast import MULTICAST_OFF, USER_BUFFERS_WITHOUT
-from gpt_pretrain.spec.products import linears
+from gpt_pretrain.spec.platform import MULTICAST_OFF, USER_BUFFERS_WITHOUT
+from gpt_pretrain.spec.run_spec import RunSpec
 
 _STANDARD_OUTPUT = 1
 
 
 @contextmanager
-def user_buffers(model: ModelConfig) -> Iterator[None]:
+def user_buffers(spec: RunSpec) -> Iterator[None]:
     """Makes the buffers that `model.tp_comm_overlap` asks for, if it does; process groups are open.
 
     Raises:
         UserError: The GPUs of this host have no multicast, and nothing says to do without.
     """
+    model = spec.model
     if not model.tp_comm_overlap:
         yield
         return
@@ -41,7 +41,7 @@ def user_buffers(model: ModelConfig) -> Iterator[None]:
             "model.tp_comm_overlap=true makes user buffers with NVLink multicast, which these GPUs or their driver do "
             f"not have; export {USER_BUFFERS_WITHOUT}={without}, or use false"
         )
-    precisions = {linear.precision == "fp8" for linear in linears(model) if linear.layer >= 0}
+    precisions = {linear.precision == "fp8" for linear in spec.linears if linear.layer >= 0}
     modes = base.UserBufferQuantizationMode
     with silent_output():
         base.initialize_ub(

@@ -10,19 +10,11 @@ activation function stays in BF16.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Activation, Fp8RecipeName, Normalization
+from gpt_pretrain.config.choices import Activation, Normalization
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
-
-# Bytes of scales per value of a tensor: fp32 per 128, one byte per 32; one for a whole tensor otherwise.
-SCALE_BYTES = {
-    Fp8RecipeName.delayed: 0.0,
-    Fp8RecipeName.tensorwise: 0.0,
-    Fp8RecipeName.blockwise: 4 / 128,
-    Fp8RecipeName.mxfp8: 1 / 32,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +33,7 @@ class Storage:
         """Bytes of one value of a linear layer's kept input."""
         if self.fp8 is None or linear.wgrad_precision != "fp8":
             return self.element
-        return 1 + SCALE_BYTES[self.fp8.recipe]
+        return 1 + self.fp8.recipe.activation_scale_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,11 @@ whose ranks lie on one node talks over NVLink, any other over the network.
 """
 
 from gpt_pretrain.config.derived import uses_distributed_optimizer
-from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.kernels import Machine
-from gpt_pretrain.plan.stages import Layout, Stage
-from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.plan.stages import Stage
+from gpt_pretrain.spec.layout import Layout
 from gpt_pretrain.spec.products import FC1, QKV, Linear
+from gpt_pretrain.spec.run_spec import RunSpec
 
 
 def link_bytes_per_s(machine: Machine, layout: Layout, span: int) -> float:
@@ -18,15 +18,14 @@ def link_bytes_per_s(machine: Machine, layout: Layout, span: int) -> float:
     return (gpu.nvlink_gb_s if span <= layout.gpus_per_node else gpu.network_gb_s) * 1e9 * machine.efficiency.links
 
 
-def tensor_parallel_s(
-    machine: Machine, model: ModelConfig, layout: Layout, layer: list[Linear], settings: Fp8Settings | None
-) -> float:
+def tensor_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
     """Seconds of one layer's tensor parallel collectives for one microbatch; none is hidden behind a product.
 
     Without sequence parallelism: one all-reduce for each of the two blocks, forward and backward. With it: gathered
     inputs and scattered outputs forward, gathered gradients and inputs and scattered gradients backward. What an FP8
     product reads is gathered in FP8 (TE 2.12, `gather_along_first_dim`).
     """
+    model, layout = spec.model, spec.layout
     if layout.tp == 1:
         return 0.0
     share = (layout.tp - 1) / layout.tp
@@ -36,18 +35,19 @@ def tensor_parallel_s(
         return 4 * 2 * share * values * 2 / rate + 4 * machine.efficiency.kernel_s
     moved = 0.0
     for linear in layer[:2] if model.num_moe_experts is not None else layer:
-        gathered = 1 if settings is not None and linear.precision == "fp8" else 2
+        gathered = 1 if linear.precision == "fp8" else 2
         # Column-parallel: gather x, scatter dx, gather x again for dw. Row-parallel: scatter y, gather dy.
         moved += values * share * (2 * gathered + 2 if linear.kind in (QKV, FC1) else 2 + gathered)
     return moved / rate + 10 * machine.efficiency.kernel_s
 
 
-def expert_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, layer: list[Linear]) -> float:
+def expert_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
     """Seconds of one layer's exchanges of tokens between ranks that share experts out, for one microbatch.
 
     The rows that a rank's experts compute come from all of these ranks alike, go back, and their gradients do the same.
     What leaves and reaches a rank is taken to be even; none is hidden behind a product.
     """
+    model, layout = spec.model, spec.layout
     ranks = layout.ep * layout.etp
     if model.num_moe_experts is None or ranks == 1:
         return 0.0
@@ -56,17 +56,16 @@ def expert_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, laye
     return moved / link_bytes_per_s(machine, layout, ranks) + 4 * machine.efficiency.kernel_s
 
 
-def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, *, backward_s: float) -> float:
+def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s: float) -> float:
     """Seconds per step of gradient reduction and parameter gathering that computation does not hide.
 
     Args:
         machine: The GPU.
-        model: The checked configuration.
-        layout: How it is spread over GPUs.
+        spec: The run.
         stage: The pipeline stage.
         backward_s: The backward pass of the last microbatch, which overlapped reduction over a network hides behind.
     """
-    settings = fp8_settings(model)
+    model, layout = spec.model, spec.layout
     rate = link_bytes_per_s(machine, layout, layout.tp * layout.shards)
     # Of what a rank sends, as all but its own part of what is shared out.
     others = stage.num_parameters - stage.expert_weights
@@ -77,7 +76,7 @@ def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage:
     else:
         reduce_s = moved * gradient / rate
         # Weights of experts are not stored in FP8 (`rules.experts`).
-        in_fp8 = stage.fp8_weights if settings is not None and settings.params else 0
+        in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
     # Over NVLink it is counted in full, for what products beside it lose, and for waiting: steps of 4 and 32 layers of
     # Llama 3 8B on two and four H200s were longer by about that or more, BF16 and FP8. A profile has since found 52 to
@@ -89,10 +88,9 @@ def data_parallel_s(machine: Machine, model: ModelConfig, layout: Layout, stage:
     return max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
 
 
-def context_parallel_s(
-    machine: Machine, model: ModelConfig, layout: Layout, layer: list[Linear], attention_s: float
-) -> float:
+def context_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear], attention_s: float) -> float:
     """Seconds of one layer's ring exchange of keys and values that attention does not hide."""
+    model, layout = spec.model, spec.layout
     if layout.cp == 1:
         return 0.0
     key_values = layer[0].out_features - layer[0].out_features * model.num_attention_heads // (
@@ -103,8 +101,9 @@ def context_parallel_s(
     return max(0.0, moved / link_bytes_per_s(machine, layout, layout.tp * layout.cp) - attention_s)
 
 
-def pipeline_send_s(machine: Machine, model: ModelConfig, layout: Layout, tokens: int) -> float:
+def pipeline_send_s(machine: Machine, spec: RunSpec, tokens: int) -> float:
     """Seconds of handing one microbatch to the next stage and its gradient back."""
+    model, layout = spec.model, spec.layout
     if layout.pp == 1:
         return 0.0
     spread = layout.tp if model.sequence_parallel else 1

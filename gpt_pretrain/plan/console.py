@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.plan.effective import FP8_KEYS, Setting
+from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
@@ -40,7 +40,7 @@ def _count(value: float) -> str:
 
 
 def _header(plan: Plan) -> RenderableType:
-    model, layout = plan.config.model, plan.layout
+    model, layout = plan.spec.model, plan.spec.layout
     split = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.vp), ("CP", layout.cp), ("DP", layout.dp)]
     parts = " × ".join(f"{name} {size}" for name, size in split if size > 1) or "one process"
     tokens = model.global_batch_size * model.encoder_seq_length
@@ -65,10 +65,10 @@ def _header(plan: Plan) -> RenderableType:
         f"of {model.micro_batch_size} per data-parallel rank",
     )
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
-    layers = "Transformer Engine" if plan.kernels.transformer_engine else "megatron-core's local layers"
-    grid.add_row("layers", f"{layers}; {plan.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8")
-    grid.add_row("fused", fused_parts(plan.kernels))
-    return Panel(grid, title=Text(f"plan: {plan.config.name}", style="bold"), title_align="left", width=WIDTH)
+    layers = "Transformer Engine" if plan.spec.kernels.transformer_engine else "megatron-core's local layers"
+    grid.add_row("layers", f"{layers}; {plan.spec.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8")
+    grid.add_row("fused", fused_parts(plan.spec.kernels))
+    return Panel(grid, title=Text(f"plan: {plan.spec.config.name}", style="bold"), title_align="left", width=WIDTH)
 
 
 def _fields(setting: Setting) -> list[tuple[str, str]]:
@@ -93,7 +93,7 @@ def _print_settings(plan: Plan, console: Console) -> None:
         "Requested → effective", ("key", "left"), ("requested", "left"), ("lands in", "left"), ("value", "left")
     )
     inert = _table("Keys without effect in this run", ("key", "left"), ("why", "left"))
-    off = [setting for setting in plan.settings if setting.key in FP8_KEYS and not plan.config.model.fp8]
+    off = [setting for setting in plan.settings if is_fp8_key(setting.key) and not plan.spec.model.fp8]
     for setting in plan.settings:
         key = setting.key.removeprefix("model.")
         if setting.inert:
@@ -149,7 +149,7 @@ def _memory(plan: Plan) -> Table:
         stages if len(stages) <= 6 else [stages[each] for each in sorted({0, plan.memory.worst.stage, len(stages) - 1})]
     )
     table = _table(
-        "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if plan.layout.pp > 1 else ""),
+        "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if plan.spec.layout.pp > 1 else ""),
         ("", "left"),
         *[(_stage(plan, s.stage), "right") for s in shown],
     )
@@ -164,14 +164,14 @@ def _memory(plan: Plan) -> Table:
 
 
 def _stage(plan: Plan, stage: int) -> str:
-    return "GiB" if plan.layout.pp == 1 else f"stage {stage}{' *' if stage == plan.memory.worst.stage else ''}"
+    return "GiB" if plan.spec.layout.pp == 1 else f"stage {stage}{' *' if stage == plan.memory.worst.stage else ''}"
 
 
 def _not_forecast(plan: Plan) -> str:
     """What the run has and the forecasts of memory and speed do not know."""
     there = {
-        "memory is that without CUDA graphs": plan.kernels.cuda_graph_impl is not None,
-        "memory and speed are those without overlapped exchanges": plan.config.model.tp_comm_overlap,
+        "memory is that without CUDA graphs": plan.spec.kernels.cuda_graph_impl is not None,
+        "memory and speed are those without overlapped exchanges": plan.spec.model.tp_comm_overlap,
     }
     return "".join(f"; {what}" for what, is_there in there.items() if is_there)
 

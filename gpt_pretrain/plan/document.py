@@ -44,7 +44,7 @@ def _speed(speed: Speed) -> dict[str, Any]:
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values."""
-    memory, model, layout = plan.memory, plan.config.model, plan.layout
+    memory, model, layout = plan.memory, plan.spec.model, plan.spec.layout
     speed = None
     if plan.speed is not None:
         speed = {
@@ -57,7 +57,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         }
     return {
         "version": VERSION,
-        "name": plan.config.name,
+        "name": plan.spec.config.name,
         "gpu": {
             "name": plan.gpu.name,
             "memory_gib": plan.gpu.memory_gib,
@@ -79,7 +79,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "sequence_length": model.encoder_seq_length,
         },
         "num_parameters": plan.num_parameters,
-        "kernels": _kernels(plan.kernels),
+        "kernels": _kernels(plan.spec.kernels),
         "settings": [
             {
                 "key": setting.key,
@@ -91,7 +91,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             for setting in plan.settings
         ],
         "products": [_product(product) for product in plan.products],
-        "fp8_flops_share": plan.fp8_flops_share,
+        "fp8_flops_share": plan.spec.fp8_flops_share,
         "memory": {
             "fits": memory.fits,
             "needed_gib": memory.needed_gib,

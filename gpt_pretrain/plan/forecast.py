@@ -2,24 +2,20 @@
 
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.effective import Setting, effective_settings
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
 from gpt_pretrain.plan.machine import planned_platform
-from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory, plan_storage
+from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.products import Product, plan_products
-from gpt_pretrain.plan.speed import Speed, variant_speed, with_usual_fp8, without_fp8
-from gpt_pretrain.plan.stages import Layout, Stage, plan_layout, plan_stages
+from gpt_pretrain.plan.speed import Speed, predict_speed, with_usual_fp8, without_fp8
+from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.plan.verdict import emulation_verdict, fp8_verdict, memory_verdict, unknown_speed
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import Kernels, plan_kernels
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.products import fp8_flops_share
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,15 +39,11 @@ class SpeedForecast:
 class Plan:
     """What a checked configuration would do."""
 
-    config: Config
-    launch: Launch
+    spec: RunSpec
     gpu: Gpu
-    kernels: Kernels
-    layout: Layout
     stages: tuple[Stage, ...]
     settings: tuple[Setting, ...]
     products: tuple[Product, ...]
-    fp8_flops_share: float
     num_parameters: int
     """Of the whole model; tied embeddings counted once."""
     memory: MemoryForecast
@@ -62,10 +54,10 @@ class Plan:
     """What a person should know before starting the run, the most important first."""
 
 
-def _num_parameters(config: Config) -> int:
+def _num_parameters(spec: RunSpec) -> int:
     """Parameters of the whole model: of one pipeline stage without tensor parallelism."""
     whole = replace(
-        config.model,
+        spec.model,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
@@ -74,53 +66,27 @@ def _num_parameters(config: Config) -> int:
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
     )
-    (stage,) = plan_stages(
-        whole, Layout(tp=1, pp=1, vp=1, cp=1, dp=1, ep=1, etp=1, num_microbatches=1, gpus_per_node=1)
-    )
+    (stage,) = plan_stages(build_run_spec(replace(spec.config, model=whole), spec.launch, spec.platform))
     return stage.num_parameters
 
 
-def _forecast_speed(config: Config, launch: Launch, machine: Machine, platform: Platform) -> tuple[SpeedForecast, str]:
+def _forecast_speed(spec: RunSpec, machine: Machine) -> tuple[SpeedForecast, str]:
     """The speeds, and why FP8 could not run where it could not."""
-    model = config.model
 
-    def speed_of(varied: Config) -> Speed:
+    def speed_of(model: ModelConfig) -> Speed:
         # FP8 decides about kernels, too.
-        kernels = plan_kernels(varied, platform, launch.world_size)
-        return variant_speed(machine, varied.model, launch, kernels)
+        varied = build_run_spec(replace(spec.config, model=model), spec.launch, spec.platform)
+        return predict_speed(machine, varied)
 
-    bf16 = speed_of(replace(config, model=without_fp8(model)))
-    if model.fp8:
-        settings = fp8_settings(model)
-        assert settings is not None
-        run = speed_of(config)
-        return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=settings.recipe.name), ""
-    varied = replace(config, model=with_usual_fp8(model))
-    assert varied.model.fp8_recipe is not None
-    problems = config_problems(varied, launch)
-    fp8 = None if problems else speed_of(varied)
-    return SpeedForecast(run=bf16, bf16=bf16, fp8=fp8, fp8_recipe=varied.model.fp8_recipe.name), "".join(problems[:1])
-
-
-def forecast_run_memory(config: Config, launch: Launch, platform: Platform, gpu: Gpu) -> MemoryForecast:
-    """The memory of a configuration on a machine.
-
-    Args:
-        config: The configuration.
-        launch: The run's processes.
-        platform: The machine: which kernels it has.
-        gpu: Its GPU.
-    """
-    kernels = plan_kernels(config, platform, launch.world_size)
-    layout = plan_layout(config.model, launch)
-    storage = plan_storage(
-        config,
-        transformer_engine=kernels.transformer_engine,
-        fused_activation=kernels.bias_activation_fusion,
-        fused_softmax=kernels.masked_softmax_fusion,
-    )
-    stages = plan_stages(config.model, layout)
-    return forecast_memory(config, layout, stages, storage, gpu, kernels=kernels)
+    bf16 = speed_of(without_fp8(spec.model))
+    if spec.fp8 is not None:
+        run = predict_speed(machine, spec)
+        return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=spec.fp8.recipe.name), ""
+    usual = with_usual_fp8(spec.model)
+    assert usual.fp8_recipe is not None
+    problems = config_problems(replace(spec.config, model=usual), spec.launch)
+    fp8 = None if problems else speed_of(usual)
+    return SpeedForecast(run=bf16, bf16=bf16, fp8=fp8, fp8_recipe=usual.fp8_recipe.name), "".join(problems[:1])
 
 
 def build_plan(config: Config, launch: Launch) -> Plan:
@@ -130,39 +96,31 @@ def build_plan(config: Config, launch: Launch) -> Plan:
         config: The configuration.
         launch: The planned run's processes.
     """
-    model, gpu = config.model, GPUS[config.plan.gpu]
-    platform = planned_platform(config, launch)
-    kernels = plan_kernels(config, platform, launch.world_size)
-    layout = plan_layout(model, launch)
-    stages = plan_stages(model, layout)
-    memory = forecast_run_memory(config, launch, platform, gpu)
-    sentences = [memory_verdict(memory, gpu, layout, config)]
-    settings = fp8_settings(model)
+    gpu = GPUS[config.plan.gpu]
+    spec = build_run_spec(config, launch, planned_platform(config, launch))
+    memory = forecast_memory(spec, gpu)
+    sentences = [memory_verdict(memory, gpu, spec.layout, config)]
     speed = None
-    if settings is not None and settings.emulate:
+    if spec.fp8 is not None and spec.fp8.emulate:
         sentences.append(emulation_verdict())
-    elif not kernels.transformer_engine:
+    elif not spec.kernels.transformer_engine:
         sentences.append(unknown_speed())
     else:
-        speed, problem = _forecast_speed(config, launch, Machine(gpu=gpu, efficiency=EFFICIENCY), platform)
+        speed, problem = _forecast_speed(spec, Machine(gpu=gpu, efficiency=EFFICIENCY))
         sentences.append(
-            fp8_verdict(bf16=speed.bf16, fp8=speed.fp8, recipe=speed.fp8_recipe, is_on=model.fp8, problem=problem)
+            fp8_verdict(
+                bf16=speed.bf16, fp8=speed.fp8, recipe=speed.fp8_recipe, is_on=spec.fp8 is not None, problem=problem
+            )
         )
     return Plan(
-        config=config,
-        launch=launch,
+        spec=spec,
         gpu=gpu,
-        kernels=kernels,
-        layout=layout,
-        stages=tuple(stages),
-        settings=tuple(effective_settings(config, platform, kernels, layout.shards)),
-        products=tuple(
-            plan_products(model, high_precision="FP32" if config.trainer.precision is Precision.fp32 else "BF16")
-        ),
-        fp8_flops_share=fp8_flops_share(model),
-        num_parameters=_num_parameters(config),
+        stages=tuple(plan_stages(spec)),
+        settings=tuple(effective_settings(spec)),
+        products=tuple(plan_products(spec)),
+        num_parameters=_num_parameters(spec),
         memory=memory,
-        flops_per_token=flops_per_token(model),
+        flops_per_token=flops_per_token(spec.model),
         speed=speed,
         sentences=tuple(sentences),
     )

@@ -8,7 +8,7 @@ architecture brief and DGX B200 data sheet. Memory is what `nvidia-smi` shows of
 
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Fp8RecipeName, PlanGpu
+from gpt_pretrain.config.choices import PlanGpu
 
 # Ranks that NVLink connects: one HGX board.
 GPUS_PER_NODE = 8
@@ -78,15 +78,13 @@ GPUS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that training reaches, and costs that no peak describes.
+    """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `spec.recipes`'.
 
     Calibrated on an H200 (`tests/test_plan_speed.py` names the runs), taken over for H100 and B200 unmeasured.
     """
 
     bf16: float
     """Of the BF16 peak, by a large GEMM under the power limit of a training step."""
-    fp8: dict[Fp8RecipeName, float]
-    """Of the FP8 peak, by a large GEMM. Blocks of 128 promote partial sums outside of the tensor cores."""
     depth: int
     """A GEMM of inner dimension k runs at k / (k + depth) of that: its start and end do not overlap with products."""
     attention: float
@@ -120,13 +118,6 @@ class Efficiency:
 
 EFFICIENCY = Efficiency(
     bf16=0.70,
-    fp8={
-        Fp8RecipeName.delayed: 0.665,
-        Fp8RecipeName.tensorwise: 0.665,
-        Fp8RecipeName.blockwise: 0.53,
-        # Blackwell's tensor cores apply these scales themselves. Not measured.
-        Fp8RecipeName.mxfp8: 0.665,
-    },
     depth=50,
     attention=0.45,
     fp8_attention=1.2,

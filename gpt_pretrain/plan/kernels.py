@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8RecipeName
-from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
+from gpt_pretrain.config.choices import CrossEntropyFusion
+from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.kernels import Kernels
 from gpt_pretrain.spec.products import EXPERT_FC1, FC1, FC2, Gemm, Linear, gemms
+from gpt_pretrain.spec.recipes import Recipe
+from gpt_pretrain.spec.run_spec import RunSpec
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in
 # benchmarks/lm_head_h200_2026-11-22.md): the GEMM writes BF16, the loss reads and writes fp32 for the maximum, the
@@ -44,11 +44,11 @@ class Machine:
         bandwidth = self.gpu.bandwidth_tb_s * 1e12 * self.efficiency.bandwidth
         return num_bytes / bandwidth + kernels * self.efficiency.kernel_s
 
-    def gemm_s(self, gemm: Gemm, recipe: Fp8RecipeName | None) -> float:
+    def gemm_s(self, gemm: Gemm, recipe: Recipe | None) -> float:
         """Seconds of one product."""
         own = self.efficiency
         if gemm.fp8 and recipe is not None:
-            size, rate = 1, self.gpu.fp8_tflops * 1e12 * own.fp8[recipe]
+            size, rate = 1, self.gpu.fp8_tflops * 1e12 * recipe.peak_share
         else:
             size, rate = 2, self.gpu.bf16_tflops * 1e12 * own.bf16
         arithmetic = gemm.flops / rate * (1 + own.depth / gemm.k)
@@ -57,14 +57,14 @@ class Machine:
         return max(arithmetic, memory) + own.kernel_s
 
 
-def _cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName, *, fused: bool) -> float:
+def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) -> float:
     """Casts of the input and of the output's gradient, as rows and as columns: read BF16, write two bytes.
 
     Where the norm writes FP8 itself, the transposed copy takes another pass. A scale from the tensor itself takes one
     more pass to find it. A cast in the activation's kernel writes its two bytes in place of BF16, which
     `_elementwise_bytes` has: what is left is to read the activation's inputs, and its gradient, once more for a scale.
     """
-    from_itself = recipe is Fp8RecipeName.tensorwise
+    from_itself = recipe.searches_amax
     of_input = of_gradient = 5 + 2 * from_itself
     if fused and linear.kind == FC1:
         of_gradient = 4 * from_itself
@@ -74,22 +74,21 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName, *, fused: b
     return machine.memory_s(linear.count * (inputs * of_input + gradients * of_gradient), kernels=2)
 
 
-def _weight_cast_s(machine: Machine, linear: Linear, recipe: Fp8RecipeName) -> float:
-    passes = 4 + (2 if recipe is Fp8RecipeName.tensorwise else 0)
+def _weight_cast_s(machine: Machine, linear: Linear, recipe: Recipe) -> float:
+    passes = 4 + 2 * recipe.searches_amax
     return machine.memory_s(linear.num_weights * passes)
 
 
-def _attention_s(
-    machine: Machine, model: ModelConfig, tokens: int, settings: Fp8Settings | None, kernels: Kernels
-) -> float:
+def _attention_s(machine: Machine, spec: RunSpec, tokens: int) -> float:
     """Causal attention: half of the scores."""
+    model = spec.model
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
     # What a score costs beside its products weighs more in narrow heads.
     reached = machine.efficiency.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
-    if settings is not None and settings.dot_product_attention:
+    if spec.fp8 is not None and spec.fp8.dot_product_attention:
         reached *= machine.efficiency.fp8_attention
-    if kernels.use_flash_attention:
+    if spec.kernels.use_flash_attention:
         reached *= machine.efficiency.flash_attention
     return flops / (machine.gpu.bf16_tflops * 1e12 * reached) + 3 * machine.efficiency.kernel_s
 
@@ -111,55 +110,45 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
     return 2.0 * (stream + rows * (activation + moved) + tokens * (rotary_or_copy / 2 + bias))
 
 
-def layer_s(
-    machine: Machine, model: ModelConfig, layer: list[Linear], settings: Fp8Settings | None, kernels: Kernels
-) -> dict[str, float]:
+def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
     """Seconds of one layer and one microbatch, forward and backward, by what they are spent on."""
-    recipe = None if settings is None else settings.recipe
+    recipe = None if spec.fp8 is None else spec.fp8.recipe
     seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
     in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
-    fused = kernels.activation_cast_fusion and in_fp8 >= {FC1, FC2}
+    fused = spec.kernels.activation_cast_fusion and in_fp8 >= {FC1, FC2}
     for linear in layer:
         seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
             seconds["FP8 casts"] += _cast_s(machine, linear, recipe, fused=fused)
-        if not kernels.gradient_accumulation_fusion:
+        if not spec.kernels.gradient_accumulation_fusion:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
-    seconds["attention"] = _attention_s(machine, model, layer[0].tokens, settings, kernels)
-    elementwise = _elementwise_bytes(model, layer)
+    seconds["attention"] = _attention_s(machine, spec, layer[0].tokens)
+    elementwise = _elementwise_bytes(spec.model, layer)
     seconds["norms, activation, residuals"] = machine.memory_s(elementwise, ELEMENTWISE_KERNELS)
     return seconds
 
 
-def recompute_s(
-    machine: Machine,
-    model: ModelConfig,
-    layer: list[Linear],
-    settings: Fp8Settings | None,
-    kernels: Kernels,
-    *,
-    whole: bool,
-) -> float:
+def recompute_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, whole: bool) -> float:
     """Seconds of a second forward pass of one layer, or of its attention alone."""
-    recipe = None if settings is None else settings.recipe
-    forward = _attention_s(machine, model, layer[0].tokens, settings, kernels) * 2 / ATTENTION_PRODUCTS
+    recipe = None if spec.fp8 is None else spec.fp8.recipe
+    forward = _attention_s(machine, spec, layer[0].tokens) * 2 / ATTENTION_PRODUCTS
     if whole:
         forward += sum(machine.gemm_s(gemms(linear)[0], recipe) for linear in layer)
-        forward += machine.memory_s(_elementwise_bytes(model, layer) / 3)
+        forward += machine.memory_s(_elementwise_bytes(spec.model, layer) / 3)
         if recipe is not None:
             in_fp8 = [linear for linear in layer if linear.precision == "fp8"]
             forward += sum(_cast_s(machine, linear, recipe, fused=False) / 2 for linear in in_fp8)
     return forward
 
 
-def head_s(machine: Machine, model: ModelConfig, head: Linear, kernels: Kernels) -> dict[str, float]:
+def head_s(machine: Machine, spec: RunSpec, head: Linear) -> dict[str, float]:
     """Seconds of the LM head and the loss for one microbatch, forward and backward."""
-    logits = head.tokens * padded_vocab_size(model) // model.tensor_model_parallel_size
-    linear = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
+    logits = head.tokens * head.out_features
+    linear = spec.kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
     # As for the layers; the linear loss sums its chunks up in fp32 first: zeroed, then read 4 and written as BF16.
     unfused = 10 + (10 if linear else 0)
-    accumulated = 0 if kernels.gradient_accumulation_fusion else head.out_features * head.in_features * unfused
+    accumulated = 0 if spec.kernels.gradient_accumulation_fusion else head.out_features * head.in_features * unfused
     return {
         "LM head": sum(machine.gemm_s(gemm, None) for gemm in gemms(head)),
         "loss": machine.memory_s(logits * (LINEAR_LOSS_BYTES_PER_LOGIT if linear else LOSS_BYTES_PER_LOGIT)),
@@ -167,34 +156,29 @@ def head_s(machine: Machine, model: ModelConfig, head: Linear, kernels: Kernels)
     }
 
 
-def weight_cast_s(machine: Machine, stage_linears: tuple[Linear, ...], settings: Fp8Settings | None) -> float:
+def weight_cast_s(machine: Machine, spec: RunSpec, stage_linears: tuple[Linear, ...]) -> float:
     """Seconds of casting BF16 weights to FP8, once per step; FP8 parameters are cast by the optimizer."""
-    if settings is None or settings.params:
+    if spec.fp8 is None or spec.fp8.params:
         return 0.0
-    return sum(
-        _weight_cast_s(machine, linear, settings.recipe) for linear in stage_linears if linear.precision == "fp8"
-    )
+    recipe = spec.fp8.recipe
+    return sum(_weight_cast_s(machine, linear, recipe) for linear in stage_linears if linear.precision == "fp8")
 
 
-def host_s(
-    machine: Machine, model: ModelConfig, layers: float, settings: Fp8Settings | None, kernels: Kernels
-) -> float:
+def host_s(machine: Machine, spec: RunSpec, layers: float) -> float:
     """Seconds that the host needs to launch one step: where the GPU is faster, it waits.
 
     Args:
         machine: The GPU and its efficiency.
-        model: The configuration.
+        spec: The run.
         layers: Layers of a stage times microbatches; of a layer that is computed again, more than one.
-        settings: FP8's, None in BF16.
-        kernels: Which implementations the layers run on.
     """
-    own = machine.efficiency
-    if kernels.cuda_graph_impl is not None:
+    own, layout = machine.efficiency, spec.layout
+    if spec.kernels.cuda_graph_impl is not None:
         each = own.host_s_per_graphed_layer
     else:
-        each = own.host_s_per_layer if settings is None else own.host_s_per_fp8_layer
-        each += own.host_s_per_tp_layer if model.tensor_model_parallel_size > 1 else 0.0
-        each += own.host_s_per_cp_layer if model.context_parallel_size > 1 else 0.0
+        each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
+        each += own.host_s_per_tp_layer if layout.tp > 1 else 0.0
+        each += own.host_s_per_cp_layer if layout.cp > 1 else 0.0
     return own.host_s_per_step + layers * each
 
 

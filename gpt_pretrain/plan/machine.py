@@ -9,9 +9,9 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.hardware import GPUS
-from gpt_pretrain.spec.multicast import multicast_variables
-from gpt_pretrain.spec.platform import Platform, check_platform
-from gpt_pretrain.spec.platform_fp8 import recipe_variables
+from gpt_pretrain.rules.machine import check_machine
+from gpt_pretrain.spec.platform import Platform, multicast_variables, recipe_variables
+from gpt_pretrain.spec.run_spec import build_run_spec
 
 # What this project is tested with (pyproject.toml, constraints.txt).
 TRANSFORMER_ENGINE, FLASH_ATTENTION, TORCH_CUDA = "2.12.0", "4.0.0b36", "13.0"
@@ -44,7 +44,7 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
 
 def _refusals(config: Config, launch: Launch) -> list[str]:
     try:
-        check_platform(config, planned_platform(config, launch), launch)
+        check_machine(build_run_spec(config, launch, planned_platform(config, launch)))
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -10,23 +10,16 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import (
-    CrossEntropyFusion,
-    Fp8RecipeName,
-    MainParamsDtype,
-    MomentDtype,
-    OptimizerName,
-    RecomputeGranularity,
-)
-from gpt_pretrain.config.derived import padded_vocab_size, uses_distributed_optimizer
-from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.kernels.adam_states import BLOCK
-from gpt_pretrain.megatron.linear_loss import chunk_tokens
-from gpt_pretrain.plan.activations import SCALE_BYTES, LayerActivations, Storage, layer_activations
+from gpt_pretrain.config.choices import CrossEntropyFusion, MainParamsDtype, Precision, RecomputeGranularity
+from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.plan.activations import LayerActivations, Storage, layer_activations
 from gpt_pretrain.plan.hardware import Gpu
-from gpt_pretrain.plan.stages import Layout, Stage
-from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.plan.stages import Stage, plan_stages
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
+from gpt_pretrain.spec.products import chunk_tokens
+from gpt_pretrain.spec.run_spec import RunSpec
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
@@ -37,14 +30,6 @@ CONTEXT_GIB = 1.1
 NCCL_GIB = 2.4
 # What the allocator holds and cannot use: 1 to 2% of the peaks there with expandable segments, 7 to 9 at TP 2 without.
 FRAGMENTATION = 0.03
-
-# Bytes of a moment of one parameter: a scale in fp32 for each block of what has scales.
-_MOMENT_BYTES = {
-    MomentDtype.fp32: 4.0,
-    MomentDtype.bf16: 2.0,
-    MomentDtype.fp16: 2 + 4 / BLOCK,
-    MomentDtype.fp8: 1 + 4 / BLOCK,
-}
 
 # What memory is forecast for, in the order in which it is told.
 ITEMS = (
@@ -105,37 +90,35 @@ class MemoryForecast:
 
 def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
     """Bytes per weight of what FP8 products read: one byte, a second in the other layout where needed, and scales."""
-    if settings.recipe in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise):
+    if settings.recipe.scales_tensors:
         return 2.0 if gpu.needs_fp8_transposes else 1.0
-    # Weights have square blocks of 128.
-    scales = 4 / 128**2 if settings.recipe is Fp8RecipeName.blockwise else SCALE_BYTES[settings.recipe]
-    return 2 * (1 + scales)
+    return 2 * (1 + settings.recipe.weight_scale_bytes)
 
 
-def _optimizer_items(config: Config, layout: Layout, stage: Stage, storage: Storage) -> dict[str, float]:
+def _optimizer_items(spec: RunSpec, stage: Stage, storage: Storage) -> dict[str, float]:
     """Masters and moments (`kernels.adam_states`)."""
-    model, optim = config.model, config.model.optim
-    updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
+    model, optim = spec.model, spec.model.optim
+    updated = stage.optimizer_parameters(spec.layout, sharded=uses_distributed_optimizer(model))
     if not optim.use_precision_aware_optimizer:
-        moments = 8 if optim.name is OptimizerName.adam else 4 * (optim.momentum > 0)
+        moments = OPTIMIZERS[optim.name].state_bytes(optim)
         return {"masters": updated * 4 if storage.element == 2 else 0.0, "moments": updated * moments}
     in_fp8 = stage.fp8_weights / stage.num_parameters if storage.fp8 is not None and storage.fp8.params else 0.0
     # Of a BF16 weight's master the weight has one half.
     whole = 2 if optim.main_params_dtype is MainParamsDtype.fp16 else 4
     master = whole * in_fp8 + (2 if optim.store_param_remainders else whole) * (1 - in_fp8)
-    moment = sum(_MOMENT_BYTES[dtype] for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
+    moment = sum(MOMENT_BYTES[dtype] for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
     return {"masters": updated * master, "moments": updated * moment}
 
 
-def _parameter_items(config: Config, layout: Layout, stage: Stage, storage: Storage, gpu: Gpu) -> dict[str, float]:
-    model, fp8, element = config.model, storage.fp8, storage.element
+def _parameter_items(spec: RunSpec, stage: Stage, storage: Storage, gpu: Gpu) -> dict[str, float]:
+    model, fp8, element = spec.model, storage.fp8, storage.element
     stored = 0 if fp8 is None else stage.fp8_weights
     in_fp8 = fp8 is not None and fp8.params
     return {
         "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
         "FP8 weights" if in_fp8 else "FP8 copies of weights": 0.0 if fp8 is None else stored * weight_copies(fp8, gpu),
         "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
-        **_optimizer_items(config, layout, stage, storage),
+        **_optimizer_items(spec, stage, storage),
     }
 
 
@@ -160,7 +143,7 @@ def _kept_activations(model: ModelConfig, stage: Stage, layers: Mapping[int, Lay
     return stage.chunks_in_flight * units * chosen[0].layer_input, min(count, stage.layers_per_chunk) * largest
 
 
-def _logits_bytes(model: ModelConfig, stage: Stage, storage: Storage, kernels: Kernels) -> float:
+def _logits_bytes(spec: RunSpec, stage: Stage, storage: Storage) -> float:
     """Logits at the peak of the loss, and what else it keeps.
 
     In the run's precision as the LM head makes them, as the fp32 softmax that is kept for the gradient, and, compiled
@@ -168,8 +151,8 @@ def _logits_bytes(model: ModelConfig, stage: Stage, storage: Storage, kernels: K
     `megatron.linear_loss` has the logits of one chunk and the gradients of all hidden states, and the head's in fp32
     unless it goes into the main gradient, which of several chunks it does where that is fp32, too.
     """
-    head = stage.linears[-1]
-    columns = padded_vocab_size(model) // model.tensor_model_parallel_size
+    model, kernels, head = spec.model, spec.kernels, stage.linears[-1]
+    columns = head.out_features
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
         chunk = chunk_tokens(head.tokens, columns)
         values = chunk * columns + head.tokens * model.hidden_size
@@ -181,11 +164,9 @@ def _logits_bytes(model: ModelConfig, stage: Stage, storage: Storage, kernels: K
     return head.tokens * columns * per_logit
 
 
-def _stage_memory(
-    config: Config, layout: Layout, stage: Stage, storage: Storage, gpu: Gpu, *, kernels: Kernels
-) -> StageMemory:
-    model = config.model
-    items = _parameter_items(config, layout, stage, storage, gpu)
+def _stage_memory(spec: RunSpec, stage: Stage, storage: Storage, gpu: Gpu) -> StageMemory:
+    model = spec.model
+    items = _parameter_items(spec, stage, storage, gpu)
     by_layer = {
         layer: layer_activations(model, [linear for linear in stage.linears if linear.layer == layer], storage)
         for layer in stage.layers
@@ -194,12 +175,12 @@ def _stage_memory(
     residual = next(iter(by_layer.values())).layer_input
     # The final norm's input and output; the embedding's output is the first layer's input.
     kept += 2 * residual if stage.has_head else 0
-    logits = _logits_bytes(model, stage, storage, kernels) if stage.has_head else 0.0
+    logits = _logits_bytes(spec, stage, storage) if stage.has_head else 0.0
     backward = recomputed + max(layer.backward for layer in by_layer.values())
     copies = 0.0
     if storage.element == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
         # torch's optimizers read gradients in the masters' type.
-        copies = 4 * stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
+        copies = 4 * stage.optimizer_parameters(spec.layout, sharded=uses_distributed_optimizer(model))
     if copies > kept + max(logits, backward):
         items["gradients in fp32"] = copies
     else:
@@ -210,19 +191,14 @@ def _stage_memory(
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})
 
 
-def forecast_memory(
-    config: Config, layout: Layout, stages: list[Stage], storage: Storage, gpu: Gpu, *, kernels: Kernels
-) -> MemoryForecast:
+def forecast_memory(spec: RunSpec, gpu: Gpu) -> MemoryForecast:
     """The memory of a checked configuration.
 
     Args:
-        config: The configuration.
-        layout: How it is spread over GPUs.
-        stages: Its pipeline stages.
-        storage: How activations are stored.
+        spec: The run.
         gpu: The planned GPU.
-        kernels: Which implementations it runs on.
     """
+    config, stages, storage = spec.config, plan_stages(spec), plan_storage(spec)
 
     def peaks(granularity: RecomputeGranularity | None) -> tuple[StageMemory, ...]:
         chosen = config.model.activations_checkpoint_granularity
@@ -234,8 +210,8 @@ def forecast_memory(
                 activations_checkpoint_method=None,
                 activations_checkpoint_num_layers=1,
             )
-        varied = replace(config, model=model)
-        return tuple(_stage_memory(varied, layout, stage, storage, gpu, kernels=kernels) for stage in stages)
+        varied = replace(spec, config=replace(config, model=model))
+        return tuple(_stage_memory(varied, stage, storage, gpu) for stage in stages)
 
     names = {"none": None, "selective": RecomputeGranularity.selective, "full": RecomputeGranularity.full}
     own = peaks(config.model.activations_checkpoint_granularity)
@@ -244,18 +220,17 @@ def forecast_memory(
         stages=own,
         recompute_peaks={name: max(stage.peak for stage in peaks(granularity)) for name, granularity in names.items()},
         gpu_gib=gpu.memory_gib,
-        outside_gib=CONTEXT_GIB + (NCCL_GIB if layout.world_size > 1 else 0.0) + FRAGMENTATION * peak,
+        outside_gib=CONTEXT_GIB + (NCCL_GIB if spec.layout.world_size > 1 else 0.0) + FRAGMENTATION * peak,
     )
 
 
-def plan_storage(config: Config, *, transformer_engine: bool, fused_activation: bool, fused_softmax: bool) -> Storage:
-    """How a configuration stores its activations on a GPU."""
-    settings = fp8_settings(config.model)
+def plan_storage(spec: RunSpec) -> Storage:
+    """How a run stores its activations on a GPU."""
     return Storage(
-        element=4 if config.trainer.precision.name == "fp32" else 2,
+        element=4 if spec.config.trainer.precision is Precision.fp32 else 2,
         # Emulated layers hold rounded values in the run's precision.
-        fp8=None if settings is None or settings.emulate else settings,
-        transformer_engine=transformer_engine,
-        fused_activation=fused_activation,
-        fused_softmax=fused_softmax,
+        fp8=spec.te_fp8,
+        transformer_engine=spec.kernels.transformer_engine,
+        fused_activation=spec.kernels.bias_activation_fusion,
+        fused_softmax=spec.kernels.masked_softmax_fusion,
     )

@@ -19,12 +19,12 @@ from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_opt
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.forecast import forecast_run_memory
 from gpt_pretrain.plan.hardware import GPUS, Gpu
 from gpt_pretrain.plan.host_memory import host_memory_bytes
-from gpt_pretrain.plan.memory import GIB, MemoryForecast
+from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
+from gpt_pretrain.spec.run_spec import build_run_spec
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01
@@ -206,7 +206,7 @@ def _as_typed(changes: dict[str, Any]) -> str:
 
 
 def _forecast(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
-    return forecast_run_memory(_as_run(config, platform), launch, platform, _gpu(platform))
+    return forecast_memory(build_run_spec(_as_run(config, platform), launch, platform), _gpu(platform))
 
 
 def _gpu(platform: Platform) -> Gpu:

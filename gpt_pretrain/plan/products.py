@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.numbers import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms, linears
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms
+from gpt_pretrain.spec.run_spec import RunSpec
 
 # What FP8 products ask of both dimensions of their operands, where no recipe is chosen: that of scales per tensor.
 ALIGNMENT = 16
@@ -77,7 +79,7 @@ def _linear_products(
     model: ModelConfig, settings: Fp8Settings | None, same: list[Linear], high: str
 ) -> Iterator[Product]:
     first = same[0]
-    alignment = ALIGNMENT if settings is None else settings.alignment
+    alignment = ALIGNMENT if settings is None else settings.recipe.alignment
     in_layers = first.layer >= 0
     for gemm in gemms(first):
         why = first.reason
@@ -128,15 +130,11 @@ def _attention_products(model: ModelConfig, settings: Fp8Settings | None, high: 
         )
 
 
-def plan_products(model: ModelConfig, *, high_precision: str) -> list[Product]:
-    """The products of a checked configuration: linear layers in forward order, attention, the LM head.
-
-    Args:
-        model: The configuration.
-        high_precision: What products outside of FP8 run in: "BF16" or "FP32".
-    """
-    settings = fp8_settings(model)
-    *in_layers, head = linears(model)
+def plan_products(spec: RunSpec) -> list[Product]:
+    """The products of a checked configuration: linear layers in forward order, attention, the LM head."""
+    model, settings = spec.model, spec.fp8
+    high_precision = "FP32" if spec.config.trainer.precision is Precision.fp32 else "BF16"
+    *in_layers, head = spec.linears
     groups: dict[tuple[object, ...], list[Linear]] = {}
     for linear in in_layers:
         shape = (linear.out_features, linear.in_features, linear.tokens)

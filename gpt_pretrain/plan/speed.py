@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, RecomputeGranularity
+from gpt_pretrain.config.choices import RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.communication import (
     context_parallel_s,
     data_parallel_s,
@@ -15,9 +14,10 @@ from gpt_pretrain.plan.communication import (
     tensor_parallel_s,
 )
 from gpt_pretrain.plan.kernels import Machine, add, head_s, host_s, layer_s, recompute_s, weight_cast_s
-from gpt_pretrain.plan.stages import Layout, Stage, plan_layout, plan_stages
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.plan.stages import Stage, plan_stages
+from gpt_pretrain.spec.optimizers import OPTIMIZERS
+from gpt_pretrain.spec.recipes import RECIPES
+from gpt_pretrain.spec.run_spec import RunSpec
 
 # Share of a microbatch that its backward pass takes: two products of three.
 BACKWARD_SHARE = 2 / 3
@@ -33,11 +33,9 @@ class Speed:
     """The step of the slowest stage's GPU, by what it is spent on; adds up to `step_s`."""
 
 
-def _microbatch_s(
-    machine: Machine, model: ModelConfig, layout: Layout, stage: Stage, kernels: Kernels
-) -> dict[str, float]:
+def _microbatch_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Seconds of one microbatch on one stage, forward and backward."""
-    settings = fp8_settings(model)
+    model = spec.model
     total: dict[str, float] = {}
     cache: dict[tuple[str, ...], dict[str, float]] = {}
     granularity = model.activations_checkpoint_granularity
@@ -46,18 +44,18 @@ def _microbatch_s(
         # Layers whose products run in the same precisions take the same time.
         key = (*(f"{linear.precision} {linear.wgrad_precision}" for linear in own), str(recomputed))
         if key not in cache:
-            seconds = layer_s(machine, model, own, settings, kernels)
+            seconds = layer_s(machine, spec, own)
             if recomputed:
                 whole = granularity is RecomputeGranularity.full
-                seconds["recomputation"] = recompute_s(machine, model, own, settings, kernels, whole=whole)
-            seconds["tensor parallel"] = tensor_parallel_s(machine, model, layout, own, settings)
-            seconds["expert parallel"] = expert_parallel_s(machine, model, layout, own)
-            seconds["context parallel"] = context_parallel_s(machine, model, layout, own, seconds["attention"])
+                seconds["recomputation"] = recompute_s(machine, spec, own, whole=whole)
+            seconds["tensor parallel"] = tensor_parallel_s(machine, spec, own)
+            seconds["expert parallel"] = expert_parallel_s(machine, spec, own)
+            seconds["context parallel"] = context_parallel_s(machine, spec, own, seconds["attention"])
             cache[key] = seconds
         add(total, cache[key])
     if stage.has_head:
-        add(total, head_s(machine, model, stage.linears[-1], kernels))
-    add(total, {"pipeline sends": layout.vp * pipeline_send_s(machine, model, layout, stage.linears[0].tokens)})
+        add(total, head_s(machine, spec, stage.linears[-1]))
+    add(total, {"pipeline sends": spec.layout.vp * pipeline_send_s(machine, spec, stage.linears[0].tokens)})
     return total
 
 
@@ -79,40 +77,36 @@ def _recomputed(model: ModelConfig, stage: Stage) -> list[bool]:
     return [granularity is not None] * num_layers
 
 
-def _optimizer_s(machine: Machine, model: ModelConfig, layout: Layout, stage: Stage) -> dict[str, float]:
+def _optimizer_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Seconds of the optimizer step: the gradient's norm, the update, and the new weights.
 
-    Per parameter of the shard, Adam reads gradient, master and two moments (16 bytes) and writes three of them and the
-    BF16 weight (14); the whole gradient is zeroed (4) and read once for its norm (4 of the shard).
+    The whole gradient is zeroed (4 bytes per parameter); the rest is of the rank's shard.
     """
-    settings = fp8_settings(model)
+    model, layout, settings = spec.model, spec.layout, spec.fp8
     shards = layout.shards if uses_distributed_optimizer(model) else 1
-    per_parameter = 34 if model.optim.name is OptimizerName.adam else 26
     updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
-    moved = stage.num_parameters * 4 + per_parameter * updated
+    moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
     seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
     if settings is not None and settings.params:
         # `megatron.fp8_weights` reads masters, writes BF16, reads that and writes FP8; all but delayed scaling go over
         # the masters once more, for their amax. Transposes are of whole weights.
-        cast = 9 if settings.recipe is Fp8RecipeName.delayed else 13
+        cast = 9 if settings.recipe.keeps_history else 13
         transposes = 2 if machine.gpu.needs_fp8_transposes else 0
         seconds["FP8 parameters"] = machine.memory_s(stage.fp8_weights * (cast / shards + transposes))
     else:
-        seconds["FP8 casts"] = weight_cast_s(machine, stage.linears, settings)
+        seconds["FP8 casts"] = weight_cast_s(machine, spec, stage.linears)
     return seconds
 
 
-def predict_speed(machine: Machine, model: ModelConfig, layout: Layout, stages: list[Stage], kernels: Kernels) -> Speed:
+def predict_speed(machine: Machine, spec: RunSpec) -> Speed:
     """The speed of a checked configuration on Transformer Engine layers.
 
     Args:
         machine: The planned GPU.
-        model: The configuration.
-        layout: How it is spread over GPUs.
-        stages: Its pipeline stages.
-        kernels: Which implementations it runs on.
+        spec: The run.
     """
-    microbatches = [_microbatch_s(machine, model, layout, stage, kernels) for stage in stages]
+    model, layout, stages = spec.model, spec.layout, plan_stages(spec)
+    microbatches = [_microbatch_s(machine, spec, stage) for stage in stages]
     times = [sum(seconds.values()) for seconds in microbatches]
     slowest = max(range(len(stages)), key=times.__getitem__)
     total: dict[str, float] = {}
@@ -120,13 +114,13 @@ def predict_speed(machine: Machine, model: ModelConfig, layout: Layout, stages: 
     # 1F1B: the first microbatch passes the other stages once, each chunk of it with the interleaved schedule.
     bubble = (sum(times) - times[slowest]) / layout.vp
     add(total, {"pipeline bubble": bubble})
-    add(total, _optimizer_s(machine, model, layout, stages[slowest]))
+    add(total, _optimizer_s(machine, spec, stages[slowest]))
     hidden = times[slowest] * BACKWARD_SHARE
-    communication = data_parallel_s(machine, model, layout, stages[slowest], backward_s=hidden)
+    communication = data_parallel_s(machine, spec, stages[slowest], backward_s=hidden)
     add(total, {"data parallel": communication})
     # The host runs ahead while the optimizer has few kernels, and while the GPU waits for others.
     launches = layout.num_microbatches * _launched_layers(machine, model, stages[slowest])
-    idle = host_s(machine, model, launches, fp8_settings(model), kernels) - sum(total.values())
+    idle = host_s(machine, spec, launches) - sum(total.values())
     add(total, {"waiting for the host": max(0.0, idle)})
     step_s = sum(total.values())
     tokens = model.global_batch_size * model.encoder_seq_length
@@ -151,11 +145,6 @@ def without_fp8(model: ModelConfig) -> ModelConfig:
 
 def with_usual_fp8(model: ModelConfig) -> ModelConfig:
     """The same model with `fp8=delayed`, the fastest, or with `fp8=tensorwise` where experts refuse that."""
-    recipe = Fp8RecipeName.delayed if model.num_moe_experts is None else Fp8RecipeName.tensorwise
-    return replace(model, fp8=True, fp8_recipe=recipe, fp8_hybrid=True, fp8_e4m3=None)
-
-
-def variant_speed(machine: Machine, model: ModelConfig, launch: Launch, kernels: Kernels) -> Speed:
-    """The speed of a model from its configuration alone."""
-    layout = plan_layout(model, launch)
-    return predict_speed(machine, model, layout, plan_stages(model, layout), kernels)
+    with_experts = model.num_moe_experts is not None
+    usual = next(name for name, recipe in RECIPES.items() if not (with_experts and recipe.why_not("num_moe_experts")))
+    return replace(model, fp8=True, fp8_recipe=usual, fp8_hybrid=True, fp8_e4m3=None)

@@ -4,63 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Normalization, PositionEmbedding
-from gpt_pretrain.config.derived import (
-    data_parallel_size,
-    expert_tensor_parallel_size,
-    num_microbatches,
-    padded_vocab_size,
-)
+from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How the run is spread over GPUs."""
-
-    tp: int
-    pp: int
-    vp: int
-    cp: int
-    dp: int
-    ep: int
-    etp: int
-    """Ranks that share each expert's matrices."""
-    num_microbatches: int
-    """Per optimizer step and data-parallel rank."""
-    gpus_per_node: int
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share optimizer states where they are sharded: DP · CP."""
-        return self.dp * self.cp
-
-    @property
-    def expert_shards(self) -> int:
-        """The same for the parameters of experts: what EP and their own tensor parallelism leave of a stage's ranks."""
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
-
-    @property
-    def world_size(self) -> int:
-        """GPUs of the run."""
-        return self.tp * self.pp * self.cp * self.dp
-
-
-def plan_layout(model: ModelConfig, launch: Launch) -> Layout:
-    """The layout of a checked configuration."""
-    world_size = launch.world_size
-    return Layout(
-        tp=model.tensor_model_parallel_size,
-        pp=model.pipeline_model_parallel_size,
-        vp=model.virtual_pipeline_model_parallel_size or 1,
-        cp=model.context_parallel_size,
-        dp=data_parallel_size(model, world_size),
-        ep=model.expert_model_parallel_size,
-        etp=expert_tensor_parallel_size(model),
-        num_microbatches=num_microbatches(model, world_size),
-        gpus_per_node=launch.local_world_size,
-    )
+from gpt_pretrain.spec.layout import Layout
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.spec.run_spec import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +74,10 @@ def _norm_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (2 if model.normalization is Normalization.layernorm else 1)
 
 
-def plan_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
+def plan_stages(spec: RunSpec) -> list[Stage]:
     """The pipeline stages of a checked configuration, in order."""
-    *in_layers, head = linears(model)
+    model, layout = spec.model, spec.layout
+    *in_layers, head = spec.linears
     by_layer: dict[int, list[Linear]] = {}
     for linear in in_layers:
         by_layer.setdefault(linear.layer, []).append(linear)

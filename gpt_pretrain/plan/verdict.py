@@ -5,7 +5,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.memory import GIB, MemoryForecast
 from gpt_pretrain.plan.speed import Speed
-from gpt_pretrain.plan.stages import Layout
+from gpt_pretrain.spec.layout import Layout
 
 # Predictions are good to some percent: closer to BF16 than this is not a gain that a run can count on.
 WORTHWHILE = 1.05

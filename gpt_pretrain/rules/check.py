@@ -4,12 +4,15 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import model_problems
+from gpt_pretrain.rules.no_effect import no_effect_problems
 from gpt_pretrain.rules.training import training_problems
+from gpt_pretrain.spec.resolved import resolve
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """Every violated rule, as a message; without `launch`, the rules about the world size are left out."""
-    return [*model_problems(config, launch), *training_problems(config, launch)]
+    run = resolve(config)
+    return [*no_effect_problems(run), *model_problems(run, launch), *training_problems(run, launch)]
 
 
 def check_config(config: Config, launch: Launch) -> None:

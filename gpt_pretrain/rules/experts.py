@@ -4,39 +4,16 @@ Each rule yields one message. The sources are megatron-core 0.19.2 (transformer/
 Transformer Engine 2.12; what is refused as unproven is what this project does not carry through to its end.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Fp8RecipeName, MoeLoadBalancing, MoeTokenDispatcher
+from gpt_pretrain.config.choices import MoeLoadBalancing, MoeTokenDispatcher
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
 from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
-from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.config.typed import show
 from gpt_pretrain.launch.ranks import Launch
-
-# Keys that say nothing without experts, with the values that do not try to, that of conf/model/base.yaml first.
-_OF_EXPERTS: Mapping[str, tuple[Any, ...]] = {
-    "moe_ffn_hidden_size": (None,),
-    "moe_router_topk": (2,),
-    "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
-    "moe_aux_loss_coeff": (0.01, 0.0),
-    "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
-    "moe_z_loss_coeff": (None,),
-    "moe_grouped_gemm": (None, False),
-    "moe_router_padding_for_quantization": (False,),
-    "expert_model_parallel_size": (1,),
-    "expert_tensor_parallel_size": (None,),
-}
-
-
-def _without_experts(model: ModelConfig) -> Iterator[str]:
-    for name, silent in _OF_EXPERTS.items():
-        value = getattr(model, name)
-        if value not in silent:
-            yield (
-                f"model.{name}={show(value)} has no effect without experts (model.num_moe_experts=null); "
-                f"use {show(silent[0])}, or a number of experts"
-            )
+from gpt_pretrain.spec.recipes import recipes_for
+from gpt_pretrain.spec.resolved import Resolved
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:
@@ -58,10 +35,7 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
             f"{model.moe_router_load_balancing_type.name}; use a coefficient, or "
             "model.moe_router_load_balancing_type=none"
         )
-    elif (
-        model.moe_router_load_balancing_type is MoeLoadBalancing.none
-        and model.moe_aux_loss_coeff not in _OF_EXPERTS["moe_aux_loss_coeff"]
-    ):
+    elif model.moe_router_load_balancing_type is MoeLoadBalancing.none and model.moe_aux_loss_coeff not in (0.01, 0.0):
         yield (
             f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} has no effect with "
             "model.moe_router_load_balancing_type=none; leave it out, or choose a load-balancing loss"
@@ -119,9 +93,10 @@ def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Ite
         )
 
 
-def fp8_experts(model: ModelConfig) -> Iterator[str]:
+def fp8_experts(run: Resolved) -> Iterator[str]:
     """FP8 and experts: what reaches their products, and what is proven to."""
-    if not model.fp8:
+    model = run.model
+    if run.fp8 is None:
         if model.moe_router_padding_for_quantization:
             yield (
                 "model.moe_router_padding_for_quantization=true pads for FP8 products, and model.fp8=false; "
@@ -133,10 +108,10 @@ def fp8_experts(model: ModelConfig) -> Iterator[str]:
             "model.fp8_emulate=true does not reach the products of experts (model.num_moe_experts); "
             "use fp8=none, or a GPU with FP8"
         )
-    if model.fp8_recipe in (None, Fp8RecipeName.delayed):
+    if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
         yield (
-            f"model.fp8_recipe={show(model.fp8_recipe)} with experts (model.num_moe_experts): the history of an expert "
-            "that gets few tokens goes stale, and delayed scales are not proven; use fp8=tensorwise, blockwise or mxfp8"
+            f"model.fp8_recipe={show(model.fp8_recipe)} with experts (model.num_moe_experts): {why}; "
+            f"use fp8={one_of(recipes_for('num_moe_experts'))}"
         )
     if model.fp8_params:
         yield "model.fp8_params=true is not proven with experts (model.num_moe_experts); use false"
@@ -152,18 +127,17 @@ def fp8_experts(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def expert_problems(config: Config, launch: Launch | None) -> Iterator[str]:
+def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """All problems of a mixture of experts; sizes are positive.
 
     Args:
-        config: The configuration.
+        run: The run.
         launch: The run's processes; None leaves out what depends on their number.
     """
-    model = config.model
+    model = run.model
     if model.num_moe_experts is None:
-        yield from _without_experts(model)
         return
     yield from routing(model, model.num_moe_experts)
     yield from expert_layers(model)
     yield from expert_ranks(model, model.num_moe_experts, launch)
-    yield from fp8_experts(model)
+    yield from fp8_experts(run)

@@ -8,19 +8,15 @@ megatron-core 0.19.2 and Transformer Engine (TE) 2.12.
 import fnmatch
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Fp8RecipeName, OptimizerName, Precision, RecomputeGranularity
-from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.choices import Precision, RecomputeGranularity
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import show
-from gpt_pretrain.spec.fp8 import DELAYED_KEYS, Fp8Settings, emulation, fp8_settings
-from gpt_pretrain.spec.products import ROUTER, linears
+from gpt_pretrain.spec.fp8 import Fp8Settings, emulation
+from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
+from gpt_pretrain.spec.products import ROUTER
+from gpt_pretrain.spec.recipes import recipes_for
+from gpt_pretrain.spec.resolved import Resolved
 
-# Why the keys of delayed scaling mean nothing elsewhere.
-_NO_HISTORY = {
-    Fp8RecipeName.tensorwise: "the scale of a tensor comes from the tensor itself",
-    Fp8RecipeName.blockwise: "the scale of a block comes from the block itself",
-    Fp8RecipeName.mxfp8: "the scale of 32 values comes from those values",
-}
 # Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
 # value of a tensor would be among the subnormal ones.
 _LARGEST_MARGIN = 14
@@ -29,50 +25,6 @@ _LONGEST_HISTORY = 65_536
 # An fp32 number for each of input, weight and output, and of the gradients of output and input
 # (TransformerEngineBaseModule.set_meta_tensor: num_gemms * 3 and num_gemms * 2).
 _HISTORY_BYTES = 5 * 4
-# The keys of FP8 that do not say so in their name.
-_KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-
-
-def _set_keys(model: ModelConfig) -> Iterator[str]:
-    """The FP8 keys that say something, as `key=value`: not null, true where null is no value, not empty."""
-    for path, key in schema_keys().items():
-        section, _, name = path.rpartition(".")
-        if section != "model" or not (name.startswith("fp8_") or name in _KEPT_LAYERS):
-            continue
-        value = getattr(model, name)
-        if value is not None and (key.optional or value):
-            shown = f"[{','.join(value)}]" if isinstance(value, list) else show(value)
-            yield f"{path}={shown}"
-
-
-def switched_off(config: Config) -> Iterator[str]:
-    """Settings of FP8 in a run without it."""
-    if config.model.fp8:
-        return
-    given = list(_set_keys(config.model))
-    if given:
-        are, them = ("has", "it") if len(given) == 1 else ("have", "them")
-        yield (
-            f"{', '.join(given)} {are} no effect with model.fp8=false; "
-            f"use model.fp8=true, or leave {them} out (fp8=none)"
-        )
-    interval = config.logging.fp8_statistics_interval
-    if interval is not None:
-        yield (
-            f"logging.fp8_statistics_interval={interval} has nothing to observe with model.fp8=false; "
-            "use model.fp8=true, or null"
-        )
-    if config.checkpoint.reset_fp8_state:
-        yield "checkpoint.reset_fp8_state=true has nothing to reset with model.fp8=false; use false"
-
-
-def resuming(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """Scales that start anew, of a recipe that keeps none (`checkpoint.fp8_state`)."""
-    if config.checkpoint.reset_fp8_state and settings.recipe in _NO_HISTORY and not settings.dot_product_attention:
-        yield (
-            f"checkpoint.reset_fp8_state=true has nothing to reset with model.fp8_recipe={settings.recipe.name}: "
-            f"{_NO_HISTORY[settings.recipe]}; use false"
-        )
 
 
 def statistics(config: Config) -> Iterator[str]:
@@ -95,14 +47,7 @@ def formats(model: ModelConfig) -> Iterator[str]:
 
 def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     """Keys that delayed scaling alone reads, and their ranges."""
-    if settings.recipe is not Fp8RecipeName.delayed:
-        for name in DELAYED_KEYS:
-            value = getattr(model, name)
-            if value is not None:
-                yield (
-                    f"model.{name}={show(value)} has no effect with model.fp8_recipe={settings.recipe.name}: "
-                    f"{_NO_HISTORY[settings.recipe]}; use null, or fp8=delayed"
-                )
+    if not settings.recipe.keeps_history:
         return
     if not 0 <= settings.margin <= _LARGEST_MARGIN:
         yield (
@@ -120,40 +65,19 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
             f"{_HISTORY_BYTES * settings.amax_history_len:,} bytes of amaxes (4 for each of 5 tensors and each pass); "
             f"use 1 to {_LONGEST_HISTORY} (1024 is Transformer Engine's own)"
         )
-    if model.fp8_interval not in (None, 1):
-        yield (
-            f"model.fp8_interval={model.fp8_interval} has no effect: Transformer Engine ignores it since 1.8 and "
-            "computes new scales at every step; use 1, or null"
-        )
-
-
-def weight_gradients(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """`fp8_wgrad=false`, which megatron-core still passes to a recipe that has no place for it."""
-    if not settings.wgrad and not (settings.recipe is Fp8RecipeName.delayed and settings.emulate):
-        yield (
-            f"model.fp8_wgrad=false has no effect with model.fp8_recipe={settings.recipe.name} and "
-            f"model.fp8_emulate={show(settings.emulate)}: it belongs to delayed alone, and Transformer Engine 2.12 "
-            "drops it (override_linear_precision is gone); use null, or fp8=delayed with model.fp8_emulate=true"
-        )
 
 
 def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
     """FP8 in attention's own products, which TE's fused attention alone computes."""
     model = config.model
-    if settings.multi_head_attention:
-        # TE's own MultiheadAttention asks its projections for FP8 outputs by `fp8_output`; megatron-core's
-        # attention never does, so that the recipe's fp8_mha changes nothing.
-        yield (
-            "model.fp8_multi_head_attention=true has no effect: megatron-core 0.19 hands BF16 tensors between the "
-            "projections and attention, whatever the recipe says; use false"
-        )
     if not settings.dot_product_attention:
         return
-    if settings.recipe not in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise):
+    if settings.recipe.why_not("fp8_dot_product_attention") is not None:
         # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
         yield (
             f"model.fp8_dot_product_attention=true with model.fp8_recipe={settings.recipe.name}: Transformer Engine's "
-            "FP8 attention takes scales per tensor only; use false, or fp8=delayed or tensorwise"
+            "FP8 attention takes scales per tensor only; use false, or "
+            f"fp8={' or '.join(recipes_for('fp8_dot_product_attention'))}"
         )
     if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
         # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
@@ -195,17 +119,16 @@ def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
             "FP8 weights from their masters; use use_distributed_optimizer=null or true, or fp8_params=false"
         )
     name = config.model.optim.name
-    if name is not OptimizerName.adam:
+    if not OPTIMIZERS[name].has_distributed_form:
         yield (
             f"model.fp8_params=true needs the distributed optimizer, and model.optim.name={name.name} has no "
-            "distributed form in megatron-core; use adam, or fp8_params=false"
+            f"distributed form in megatron-core; use {' or '.join(names_with('has_distributed_form'))}, or "
+            "fp8_params=false"
         )
-    if settings.recipe is Fp8RecipeName.mxfp8:
-        # Its gather is staged in the gradients' buffer, which the training loop would have to fill before each gather
-        # (MixedPrecisionOptimizer.prepare_model_params_for_param_sync): weights would be zeros without it.
+    if (why := settings.recipe.why_not("fp8_params")) is not None:
         yield (
-            "model.fp8_params=true with model.fp8_recipe=mxfp8: megatron-core gathers these through the gradients' "
-            "buffer, in BF16, which this application does not do; use fp8_params=false, or fp8=tensorwise"
+            f"model.fp8_params=true with model.fp8_recipe={settings.recipe.name}: {why}; use fp8_params=false, or "
+            f"fp8={' or '.join(recipes_for('fp8_params'))}"
         )
     if settings.emulate:
         yield (
@@ -218,18 +141,11 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     """First and last layers in BF16 (TransformerConfig.__post_init__)."""
     keys = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     if not model.first_last_layers_bf16:
-        for key in keys:
-            value = getattr(model, key)
-            if value is not None:
-                yield (
-                    f"model.{key}={value} has no effect with model.first_last_layers_bf16=false; "
-                    "use first_last_layers_bf16=true, or null"
-                )
         return
-    if settings.recipe is Fp8RecipeName.delayed:
+    if (why := settings.recipe.why_not("first_last_layers_bf16")) is not None:
         yield (
-            "model.first_last_layers_bf16=true with model.fp8_recipe=delayed: amaxes are reduced once for all layers, "
-            'and megatron-core refuses it; use fp8_exclude=["decoder.layers.0.*",…], or fp8=tensorwise'
+            f"model.first_last_layers_bf16=true with model.fp8_recipe={settings.recipe.name}: {why}; use "
+            f'fp8_exclude=["decoder.layers.0.*",…], or fp8={" or ".join(recipes_for("first_last_layers_bf16"))}'
         )
     per_stage = model.num_layers // model.pipeline_model_parallel_size
     for key in keys:
@@ -247,9 +163,9 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         )
 
 
-def exclusions(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
+def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     """Patterns that keep nothing out of FP8."""
-    names = [linear.module for linear in linears(model) if linear.layer >= 0 and linear.kind != ROUTER]
+    names = [linear.module for linear in run.linears() if linear.layer >= 0 and linear.kind != ROUTER]
     for pattern in settings.exclude:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             yield (
@@ -258,9 +174,10 @@ def exclusions(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
             )
 
 
-def nothing_left(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
+def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     """Settings that keep every layer out of FP8."""
-    if any(linear.precision == "fp8" for linear in linears(model)):
+    model = run.model
+    if any(linear.precision == "fp8" for linear in run.linears()):
         return
     causes = ["model.fp8_exclude"] if settings.exclude else []
     causes += ["model.first_last_layers_bf16"] if model.first_last_layers_bf16 else []
@@ -302,29 +219,25 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
         )
 
 
-def fp8_problems(config: Config, *, sizes_known: bool) -> Iterator[str]:
+def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """All problems of the FP8 keys, but those of shapes, that no machine has to be asked about.
 
     Args:
-        config: The configuration.
+        run: The run.
         sizes_known: Whether all counts are positive; the rules about layers by name divide by them.
     """
-    model = config.model
-    yield from switched_off(config)
+    config, model, settings = run.config, run.model, run.fp8
     yield from statistics(config)
-    settings = fp8_settings(model)
     if settings is None:
         return
     yield from formats(model)
     yield from delayed_scaling(model, settings)
-    yield from weight_gradients(model, settings)
     yield from attention(config, settings)
     yield from parameters(config, settings)
-    yield from resuming(config, settings)
     yield from layer_implementation(config, settings)
     if sizes_known:
         kept = list(layers_in_bf16(model, settings))
         yield from kept
-        yield from exclusions(model, settings)
+        yield from exclusions(run, settings)
         if not kept:
-            yield from nothing_left(model, settings)
+            yield from nothing_left(run, settings)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Activation, Fp8RecipeName
+from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     ffn_hidden_size,
@@ -20,14 +20,13 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.numbers import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.spec.resolved import Resolved
 
 # Layers whose input each rank casts before it is gathered along the sequence.
 _COLUMN_PARALLEL = (QKV, FC1)
 _OF_EXPERTS = (EXPERT_FC1, EXPERT_FC2)
-# Values along a side of a block (Float8BlockQuantizer.block_len).
-_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +61,12 @@ def _gathered_in_blocks(model: ModelConfig, settings: Fp8Settings) -> bool:
     TE asserts that such an input holds whole blocks of 128×128 (`assert_dim_for_all_gather`,
     `Float8BlockQuantizer.is_quantizable`); ungathered ones may end in a part of a block.
     """
-    return model.sequence_parallel and settings.recipe is Fp8RecipeName.blockwise
+    return model.sequence_parallel and settings.recipe.gathers_blocks
 
 
 def _widths(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -> Iterator[_Need]:
     """Rows and columns of the weights."""
-    unit, tp = settings.alignment, model.tensor_model_parallel_size
+    unit, tp = settings.recipe.alignment, model.tensor_model_parallel_size
     hidden, heads = model.hidden_size, model.num_attention_heads
     # The residual stream is a dimension of every weight, and whole on each rank.
     yield _Need(key="hidden_size", value=hidden, step=unit, why=_weight(next(iter(fp8.values())), model, unit))
@@ -75,8 +74,9 @@ def _widths(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
         yield _Need(
             key="hidden_size",
             value=hidden,
-            step=_BLOCK,
-            why=f"model.fp8_recipe=blockwise with model.sequence_parallel=true gathers blocks of {_BLOCK}×{_BLOCK}",
+            step=settings.recipe.gathered_rows,
+            why=f"model.fp8_recipe={settings.recipe.name} with model.sequence_parallel=true gathers blocks of "
+            f"{settings.recipe.block}×{settings.recipe.block}",
         )
     for kind, count in ((QKV, (heads + 2 * num_query_groups(model)) // tp), (PROJ, heads // tp)):
         if kind in fp8:
@@ -105,7 +105,7 @@ def _widths(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
 
 def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -> Iterator[_Need]:
     """Rows of the activations: tokens of a microbatch, and those that a rank casts itself."""
-    unit, tp, cp = settings.alignment, model.tensor_model_parallel_size, model.context_parallel_size
+    unit, tp, cp = settings.recipe.alignment, model.tensor_model_parallel_size, model.context_parallel_size
     micro, length = model.micro_batch_size, model.encoder_seq_length
     # The sequence has to be divisible by these anyway (rules.layout.sequence): what is offered is legal.
     divisible = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
@@ -117,7 +117,7 @@ def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
     columns = [linear for kind, linear in fp8.items() if kind in _COLUMN_PARALLEL]
     if model.sequence_parallel and columns:
         # TE asserts the 8; together with TP it makes the 16 of the whole.
-        rows = {Fp8RecipeName.blockwise: _BLOCK, Fp8RecipeName.mxfp8: unit}.get(settings.recipe, 8)
+        rows = settings.recipe.gathered_rows
         why = f"what a rank casts before it is gathered (model.sequence_parallel=true) must be a multiple of {rows}"
         needs.append((columns[0].local_tokens, cp * tp, rows, why))
     for tokens, ranks, rows, rule in needs:
@@ -132,17 +132,17 @@ def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
         )
 
 
-def fp8_shape_problems(model: ModelConfig) -> Iterator[str]:
+def fp8_shape_problems(run: Resolved) -> Iterator[str]:
     """One message for each key that makes a shape which FP8 products do not take.
 
     Args:
-        model: Sizes that are positive and divide as the layout asks (`rules.model`).
+        run: Its sizes are positive and divide as the layout asks (`rules.model`).
     """
-    settings = fp8_settings(model)
+    model, settings = run.model, run.fp8
     if settings is None:
         return
     fp8: dict[str, Linear] = {}
-    for linear in linears(model):
+    for linear in run.linears():
         if linear.precision == "fp8":
             fp8.setdefault(linear.kind, linear)
     if not fp8:

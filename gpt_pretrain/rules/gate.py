@@ -34,7 +34,7 @@ from gpt_pretrain.config.source import (
 )
 from gpt_pretrain.config.typed import read_config, show
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
-from gpt_pretrain.rules.inert import inert_problems
+from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import CommandLine, lines_of, parse_overrides, single_value, without_sweeps
 
 
@@ -184,7 +184,7 @@ class _Gate:
         named = {problem.partition(": ")[2] for problem in problems}
         problems += [problem for problem in wrong if problem not in named]
         if config is not None and not problems and self.rules is not None:
-            problems = [*inert_problems(config, self.given), *self.rules(config, self.submission)]
+            problems = [*given_without_effect(config, self.given), *self.rules(config, self.submission)]
         if config is None:
             return None, problems
         arguments = () if self.submission is None else _alone(composed, config)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 
 from gpt_pretrain.config.choices import CudaGraphImpl
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.spec.obstacles import (
     Obstacle,
     activation_cast_obstacles,
@@ -12,6 +11,7 @@ from gpt_pretrain.spec.obstacles import (
     graph_obstacles,
     qkv_rope_obstacles,
 )
+from gpt_pretrain.spec.resolved import Resolved
 
 
 def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
@@ -26,23 +26,23 @@ def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterat
         yield f"{asked} does not go with {setting}: {why}; use {instead}"
 
 
-def graph_problems(config: Config) -> Iterator[str]:
+def graph_problems(run: Resolved) -> Iterator[str]:
     """What `model.cuda_graph_impl` does not go with, where graphs are asked for."""
-    if config.model.cuda_graph_impl is CudaGraphImpl.local:
-        yield from _refusals("model.cuda_graph_impl=local", graph_obstacles(config), "null or none")
+    if run.model.cuda_graph_impl is CudaGraphImpl.local:
+        yield from _refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
 
 
-def fused_kernel_problems(config: Config, *, sizes_known: bool) -> Iterator[str]:
+def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """Fused kernels that are asked for beside what they do not go with.
 
     Args:
-        config: The configuration.
+        run: The run.
         sizes_known: Whether all counts are positive; what a layer multiplies is divided by them.
     """
-    model = config.model
+    model = run.model
     found = {
-        "activation_cast_fusion": activation_cast_obstacles(model, sizes_known=sizes_known),
-        "embedding_gradient_fusion": embedding_gradient_obstacles(config),
+        "activation_cast_fusion": activation_cast_obstacles(run, sizes_known=sizes_known),
+        "embedding_gradient_fusion": embedding_gradient_obstacles(run.config),
         "fused_single_qkv_rope": qkv_rope_obstacles(model),
         "use_flash_attention": flash_attention_obstacles(model) if sizes_known else (),
     }

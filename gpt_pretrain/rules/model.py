@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches
 from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
-from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
@@ -16,6 +16,7 @@ from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
 from gpt_pretrain.rules.kernels import fused_kernel_problems, graph_problems
 from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 from gpt_pretrain.rules.overlap import gradients, tensor_parallel_overlap
+from gpt_pretrain.spec.resolved import Resolved
 
 COUNTS = (
     "num_layers",
@@ -138,13 +139,6 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
     granularity = model.activations_checkpoint_granularity
     method, layers = model.activations_checkpoint_method, model.activations_checkpoint_num_layers
     if granularity is not RecomputeGranularity.full:
-        shown = "null" if granularity is None else granularity.name
-        for name, value in (("method", method and method.name), ("num_layers", layers)):
-            if value is not None:
-                yield (
-                    f"model.activations_checkpoint_{name}={value} has no effect with "
-                    f"model.activations_checkpoint_granularity={shown}; use granularity=full, or {name}=null"
-                )
         return
     per_chunk = model.num_layers // (
         model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
@@ -190,17 +184,17 @@ def numbers(model: ModelConfig) -> Iterator[str]:
         yield f"model.seed={model.seed} is negative; use 0 or more"
 
 
-def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
+def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """All problems of `model.` but its data and optimizer; without `launch`, those of the world size are left out."""
-    model = config.model
+    model = run.model
     sizes = list(sizes_are_positive(model))
     yield from sizes
     yield from numbers(model)
     yield from gradients(model)
-    yield from graph_problems(config)
+    yield from graph_problems(run)
     yield from fusions(model)
-    yield from fused_kernel_problems(config, sizes_known=not sizes)
-    yield from fp8_problems(config, sizes_known=not sizes)
+    yield from fused_kernel_problems(run, sizes_known=not sizes)
+    yield from fp8_problems(run, sizes_known=not sizes)
     if sizes:
         return
     shapes = [
@@ -210,13 +204,13 @@ def model_problems(config: Config, launch: Launch | None) -> Iterator[str]:
         *widths_over_tensor_ranks(model),
         *pipeline(model, launch),
         *sequence(model),
-        *expert_problems(config, launch),
+        *expert_problems(run, launch),
     ]
     yield from shapes
     if not shapes:
         # What a rank multiplies is known only where everything divides.
-        yield from fp8_shape_problems(model)
+        yield from fp8_shape_problems(run)
     yield from recomputation(model)
-    yield from tensor_parallel_overlap(model, launch)
+    yield from tensor_parallel_overlap(run, launch)
     if launch is not None:
         yield from world_and_batch(model, launch)

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Fp8RecipeName, MainParamsDtype, MomentDtype, OptimizerName, Precision
+from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype, Precision
 from gpt_pretrain.config.derived import uses_distributed_optimizer
-from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig
+from gpt_pretrain.config.schema import OptimConfig
+from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
+from gpt_pretrain.spec.recipes import recipes_for
+from gpt_pretrain.spec.resolved import Resolved
 
 _ASKED = "model.optim.use_precision_aware_optimizer=true"
 # Half of what lies between a number of the type and the next, divided by the number: two to minus this, at most.
@@ -36,13 +39,14 @@ def _moments(optim: OptimConfig) -> Iterator[str]:
         )
 
 
-def _untried(model: ModelConfig) -> Iterator[str]:
+def _untried(run: Resolved) -> Iterator[str]:
     """What no test has shown to train."""
-    optim = model.optim
-    if model.fp8_params and model.fp8_recipe is Fp8RecipeName.blockwise:
+    model, optim = run.model, run.model.optim
+    feature = "fp8_params with use_precision_aware_optimizer"
+    if run.fp8 is not None and run.fp8.params and (why := run.fp8.recipe.why_not(feature)) is not None:
         yield (
-            f"{_ASKED} with model.fp8_params=true and model.fp8_recipe=blockwise: nobody has shown that weights in "
-            "blocks are cast from its masters; use fp8=tensorwise or delayed, or fp8_params=false"
+            f"{_ASKED} with model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}: {why}; "
+            f"use fp8={' or '.join(recipes_for('fp8_params', feature))}, or fp8_params=false"
         )
     by_place = {
         "main_params_dtype": optim.main_params_dtype is MainParamsDtype.fp16,
@@ -60,24 +64,14 @@ def _untried(model: ModelConfig) -> Iterator[str]:
             )
 
 
-def optimizer_memory(config: Config) -> Iterator[str]:
+def optimizer_memory(run: Resolved) -> Iterator[str]:
     """What the precision-aware optimizer needs, and types that are ignored without it."""
-    model, optim = config.model, config.model.optim
+    config, model, optim = run.config, run.model, run.model.optim
     if not optim.use_precision_aware_optimizer:
-        types = {
-            "main_params_dtype": (optim.main_params_dtype, MainParamsDtype.fp32),
-            "exp_avg_dtype": (optim.exp_avg_dtype, MomentDtype.fp32),
-            "exp_avg_sq_dtype": (optim.exp_avg_sq_dtype, MomentDtype.fp32),
-        }
-        for name, (value, usual) in types.items():
-            if value is not usual:
-                yield (
-                    f"model.optim.{name}={value.name} has no effect with model.optim.use_precision_aware_optimizer="
-                    f"false; use true, or {name}=fp32"
-                )
         return
-    if optim.name is not OptimizerName.adam:
-        yield f"{_ASKED} is a form of Adam, and model.optim.name={optim.name.name}; use adam, or false"
+    if not OPTIMIZERS[optim.name].has_small_states:
+        names = " or ".join(names_with("has_small_states"))
+        yield f"{_ASKED} is a form of {names}, and model.optim.name={optim.name.name}; use {names}, or false"
     if not uses_distributed_optimizer(model):
         yield (
             f"{_ASKED} is a form of the distributed optimizer, and model.use_distributed_optimizer="
@@ -90,4 +84,4 @@ def optimizer_memory(config: Config) -> Iterator[str]:
             "masters; use bf16, or false"
         )
     yield from _moments(optim)
-    yield from _untried(model)
+    yield from _untried(run)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.fp8 import fp8_settings
+from gpt_pretrain.spec.recipes import recipes_for
+from gpt_pretrain.spec.resolved import Resolved
 
 
 def gradients(model: ModelConfig) -> Iterator[str]:
@@ -16,12 +16,6 @@ def gradients(model: ModelConfig) -> Iterator[str]:
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
         )
-    if model.ddp_bucket_size is not None and not model.overlap_grad_reduce:
-        yield (
-            f"model.ddp_bucket_size={model.ddp_bucket_size} is how much is exchanged at once behind computation, and "
-            "model.overlap_grad_reduce=false leaves all of it to the end; use null, or overlap_grad_reduce=true "
-            "(parallelism=dp has it so)"
-        )
     if model.nccl_ub:
         yield (
             "model.nccl_ub=true is refused: megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink "
@@ -30,8 +24,9 @@ def gradients(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def tensor_parallel_overlap(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
+def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
+    model = run.model
     if not model.tp_comm_overlap:
         return
     asked = "model.tp_comm_overlap=true"
@@ -46,17 +41,16 @@ def tensor_parallel_overlap(model: ModelConfig, launch: Launch | None) -> Iterat
         yield f"{asked} is done by Transformer Engine's linear layers, and {cause} excludes them; use false"
     if model.num_moe_experts is not None:
         yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"
-    yield from (f"{asked} is untried with {setting}; use false" for setting in _untried_with_overlap(model))
+    yield from (f"{asked} is untried with {setting}; use false" for setting in _untried_with_overlap(run))
     if model.hidden_size % 4:
         yield (
             f"{asked} cuts what a layer puts out into four pieces, and model.hidden_size={model.hidden_size} is not "
             f"divisible by 4; use {model.hidden_size // 4 * 4}, {(model.hidden_size // 4 + 1) * 4} or false"
         )
-    settings = fp8_settings(model)
-    if settings is not None and settings.recipe in (Fp8RecipeName.blockwise, Fp8RecipeName.mxfp8):
+    if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
         yield (
-            f"{asked} exchanges tensors with one scale, and model.fp8_recipe={settings.recipe.name} has one for each "
-            "block; use false, fp8=delayed or fp8=tensorwise"
+            f"{asked} exchanges tensors with one scale, and model.fp8_recipe={run.fp8.recipe.name}: {why}; use false, "
+            f"or fp8={' or '.join(recipes_for('tp_comm_overlap'))}"
         )
     if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
         yield (
@@ -65,8 +59,9 @@ def tensor_parallel_overlap(model: ModelConfig, launch: Launch | None) -> Iterat
         )
 
 
-def _untried_with_overlap(model: ModelConfig) -> Iterator[str]:
+def _untried_with_overlap(run: Resolved) -> Iterator[str]:
     """What no run with user buffers has had: layers of two precisions, other exchanges beside, products done again."""
+    model = run.model
     for name in ("pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(model, name)
         if size > 1:
@@ -74,9 +69,8 @@ def _untried_with_overlap(model: ModelConfig) -> Iterator[str]:
     granularity = model.activations_checkpoint_granularity
     if granularity is not None:
         yield f"model.activations_checkpoint_granularity={granularity.name}"
-    settings = fp8_settings(model)
-    if model.fp8_params and settings is not None and settings.recipe is not Fp8RecipeName.delayed:
-        yield f"model.fp8_params=true and model.fp8_recipe={settings.recipe.name}"
+    if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not("fp8_params with tp_comm_overlap"):
+        yield f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
     for name in ("fp8_dot_product_attention", "first_last_layers_bf16"):
         if getattr(model, name):
             yield f"model.{name}=true"

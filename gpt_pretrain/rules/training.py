@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, DataImpl, OptimizerName, ScheduleName, TokenizerLibrary
+from gpt_pretrain.config.choices import CrossEntropyFusion, DataImpl, ScheduleName, TokenizerLibrary
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
@@ -18,6 +18,8 @@ from gpt_pretrain.config.schema import Config, DataConfig, TokenizerConfig
 from gpt_pretrain.config.schema_run import CheckpointConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.optimizer_memory import optimizer_memory
+from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
+from gpt_pretrain.spec.resolved import Resolved
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
@@ -44,10 +46,11 @@ def optimizer(config: Config) -> Iterator[str]:
     if optim.weight_decay < 0:
         yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
     # Where FP8 parameters ask for it, rules.fp8 says so.
-    if optim.name is not OptimizerName.adam and config.model.use_distributed_optimizer:
+    if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
         yield (
             f"model.optim.name={optim.name.name} has no distributed form in megatron-core, and "
-            "model.use_distributed_optimizer=true; use adam, or use_distributed_optimizer=false "
+            "model.use_distributed_optimizer=true; use "
+            f"{' or '.join(names_with('has_distributed_form'))}, or use_distributed_optimizer=false "
             "(parallelism=single has it so)"
         )
 
@@ -76,16 +79,6 @@ def schedule(config: Config) -> Iterator[str]:
         yield (
             "model.optim.sched.name=wsd needs model.optim.sched.wsd_decay_steps, the length of its last phase; "
             f"use 1 to {max(1, decay - warmup)}"
-        )
-    if not wsd and phase is not None:
-        yield (
-            f"model.optim.sched.wsd_decay_steps={phase} has no effect with model.optim.sched.name={sched.name.name}; "
-            "use name=wsd, or wsd_decay_steps=null"
-        )
-    if sched.name is ScheduleName.constant and sched.min_lr is not None:
-        yield (
-            f"model.optim.sched.min_lr={sched.min_lr} has no effect with model.optim.sched.name=constant; use null, or "
-            "name=cosine, linear or wsd"
         )
     if wsd and phase is not None and phase > decay - warmup > 0:
         yield (
@@ -124,11 +117,6 @@ def corpus(data: DataConfig) -> Iterator[str]:
         given = getattr(data, name)
         if data.data_impl is impl and not given:
             yield f"model.data.data_impl={impl.name} needs model.data.{name}=[…]"
-        if data.data_impl is not impl and given:
-            yield (
-                f"model.data.{name} is given, and model.data.data_impl={data.data_impl.name} does not read it; "
-                f"use data={impl.name}, or leave {name} empty"
-            )
     yield from _prefixes(data.data_prefix)
     yield from _at_least(data, "model.data", 0, "num_workers")
     yield from _at_least(data, "model.data", 1, "num_dataset_builder_threads")
@@ -173,11 +161,6 @@ def tokenizer(config: Config) -> Iterator[str]:
         )
     if tok.library is TokenizerLibrary.file and not tok.model:
         yield "model.tokenizer.library=file needs model.tokenizer.model, the path of a tokenizer.json"
-    if tok.library is not TokenizerLibrary.file and tok.model is not None:
-        yield (
-            f"model.tokenizer.model={tok.model!r} has no effect with model.tokenizer.library={tok.library.name}; "
-            "use library=file, or model=null"
-        )
     if tok.library is TokenizerLibrary.bpe and not SMALLEST_BPE <= tok.vocab_size <= config.model.vocab_size:
         yield (
             f"model.tokenizer.vocab_size={tok.vocab_size} is not between {SMALLEST_BPE} (every byte and the end of a "
@@ -251,17 +234,6 @@ def determinism(config: Config) -> Iterator[str]:
         )
 
 
-def fused_loss(config: Config) -> Iterator[str]:
-    """Which fused cross entropy, where there is none."""
-    model = config.model
-    if model.cross_entropy_loss_fusion is False and model.cross_entropy_fusion_impl is not None:
-        yield (
-            f"model.cross_entropy_fusion_impl={model.cross_entropy_fusion_impl.name} says which fused cross entropy "
-            "computes the loss, and model.cross_entropy_loss_fusion=false has none; use true, or "
-            "cross_entropy_fusion_impl=null"
-        )
-
-
 def files(config: Config) -> Iterator[str]:
     """Where the run writes."""
     # os.path's questions, because those of Path raise where a folder above may not be read.
@@ -311,10 +283,11 @@ def reports(config: Config) -> Iterator[str]:
         )
 
 
-def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
+def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """All problems but the architecture's; without `launch`, those of the world size are left out."""
+    config = run.config
     yield from optimizer(config)
-    yield from optimizer_memory(config)
+    yield from optimizer_memory(run)
     yield from schedule(config)
     yield from corpus(config.model.data)
     yield from splits(config)
@@ -322,7 +295,6 @@ def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from trainer(config.trainer)
     yield from rewinds(config)
     yield from determinism(config)
-    yield from fused_loss(config)
     yield from files(config)
     yield from start(config.checkpoint)
     yield from reports(config)

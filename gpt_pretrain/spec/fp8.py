@@ -1,7 +1,7 @@
-"""What the FP8 keys add up to: NeMo's flags, megatron-core's names and the recipes' defaults, resolved once.
+"""What the FP8 keys add up to: NeMo's flags, megatron-core's names and the recipes' defaults.
 
 Everything that acts on FP8 (the rules, the translation to megatron-core, the plan, the proof, emulation) reads
-`Fp8Settings`, so that they cannot disagree about what null means.
+`Fp8Settings`, so that they cannot disagree about what null means. `spec.run_spec` resolves them, once.
 """
 
 import fnmatch
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.spec.recipes import RECIPES, Recipe
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -20,7 +21,7 @@ DELAYED_KEYS = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_
 class Fp8Settings:
     """The FP8 of a run."""
 
-    recipe: Fp8RecipeName
+    recipe: Recipe
     forward_format: str
     """Of inputs and weights: "e4m3"."""
     gradient_format: str
@@ -48,26 +49,19 @@ class Fp8Settings:
         """E4M3 forward and E5M2 backward; otherwise E4M3 in both."""
         return self.gradient_format == "e5m2"
 
-    @property
-    def alignment(self) -> int:
-        """What both dimensions of every operand must be multiples of."""
-        return 32 if self.recipe is Fp8RecipeName.mxfp8 else 16
-
     def excludes(self, module: str) -> bool:
-        """Whether a pattern keeps this linear layer out, by its name in the whole model (see `gemms.Linear.module`)."""
+        """Whether a pattern keeps a linear layer out, by its name in the whole model (`products.Linear.module`)."""
         return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude)
 
 
-def fp8_settings(model: ModelConfig) -> Fp8Settings | None:
+def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
     """The FP8 of a run, or None where `model.fp8` is off."""
     if not model.fp8:
         return None
-    recipe = model.fp8_recipe or Fp8RecipeName.delayed
+    recipe = RECIPES[model.fp8_recipe or Fp8RecipeName.delayed]
     # NeMo's rule: e4m3 counts where both are set.
-    if model.fp8_e4m3 is None and model.fp8_hybrid is None:
-        e4m3 = recipe in (Fp8RecipeName.blockwise, Fp8RecipeName.mxfp8)
-    else:
-        e4m3 = bool(model.fp8_e4m3)
+    unset = model.fp8_e4m3 is None and model.fp8_hybrid is None
+    e4m3 = recipe.e4m3 if unset else bool(model.fp8_e4m3)
     kept = model.first_last_layers_bf16
     start, end = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
     return Fp8Settings(

@@ -3,32 +3,30 @@
 Each null becomes the fastest choice that is right there; what the rules would refuse is never chosen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
-from gpt_pretrain.config.derived import kv_channels, num_query_groups
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, PositionEmbedding, Precision
+from gpt_pretrain.config.derived import kv_channels, matmul_parameters_per_layer, num_query_groups
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.graphs import plan_graphs
 from gpt_pretrain.spec.obstacles import (
     activation_cast_obstacles,
     embedding_gradient_obstacles,
     flash_attention_obstacles,
+    graph_obstacles,
     qkv_rope_obstacles,
 )
-from gpt_pretrain.spec.platform_fp8 import is_hopper
-
-if TYPE_CHECKING:
-    from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.resolved import Resolved
 
 # Widths of heads with which steps have been faster on Hopper by FlashAttention-4 than by cuDNN, where queries and keys
 # are rotated and where not. Others were not measured (benchmarks/flash_attention_h200_*.md).
 ROTATED_FLASH_ATTENTION_WIDTHS = (128,)
 FLASH_ATTENTION_WIDTHS = (64, 128)
+
+# Operations of one layer on one microbatch, 6 for each weight and token. On an H200, graphs made GPT-2 124M 1.4 times
+# as fast at 32 × 1,024 tokens (1.4e12), and no faster at 64 × 1,024 (2.8e12).
+_MAX_LAYER_FLOPS = 2e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +50,15 @@ class Kernels:
     """None: no CUDA graphs."""
 
 
-def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Kernels:
+def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves each `null` of the kernel keys; explicit values stand.
 
     Args:
-        config: The configuration.
+        run: A configuration that all rules let pass.
         platform: The machine.
-        world_size: Processes of the run; one where a model is built alone.
+        world_size: Processes of the run.
     """
-    model = config.model
+    config, model, settings = run.config, run.model, run.fp8
     # Emulated FP8 is computed by local layers, also where TE is there.
     otherwise_te = platform.transformer_engine is not None and not model.fp8_emulate
 
@@ -68,8 +66,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         return otherwise if value is None else value
 
     te = choose(model.transformer_engine, otherwise_te)
-    graphs = plan_graphs(config, world_size, transformer_engine=te)
-    settings = fp8_settings(model)
+    graphs = _plan_graphs(run, world_size, transformer_engine=te)
     # Emulated layers compute their weight gradients themselves.
     accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
     rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
@@ -89,11 +86,11 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         activation_cast_fusion=choose(
             model.activation_cast_fusion,
             te
-            and is_hopper(platform)
+            and platform.is_hopper
             and settings is not None
-            and settings.recipe is Fp8RecipeName.delayed
+            and settings.recipe.fuses_activation_cast
             and graphs is None
-            and not any(activation_cast_obstacles(model, sizes_known=True)),
+            and not any(activation_cast_obstacles(run, sizes_known=True)),
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
@@ -101,7 +98,7 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         use_flash_attention=choose(
             model.use_flash_attention,
             te
-            and is_hopper(platform)
+            and platform.is_hopper
             and platform.flash_attention is not None
             and graphs is None
             and _is_faster_by_flash_attention(model, rotates=rotates)
@@ -125,6 +122,25 @@ def plan_kernels(config: Config, platform: Platform, world_size: int = 1) -> Ker
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
         cuda_graph_impl=graphs,
     )
+
+
+def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) -> CudaGraphImpl | None:
+    """What records graphs of the layers; None: nothing does. Replays on several ranks are untested."""
+    model = run.model
+    if model.cuda_graph_impl is not None:
+        return None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl
+    recipe_gains = run.fp8 is not None and run.fp8.recipe.gains_by_graphs
+    layer_flops = 6 * matmul_parameters_per_layer(model) * model.micro_batch_size * model.encoder_seq_length
+    # What the comparison to the bit was made with (tests/test_gpu_graphs.py): GPT's layers, all of them in FP8.
+    compared = model.position_embedding_type is PositionEmbedding.learned_absolute and not (
+        model.first_last_layers_bf16 or model.fp8_exclude
+    )
+    small = layer_flops <= _MAX_LAYER_FLOPS
+    gain = transformer_engine and recipe_gains and compared and small and world_size == 1
+    # A kernel that is asked for and untried in graphs goes before them.
+    asked = model.activation_cast_fusion or model.embedding_gradient_fusion or model.use_flash_attention
+    is_free = not asked and not any(graph_obstacles(run))
+    return CudaGraphImpl.local if gain and is_free else None
 
 
 def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:

@@ -5,11 +5,12 @@ The rules refuse (`rules.kernels`), and `spec.kernels` resolves null.
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8RecipeName, PositionEmbedding, Precision
+from gpt_pretrain.config.choices import Activation, CudaGraphImpl, PositionEmbedding, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
-from gpt_pretrain.spec.products import FC1, FC2, linears
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import FC1, FC2
+from gpt_pretrain.spec.resolved import Resolved
 
 # A setting, and why the optimisation does not go with it.
 type Obstacle = tuple[str, str]
@@ -18,15 +19,15 @@ type Obstacle = tuple[str, str]
 WIDTH_MULTIPLE, WIDEST, WIDEST_ON_BLACKWELL = 8, 256, 128
 
 
-def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Iterator[Obstacle]:
+def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
     """What `model.activation_cast_fusion` does not go with; which layers multiply in FP8, only if `sizes_known`."""
-    settings = fp8_settings(model)
+    model, settings = run.model, run.fp8
     if settings is None:
         yield "model.fp8=false", "there is no cast to compute an activation with"
     elif settings.emulate:
         yield "model.fp8_emulate=true", "emulated layers cast for themselves"
-    elif settings.recipe not in (Fp8RecipeName.delayed, Fp8RecipeName.tensorwise):
-        yield f"model.fp8_recipe={settings.recipe.name}", "it writes tensors with one scale, not blocks"
+    elif (why := settings.recipe.why_not("activation_cast_fusion")) is not None:
+        yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.activation is Activation.gelu:
         yield "model.activation=gelu", "of GELU it computes the tanh form"
     if model.activation is Activation.swiglu and model.bias:
@@ -38,19 +39,27 @@ def activation_cast_obstacles(model: ModelConfig, *, sizes_known: bool) -> Itera
     if model.num_moe_experts is not None:
         yield f"model.num_moe_experts={model.num_moe_experts}", "experts have an MLP of their own"
     elif settings is not None and sizes_known:
-        yield from _no_layer_to_fuse_in(model, settings)
+        yield from _no_layer_to_fuse_in(run, settings)
+    yield from _untested_with_activation_cast(run)
+
+
+def _untested_with_activation_cast(run: Resolved) -> Iterator[Obstacle]:
+    model, settings = run.model, run.fp8
     if model.activations_checkpoint_granularity is not None:
         granularity = model.activations_checkpoint_granularity.name
         yield f"model.activations_checkpoint_granularity={granularity}", "untried with recomputation"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
-    if model.tp_comm_overlap and settings is not None and settings.recipe is not Fp8RecipeName.delayed:
-        yield "model.tp_comm_overlap=true", "tried with user buffers in delayed scaling alone"
+    if model.tp_comm_overlap and settings is not None:
+        why = settings.recipe.why_not("activation_cast_fusion with tp_comm_overlap")
+        if why is not None:
+            yield "model.tp_comm_overlap=true", why
 
 
-def _no_layer_to_fuse_in(model: ModelConfig, settings: Fp8Settings) -> Iterator[Obstacle]:
+def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obstacle]:
     """Settings that leave no layer with an activation between two products in FP8."""
-    in_fp8 = {(linear.layer, linear.kind) for linear in linears(model) if linear.precision == "fp8"}
+    in_fp8 = {(linear.layer, linear.kind) for linear in run.linears() if linear.precision == "fp8"}
+    model = run.model
     if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
         return
     causes = [f"model.fp8_exclude={model.fp8_exclude}"] if settings.exclude else []
@@ -101,11 +110,11 @@ def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         yield f"heads of {width} channels", f"it takes multiples of {WIDTH_MULTIPLE} up to {WIDEST}"
 
 
-def graph_obstacles(config: Config) -> Iterator[Obstacle]:
+def graph_obstacles(run: Resolved) -> Iterator[Obstacle]:
     """What graphs do not go with; beside any of it, `null` is without them (`spec.graphs`)."""
-    yield from _graphs_and_layout(config.model)
-    yield from _graphs_and_layers(config.model)
-    yield from _graphs_and_fp8(config)
+    yield from _graphs_and_layout(run.model)
+    yield from _graphs_and_layers(run.model)
+    yield from _graphs_and_fp8(run)
 
 
 def _graphs_and_layout(model: ModelConfig) -> Iterator[Obstacle]:
@@ -137,17 +146,12 @@ def _graphs_and_layers(model: ModelConfig) -> Iterator[Obstacle]:
             yield f"model.{name}={probability}", "random numbers that are drawn in replays are untried"
 
 
-def _graphs_and_fp8(config: Config) -> Iterator[Obstacle]:
-    model, settings, interval = config.model, fp8_settings(config.model), config.logging.fp8_statistics_interval
+def _graphs_and_fp8(run: Resolved) -> Iterator[Obstacle]:
+    model, settings, interval = run.model, run.fp8, run.config.logging.fp8_statistics_interval
     if model.fp8_emulate:
         yield "model.fp8_emulate=true", "emulated layers decide in Python what a replay would not decide again"
-    if settings is not None and settings.recipe is Fp8RecipeName.delayed:
-        yield (
-            "model.fp8_recipe=delayed",
-            "megatron-core 0.19 moves the amax history of gradients on at every layer and not at every pass",
-        )
-    elif settings is not None and settings.recipe is not Fp8RecipeName.tensorwise:
-        yield f"model.fp8_recipe={settings.recipe.name}", "of FP8 only tensorwise scaling was tried"
+    if settings is not None and (why := settings.recipe.why_not("cuda_graph_impl")) is not None:
+        yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.fp8_dot_product_attention:
         yield (
             "model.fp8_dot_product_attention=true",

@@ -4,7 +4,7 @@ Pure arithmetic on the configuration. The rules check its shapes, `gpt_pretrain.
 compares it with what the live modules did.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation
@@ -17,7 +17,7 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
 )
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings, fp8_settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
 
 # The linear layers of a transformer layer, in the order of the forward pass, by megatron-core's names.
 QKV, PROJ, FC1, FC2 = (
@@ -28,6 +28,9 @@ QKV, PROJ, FC1, FC2 = (
 )
 # With a mixture of experts, in place of the last two.
 ROUTER, EXPERT_FC1, EXPERT_FC2 = "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
+
+# Logits of the buffer: 1 GiB in BF16. Products of fewer tokens are slower, and so are more reads of the main gradient.
+_CHUNK_LOGITS = 2**29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +125,8 @@ def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape
     }
 
 
-def linears(model: ModelConfig) -> Iterator[Linear]:
+def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear]:
     """The linear layers of the whole model in forward order, each with one tensor parallel rank's shapes."""
-    settings = fp8_settings(model)
     tp = model.tensor_model_parallel_size
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     split = tokens // tp if model.sequence_parallel else tokens
@@ -181,6 +183,14 @@ def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, m
     return "model.fp8_exclude" if settings.excludes(module) else ""
 
 
+def chunk_tokens(num_tokens: int, num_columns: int) -> int:
+    """Tokens that go through the LM head together where its loss is linear (`megatron.loss`).
+
+    A power of two, and no more than there are.
+    """
+    return min(num_tokens, 1 << (max(1, _CHUNK_LOGITS // num_columns).bit_length() - 1))
+
+
 def attention_flops(model: ModelConfig) -> float:
     """Operations of the two products of attention in one layer and one forward pass of a rank's microbatch, causal."""
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
@@ -188,12 +198,11 @@ def attention_flops(model: ModelConfig) -> float:
     return 2.0 * tokens * model.encoder_seq_length * width
 
 
-def fp8_flops_share(model: ModelConfig) -> float:
+def fp8_flops_share(model: ModelConfig, settings: Fp8Settings | None, linears: Iterable[Linear]) -> float:
     """Share of a training step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
-    settings = fp8_settings(model)
     total = attention = 3.0 * model.num_layers * attention_flops(model)
     in_fp8 = attention if settings is not None and settings.dot_product_attention else 0.0
-    for linear in linears(model):
+    for linear in linears:
         for gemm in gemms(linear):
             total += gemm.flops
             in_fp8 += gemm.flops if gemm.fp8 else 0

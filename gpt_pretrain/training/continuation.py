@@ -18,8 +18,8 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import build_gpt_chunks
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.run_spec import build_run_spec
 from gpt_pretrain.training.generation import generate_tokens
 
 
@@ -124,9 +124,9 @@ def loaded_model(saved: SavedModel, config: Config) -> Iterator[torch.nn.Module]
         saved: Where from.
         config: From `inference_config`.
     """
-    platform = detect_platform()
-    with process_groups(config.model, read_launch({}), platform):
-        (chunk,) = build_gpt_chunks(config, platform, plan_kernels(config, platform))
+    platform, launch = detect_platform(), read_launch({})
+    with process_groups(config.model, launch, platform):
+        (chunk,) = build_gpt_chunks(build_run_spec(config, launch, platform))
         wanted = chunk.sharded_state_dict(metadata=dict(METADATA))
         # Scales of FP8 layers; those of the layers without FP8 are empty.
         extra_states = take_extra_states(wanted)

@@ -59,8 +59,8 @@ def write_dump(
     """
     chunks = trainable.model.gpt_chunks
     search = FirstBad(chunks)
-    device = torch.device(torch.cuda.current_device())
-    collector = StatisticsCollector(config.model, chunks, device) if config.model.fp8 else None
+    spec = trainable.model.spec
+    collector = None if spec.fp8 is None else StatisticsCollector(spec.linears, chunks, spec.platform.device)
     observed: AbstractContextManager[None] = nullcontext() if collector is None else collector.observe(bad.step)
     with observed, search.watching(), without_graphs(chunks):
         report = compute_gradients(trainable, iterators, config.model, num_microbatches)

@@ -4,13 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gpt_pretrain.checkpoint.state import Trainable
-from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.optimizer import learning_rate
 from gpt_pretrain.report.records import Fp8CoverageRecord, Record
-from gpt_pretrain.spec.fp8 import fp8_settings
 from gpt_pretrain.training.first_scales import find_first_scales
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.watchdog import Watchdog
@@ -20,7 +17,6 @@ class FirstStep:
     """What FP8 asks of the first step, of resumed runs too; does nothing where it is off, or later.
 
     Args:
-        config: The run's configuration.
         trainable: Model and optimizer.
         log: Receives the record of what was proven, on every rank.
         watchdog: Hears of what takes longer than a step.
@@ -29,19 +25,17 @@ class FirstStep:
 
     def __init__(
         self,
-        config: Config,
         trainable: Trainable,
         *,
         log: Callable[[Record], None],
         watchdog: Watchdog,
         meter: Meter,
     ) -> None:
-        self._config = config
         self._trainable = trainable
         self._log = log
         self._watchdog = watchdog
         self._meter = meter
-        self._proof = Proof(config, trainable.model, trainable.optimizer) if config.model.fp8 else None
+        self._proof = Proof(trainable.model, trainable.optimizer) if trainable.model.spec.fp8 is not None else None
         self._scale_passes = 0
 
     def find_scales(self, iterators: Sequence[BatchIterator | None], num_microbatches: int) -> None:
@@ -51,12 +45,12 @@ class FirstStep:
             iterators: At the first step's batch, where they stay.
             num_microbatches: Of a step and data-parallel rank.
         """
-        settings = fp8_settings(self._config.model)
-        if settings is None or settings.recipe is not Fp8RecipeName.delayed:
+        spec = self._trainable.model.spec
+        if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
             return
         # Experts, whose watch would count these passes, are refused with delayed scaling.
         with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
-            self._scale_passes = find_first_scales(self._trainable, iterators, self._config.model, num_microbatches)
+            self._scale_passes = find_first_scales(self._trainable, iterators, spec.model, num_microbatches)
 
     @contextmanager
     def proven(self, step: int) -> Iterator[None]:

@@ -4,32 +4,28 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
-import torch
-
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor
-from gpt_pretrain.spec.fp8 import fp8_settings
 
 
 class Fp8Watch:
     """Observes every `logging.fp8_statistics_interval`-th step; does nothing where it is null or FP8 is off.
 
     Args:
-        config: The run's configuration.
         model: This rank's model.
-        device: Where it is.
     """
 
-    def __init__(self, config: Config, model: Model, device: torch.device) -> None:
-        settings, interval = fp8_settings(config.model), config.logging.fp8_statistics_interval
+    def __init__(self, model: Model) -> None:
+        spec = model.spec
+        settings, logging = spec.fp8, spec.config.logging
+        interval = logging.fp8_statistics_interval
         self._interval: int | None = None
         if settings is not None and interval is not None:
             self._interval = interval
-            self._collector = StatisticsCollector(config.model, model.gpt_chunks, device)
-            self._alarms = Alarms(settings, config.logging.fp8_saturation_threshold, interval)
+            self._collector = StatisticsCollector(spec.linears, model.gpt_chunks, spec.platform.device)
+            self._alarms = Alarms(settings, logging.fp8_saturation_threshold, interval)
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """What the training step of this number runs in; every rank calls it."""

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt_pretrain.config.choices import Fp8RecipeName, MainParamsDtype
+from gpt_pretrain.config.choices import MainParamsDtype
 from gpt_pretrain.config.derived import (
-    data_parallel_size,
     ffn_hidden_size,
     flops_per_token,
     moe_ffn_hidden_size,
-    num_microbatches,
     num_query_groups,
     padded_vocab_size,
     uses_distributed_optimizer,
@@ -21,12 +19,10 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import written
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset
-from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.megatron.translate import params_dtype
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import Kernels, describe_kernels
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.products import ROUTER, fp8_flops_share, linears
+from gpt_pretrain.spec.core_fields import params_dtype
+from gpt_pretrain.spec.kernels import describe_kernels
+from gpt_pretrain.spec.products import ROUTER
+from gpt_pretrain.spec.run_spec import RunSpec
 
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8
@@ -89,21 +85,21 @@ def _describe_mlp(model: ModelConfig) -> str:
     return f"{model.num_moe_experts} experts {moe_ffn_hidden_size(model)}, {model.moe_router_topk} a token,"
 
 
-def describe_fp8(model: ModelConfig) -> str:
+def describe_fp8(spec: RunSpec) -> str:
     """The FP8 of a run in a line: recipe, formats, what it covers."""
-    settings = fp8_settings(model)
+    settings = spec.fp8
     if settings is None:
         return "off"
     parts = [settings.recipe.name, "E4M3 forward, E5M2 gradients" if settings.hybrid else "E4M3"]
-    if settings.recipe is Fp8RecipeName.delayed:
+    if settings.recipe.keeps_history:
         parts.append(f"amax history {settings.amax_history_len} ({settings.amax_compute_algo.name})")
         parts += [f"margin {settings.margin}"] if settings.margin else []
     parts += ["weights stored and gathered in FP8"] if settings.params else []
     parts += ["FP8 attention"] if settings.dot_product_attention else []
     parts += [] if settings.wgrad else ["weight gradients not in FP8"]
-    kept = sum(linear.kind not in ("output_layer", ROUTER) and linear.precision != "fp8" for linear in linears(model))
+    kept = sum(linear.kind not in ("output_layer", ROUTER) and linear.precision != "fp8" for linear in spec.linears)
     parts += [f"{kept} linear layers kept out"] if kept else []
-    parts.append(f"{fp8_flops_share(model):.1%} of the FLOPs of matrix products")
+    parts.append(f"{spec.fp8_flops_share:.1%} of the FLOPs of matrix products")
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)
 
 
@@ -116,25 +112,21 @@ def describe_states(model: ModelConfig) -> str:
 
 
 def describe_run(
-    config: Config,
+    spec: RunSpec,
     *,
-    launch: Launch,
-    platform: Platform,
-    kernels: Kernels,
     num_parameters: int,
     data: Mapping[str, str],
     places: Mapping[str, str],
 ) -> dict[str, Mapping[str, str]]:
     """Section → name → value, in the order of the header."""
-    model = config.model
-    dp = data_parallel_size(model, launch.world_size)
+    model, launch, platform = spec.model, spec.launch, spec.platform
     vp = model.virtual_pipeline_model_parallel_size
     layout = {
         "TP": str(model.tensor_model_parallel_size) + (" + sequence parallel" if model.sequence_parallel else ""),
         "PP": str(model.pipeline_model_parallel_size) + (f", interleaved × {vp}" if vp else ""),
         "CP": str(model.context_parallel_size),
         "EP": str(model.expert_model_parallel_size),
-        "DP": str(dp) + (", distributed optimizer" if uses_distributed_optimizer(model) else ""),
+        "DP": str(spec.layout.dp) + (", distributed optimizer" if uses_distributed_optimizer(model) else ""),
     }
     tokens_per_step = model.global_batch_size * model.encoder_seq_length
     return {
@@ -152,17 +144,17 @@ def describe_run(
             "parallel": ", ".join(f"{name} {size}" for name, size in layout.items() if size != "1") or "none",
         },
         "precision": {
-            "parameters": str(params_dtype(config, platform)).removeprefix("torch."),
+            "parameters": params_dtype(spec).value,
             "gradients": "float32" if model.grad_reduce_in_fp32 else "as parameters",
-            "fp8": describe_fp8(model),
+            "fp8": describe_fp8(spec),
             **({"optimizer": describe_states(model)} if model.optim.use_precision_aware_optimizer else {}),
         },
         "batch": {
             "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens "
             f"= {tokens_per_step:,} tokens per step",
-            "per rank": f"{num_microbatches(model, launch.world_size)} microbatches of {model.micro_batch_size}",
+            "per rank": f"{spec.layout.num_microbatches} microbatches of {model.micro_batch_size}",
         },
         "data": data,
-        "kernels": describe_kernels(kernels, platform),
+        "kernels": describe_kernels(spec.kernels, platform),
         "run": places,
     }

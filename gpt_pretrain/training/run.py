@@ -31,15 +31,16 @@ from gpt_pretrain.megatron.graphs import release_graphs
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero, process_groups
+from gpt_pretrain.megatron.user_buffers import user_buffers
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
-from gpt_pretrain.spec.fp8 import fp8_settings
-from gpt_pretrain.spec.kernels import plan_kernels
-from gpt_pretrain.spec.platform import Platform, check_platform, detect_platform, platform_notes
+from gpt_pretrain.rules.machine import check_machine, machine_notes
+from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 from gpt_pretrain.training.header import describe_changes, describe_data, describe_run, describe_steps
 from gpt_pretrain.training.rewind import Rewinds
 from gpt_pretrain.training.sample import check_prompt, write_sample
@@ -70,17 +71,18 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     platform = detect_platform()
-    check_platform(config, platform, launch)
+    spec = build_run_spec(config, launch, platform)
+    check_machine(spec)
     check_states_fit(config, launch, platform)
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     check_prompt(config, corpus)
-    with process_groups(config.model, launch, platform), ExitStack() as stack:
+    with process_groups(config.model, launch, platform), user_buffers(spec), ExitStack() as stack:
         # A default run directory is named by the clock, and rank 0's counts.
         check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
         run_dir, lock_note = on_rank_zero(lambda: _open_run_dir(config, stack))
         watchdog = stack.enter_context(_watchdog(config, launch, run_dir))
         start = choose_start(config.checkpoint, run_dir / "checkpoints")
-        run = _Run(config, launch, platform, corpus, watchdog, run_dir=run_dir, start=start)
+        run = _Run(spec, corpus, watchdog, run_dir=run_dir, start=start)
         return run.run(lock_note, after_step)
 
 
@@ -108,28 +110,25 @@ class _Run:
 
     def __init__(
         self,
-        config: Config,
-        launch: Launch,
-        platform: Platform,
+        spec: RunSpec,
         corpus: Corpus,
         watchdog: Watchdog,
         *,
         run_dir: Path,
         start: Start | None,
     ) -> None:
+        config = spec.config
+        self._spec = spec
         self._config = config
-        self._launch = launch
-        self._platform = platform
+        self._launch = spec.launch
+        self._platform = spec.platform
         self._corpus = corpus
         self._watchdog = watchdog
         self._run_dir = run_dir
         self._start_from = start
         self._checkpoints = run_dir / "checkpoints"
-        self._kernels = plan_kernels(config, platform, launch.world_size)
-        fp8 = fp8_settings(config.model)
-        emulated = None if fp8 is None or not fp8.emulate else emulated_layers(config, fp8)
-        model = build_model(config, platform, self._kernels, emulated)
-        optimizer = build_optimizer(config, model, platform)
+        model = build_model(spec, emulated_layers(spec))
+        optimizer = build_optimizer(model)
         self._trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
         self._restored = self._restore()
         self._start = self._restored.progress
@@ -263,16 +262,13 @@ class _Run:
         console.print_header(
             config.name,
             describe_run(
-                config,
-                launch=self._launch,
-                platform=self._platform,
-                kernels=self._kernels,
+                self._spec,
                 num_parameters=self._trainable.model.num_parameters,
                 data=describe_data(config, self._corpus, self._train_data),
                 places=places,
             ),
         )
-        for note in platform_notes(config, self._platform):
+        for note in machine_notes(self._spec):
             console.warning(note)
         for warning in () if start is None else start.warnings:
             console.warning(warning)

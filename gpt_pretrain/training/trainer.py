@@ -86,11 +86,11 @@ class Trainer:
         self._after_step = after_step
         self._meter = Meter(config, launch, platform)
         self._saves = Saves(saver, trainable.model, config.checkpoint, log=log, watchdog=watchdog, meter=self._meter)
-        self._fp8_watch = Fp8Watch(config, trainable.model, platform.device)
+        self._fp8_watch = Fp8Watch(trainable.model)
         self._guard = self._new_guard()
         self.problem: str | None = None
         """Why the run has given up, for people."""
-        self._first_step = FirstStep(config, trainable, log=log, watchdog=watchdog, meter=self._meter)
+        self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
         self._num_microbatches = num_microbatches(config.model, launch.world_size)
         self._expert_watch = ExpertWatch(config.model, trainable.model, self._num_microbatches, step=progress.step)
         source: dict[str, Any] = {

@@ -20,12 +20,12 @@ def main(*overrides):
     install_cpu_device()
     from gpt_pretrain.megatron.model import build_model
     from gpt_pretrain.megatron.parallel import process_groups
-    from gpt_pretrain.spec.kernels import plan_kernels
     from gpt_pretrain.spec.platform import detect_platform
+    from gpt_pretrain.spec.run_spec import build_run_spec
 
     platform = detect_platform()
     with process_groups(config.model, launch, platform):
-        model = build_model(config, platform, plan_kernels(config, platform))
+        model = build_model(build_run_spec(config, launch, platform))
         sizes = Counter()
         for chunk in model.chunks:
             for buffer in chunk.buffers:

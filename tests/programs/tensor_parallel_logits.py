@@ -18,8 +18,8 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_gpt_chunks
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
+from tests.platforms import spec_of
 
 
 def shard(name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def main() -> None:
     # Both layouts have the same groups; sequence parallelism is the model's alone.
     with process_groups(configs["tp2"].model, read_launch(), platform), torch.no_grad():
         for layout, config in configs.items():
-            (model,) = build_gpt_chunks(config, platform, plan_kernels(config, platform))
+            (model,) = build_gpt_chunks(spec_of(config, platform))
             for name, parameter in model.named_parameters():
                 parameter.copy_(shard(name, given["weights"][name], parameter))
             positions = torch.arange(tokens.shape[1]).expand_as(tokens)

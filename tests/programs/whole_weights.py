@@ -21,8 +21,8 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_gpt_chunks
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.kernels import plan_kernels
 from gpt_pretrain.spec.platform import detect_platform
+from tests.platforms import spec_of
 
 
 def whole_model_names(chunk: GPTModel) -> dict[str, torch.nn.Parameter]:
@@ -49,7 +49,7 @@ def main() -> None:
         for name, config in configs.items():
             tensors = [
                 (parameter_name, parameter.detach(), *split(parameter))
-                for chunk in build_gpt_chunks(config, platform, plan_kernels(config, platform))
+                for chunk in build_gpt_chunks(spec_of(config, platform))
                 for parameter_name, parameter in whole_model_names(chunk).items()
             ]
             place = {

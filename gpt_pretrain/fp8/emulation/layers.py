@@ -22,15 +22,13 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.emulation.products import LinearProducts
 from gpt_pretrain.fp8.emulation.recipes import Cast, stateless_cast
 from gpt_pretrain.fp8.gemms import ProductListener
 from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
 from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import linears
+from gpt_pretrain.spec.run_spec import RunSpec
 
 
 class _EmulatedLinear(torch.nn.Module):
@@ -135,7 +133,7 @@ class EmulatedLayers(LocalLayers):
         self._settings = settings
         self._modules = modules
         self._scaling: DelayedScaling | None = None
-        if settings.recipe is Fp8RecipeName.delayed:
+        if settings.recipe.keeps_history:
             group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
             self._scaling = DelayedScaling(settings, group)
 
@@ -178,14 +176,11 @@ class EmulatedLayers(LocalLayers):
         return emulated(*args, settings=self._settings, cast=cast, name=name, **kwargs)
 
 
-def emulated_layers(config: Config, settings: Fp8Settings) -> EmulatedLayers:
-    """The layers of a run with `model.fp8_emulate`.
+def emulated_layers(spec: RunSpec) -> EmulatedLayers | None:
+    """The layers of a run with `model.fp8_emulate`; None without.
 
     Process groups must be open (`megatron.parallel.process_groups`).
-
-    Args:
-        config: The run's configuration.
-        settings: Its FP8.
     """
-    modules = frozenset(linear.module for linear in linears(config.model) if linear.precision == "fp8")
-    return EmulatedLayers(settings, modules)
+    if spec.fp8 is None or not spec.fp8.emulate:
+        return None
+    return EmulatedLayers(spec.fp8, frozenset(linear.module for linear in spec.linears if linear.precision == "fp8"))

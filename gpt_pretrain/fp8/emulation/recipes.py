@@ -118,4 +118,4 @@ def stateless_cast(settings: Fp8Settings) -> Cast:
         Fp8RecipeName.blockwise: BlockScaling,
         Fp8RecipeName.mxfp8: MicroScaling,
     }
-    return casts[settings.recipe](settings)
+    return casts[Fp8RecipeName[settings.recipe.name]](settings)

@@ -1,0 +1,174 @@
+"""What this machine cannot do of what was asked for, and what the user should know about it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
+from gpt_pretrain.config.derived import kv_channels
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.rules.machine_fp8 import fp8_machine_problems
+from gpt_pretrain.spec.obstacles import WIDEST, WIDEST_ON_BLACKWELL
+from gpt_pretrain.spec.platform import MULTICAST_OFF, NO_MULTICAST, OLDEST_FLASH_ATTENTION, USER_BUFFERS_WITHOUT
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+
+
+def machine_notes(spec: RunSpec) -> list[str]:
+    """What the user should know about this machine before the run starts."""
+    notes = []
+    model, platform = spec.model, spec.platform
+    unasked = model.transformer_engine is None and not model.fp8_emulate
+    if platform.cuda and platform.transformer_engine is None and unasked:
+        why = platform.transformer_engine_problem or f"it is not installed; {how_to_install('te')}"
+        notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
+    if platform.flash_attention_problem is not None and model.use_flash_attention is None:
+        mended = replace(platform, flash_attention=OLDEST_FLASH_ATTENTION)
+        if build_run_spec(spec.config, spec.launch, mended).kernels.use_flash_attention:
+            notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
+    if model.fp8_emulate and platform.transformer_engine is not None and platform.has_fp8:
+        notes.append(
+            "FP8 is emulated on a GPU that multiplies in FP8 itself, and slower than BF16; leave "
+            "model.fp8_emulate out to use the hardware"
+        )
+    return notes
+
+
+def _multicast_problems(spec: RunSpec) -> Iterator[str]:
+    """What would use multicast on a host that says it has none."""
+    variables = spec.platform.multicast_variables
+    if variables.get(NO_MULTICAST) != MULTICAST_OFF[NO_MULTICAST]:
+        return
+    if spec.model.tp_comm_overlap and variables.get(USER_BUFFERS_WITHOUT) != MULTICAST_OFF[USER_BUFFERS_WITHOUT]:
+        yield (
+            f"model.tp_comm_overlap=true makes user buffers with NVLink multicast, and {NO_MULTICAST}="
+            f"{MULTICAST_OFF[NO_MULTICAST]} in the environment says that this host has none; export "
+            f"{USER_BUFFERS_WITHOUT}={MULTICAST_OFF[USER_BUFFERS_WITHOUT]}, which makes them without, or use false"
+        )
+
+
+def _why_no_flash_attention(spec: RunSpec) -> str | None:
+    """Why FlashAttention-4, which was asked for, cannot be used."""
+    platform = spec.platform
+    capability = platform.compute_capability
+    if capability is None:
+        return "there is no CUDA device"
+    if platform.transformer_engine is None:
+        return "it takes the place of Transformer Engine's attention"
+    if not (9, 0) <= capability < (11, 0):
+        return f"it is for compute capability 9.x and 10.x here, and this is {platform.gpu}"
+    width = kv_channels(spec.model)
+    # flash_attn.cute.interface._validate_head_dims.
+    if capability >= (10, 0) and WIDEST_ON_BLACKWELL < width < WIDEST:
+        return f"on {platform.gpu} it takes heads of up to {WIDEST_ON_BLACKWELL} channels, not of {width}"
+    if platform.flash_attention is None:
+        return platform.flash_attention_problem or f"it is not installed; {how_to_install('flash')}"
+    return None
+
+
+def check_machine(spec: RunSpec) -> None:
+    """Refuses explicit settings that this machine cannot meet.
+
+    Raises:
+        ConfigError: Each such setting, its reason and the way out.
+    """
+    problems = [
+        *fp8_machine_problems(spec),
+        *_layer_problems(spec),
+        *_kernel_problems(spec),
+        *_multicast_problems(spec),
+        *_optimizer_problems(spec),
+        *_process_problems(spec),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _layer_problems(spec: RunSpec) -> Iterator[str]:
+    """What Transformer Engine's layers are needed for, where they are not there, and what they cannot do."""
+    model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
+    missing = platform.transformer_engine is None
+    if model.transformer_engine and missing:
+        yield (
+            "model.transformer_engine=true, but Transformer Engine cannot be used here: "
+            f"{platform.why_no_transformer_engine}. Use null (where it is there) or false"
+        )
+    elif model.context_parallel_size > 1 and not te:
+        why = platform.why_no_transformer_engine if missing else "model.transformer_engine=false excludes it"
+        yield (
+            f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {why}. "
+            "Use 1"
+        )
+    for key in ("apply_rope_fusion", "fused_single_qkv_rope", "moe_grouped_gemm"):
+        if getattr(model, key) and not te:
+            yield f"model.{key}=true needs Transformer Engine layers; use null or false"
+    for setting, asked, instead in (
+        ("cuda_graph_impl=local", model.cuda_graph_impl is CudaGraphImpl.local, "null or none"),
+        ("tp_comm_overlap=true", model.tp_comm_overlap, "false"),
+    ):
+        if asked and missing:
+            why = platform.why_no_transformer_engine
+            yield f"model.{setting} needs Transformer Engine layers: {why}; use {instead}"
+    if te and spec.config.trainer.precision is Precision.fp32:
+        yield (
+            "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
+            "model.transformer_engine=false"
+        )
+
+
+def _kernel_problems(spec: RunSpec) -> Iterator[str]:
+    """Fused kernels that this machine does not have or cannot run."""
+    model, platform, kernels = spec.model, spec.platform, spec.kernels
+    if model.use_flash_attention and (why := _why_no_flash_attention(spec)) is not None:
+        yield f"model.use_flash_attention=true, but FlashAttention-4 cannot be used here: {why}. Use null or false"
+    if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
+        why = "apex's softmax kernels are not installed"
+        if kernels.transformer_engine:
+            why = "Transformer Engine layers have their own attention"
+        yield f"model.masked_softmax_fusion=true has no effect: {why}; use null or false"
+    if model.activation_cast_fusion and platform.cuda and not platform.is_hopper:
+        yield (
+            "model.activation_cast_fusion=true writes what Hopper's products read, and this is "
+            f"{platform.gpu}; use null or false"
+        )
+    if kernels.embedding_gradient_fusion and not kernels.gradient_accumulation_fusion:
+        yield (
+            "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
+            "here; set it, or use null or false"
+        )
+    for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
+        if getattr(model, key) and not platform.cuda:
+            yield f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"
+    if model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
+        native = "model.cross_entropy_fusion_impl=native"
+        if not platform.cuda:
+            yield f"{native} is compiled for a GPU, and there is no CUDA device; use null or linear"
+        elif spec.config.trainer.precision is Precision.fp32:
+            yield f"{native} rounds the gradient of the logits to BF16, and trainer.precision=fp32; use null or linear"
+
+
+def _optimizer_problems(spec: RunSpec) -> Iterator[str]:
+    optim, platform = spec.model.optim, spec.platform
+    if not optim.use_precision_aware_optimizer:
+        return
+    if not platform.cuda and spec.config.trainer.precision is Precision.auto:
+        yield (
+            "model.optim.use_precision_aware_optimizer=true is for weights in BF16, and trainer.precision=auto is fp32 "
+            "without a CUDA device; use trainer.precision=bf16, or false"
+        )
+    if platform.cuda and optim.exp_avg_dtype is MomentDtype.fp8 and not platform.has_fp8:
+        # What Triton can read and write.
+        yield (
+            "model.optim.exp_avg_dtype=fp8 needs a GPU with E4M3 (compute capability 8.9 or newer), and this is "
+            f"{platform.gpu}; use fp16, bf16 or fp32"
+        )
+
+
+def _process_problems(spec: RunSpec) -> Iterator[str]:
+    """More processes than GPUs."""
+    launch, platform = spec.launch, spec.platform
+    own_gpu = launch.launcher == "srun" and platform.num_gpus == 1
+    if platform.cuda and launch.local_rank >= platform.num_gpus and not own_gpu:
+        yield (
+            f"the launcher started {launch.local_world_size} processes on this node, which has "
+            f"{platform.num_gpus} GPU(s); start one per GPU"
+        )

@@ -1,0 +1,356 @@
+"""Keys that have no effect in a run, and why: one table for the rules, which refuse such a key, and for the plan.
+
+A key is refused where somebody asked for it. Most keys have a value that asks for nothing (null, false, empty); where
+YAML must name a real one, as for Adam's betas, only the command line tells.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+from gpt_pretrain.config.choices import (
+    DataImpl,
+    MainParamsDtype,
+    MoeLoadBalancing,
+    MoeTokenDispatcher,
+    MomentDtype,
+    RecomputeGranularity,
+    ScheduleName,
+    TokenizerLibrary,
+)
+from gpt_pretrain.config.derived import warmup_steps
+from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.typed import show
+from gpt_pretrain.spec.fp8 import DELAYED_KEYS
+from gpt_pretrain.spec.optimizers import OPTIMIZERS
+from gpt_pretrain.spec.resolved import Resolved, resolve
+
+# The keys of FP8 that do not say so in their name.
+_KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoEffect:
+    """A reason for which a key may have no effect."""
+
+    key: str
+    why: Callable[[Resolved], str]
+    """Of a run in which it has none; empty where it counts."""
+    instead: str
+    """The way out, after "use"; of what only the command line tells, it is to leave the key out."""
+    silent: tuple[Any, ...] | None = None
+    """Values that ask for nothing; None: null, false and empty."""
+    only_given: bool = False
+    """Every value asks for something; only the command line tells that somebody wants it."""
+    is_harmless: bool = False
+    """Nobody expects the key to count: the plan says so, and no rule refuses it."""
+
+    def is_asked(self, config: Config) -> bool:
+        """Whether the value asks for something."""
+        value = value_of(config, self.key)
+        if self.silent is not None:
+            return value not in self.silent
+        return value is not None and (schema_keys()[self.key].optional or bool(value))
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def _without_fp8(run: Resolved) -> str:
+    return "" if run.fp8 is not None else "model.fp8=false"
+
+
+def _without_history(run: Resolved) -> str:
+    if run.fp8 is None or run.fp8.recipe.keeps_history:
+        return ""
+    return f"model.fp8_recipe={run.fp8.recipe.name}: {run.fp8.recipe.scales_from}"
+
+
+def _nothing_to_reset(run: Resolved) -> str:
+    return "" if run.fp8 is not None and run.fp8.dot_product_attention else _without_history(run)
+
+
+def _no_high_precision_wgrad(run: Resolved) -> str:
+    if run.fp8 is None or (run.fp8.recipe.leaves_wgrad_out and run.fp8.emulate):
+        return ""
+    return (
+        f"model.fp8_recipe={run.fp8.recipe.name} and model.fp8_emulate={show(run.fp8.emulate)}: it belongs to delayed "
+        "alone, and Transformer Engine 2.12 drops it (override_linear_precision is gone)"
+    )
+
+
+def _all_layers_in_fp8(run: Resolved) -> str:
+    return "" if run.fp8 is None or run.model.first_last_layers_bf16 else "model.first_last_layers_bf16=false"
+
+
+def _without_experts(run: Resolved) -> str:
+    return "" if run.model.num_moe_experts is not None else "model.num_moe_experts=null"
+
+
+def _without_full_recomputation(run: Resolved) -> str:
+    granularity = run.model.activations_checkpoint_granularity
+    if granularity is RecomputeGranularity.full:
+        return ""
+    return f"model.activations_checkpoint_granularity={'null' if granularity is None else granularity.name}"
+
+
+def _with_plain_states(run: Resolved) -> str:
+    return "" if run.model.optim.use_precision_aware_optimizer else "model.optim.use_precision_aware_optimizer=false"
+
+
+def _without_remainders(run: Resolved) -> str:
+    if not run.model.optim.use_precision_aware_optimizer:
+        return _with_plain_states(run)
+    fp16 = run.model.optim.main_params_dtype is MainParamsDtype.fp16
+    return "model.optim.main_params_dtype=fp16, which is stored whole" if fp16 else ""
+
+
+def _unread_by_optimizer(name: str) -> Callable[[Resolved], str]:
+    return lambda run: OPTIMIZERS[run.model.optim.name].unread.get(name, "")
+
+
+def _unless_schedule(*names: ScheduleName) -> Callable[[Resolved], str]:
+    def why(run: Resolved) -> str:
+        name = run.model.optim.sched.name
+        return "" if name in names else f"model.optim.sched.name={name.name}"
+
+    return why
+
+
+def _constant_with_own_warmup(run: Resolved) -> str:
+    sched = run.model.optim.sched
+    if sched.name is not ScheduleName.constant or sched.warmup_steps is None:
+        return ""
+    return "model.optim.sched.name=constant, and the warmup has steps of its own"
+
+
+def _without_warmup(run: Resolved) -> str:
+    return "" if warmup_steps(run.config) else "no warmup (model.optim.sched.warmup_steps)"
+
+
+def _unless_data(impl: DataImpl) -> Callable[[Resolved], str]:
+    def why(run: Resolved) -> str:
+        chosen = run.model.data.data_impl
+        return "" if chosen is impl else f"model.data.data_impl={chosen.name}, which does not read it"
+
+    return why
+
+
+def _without_tokenizer_file(run: Resolved) -> str:
+    library = run.model.tokenizer.library
+    return "" if library is TokenizerLibrary.file else f"model.tokenizer.library={library.name}"
+
+
+def _without_fused_loss(run: Resolved) -> str:
+    return "model.cross_entropy_loss_fusion=false" if run.model.cross_entropy_loss_fusion is False else ""
+
+
+@cache
+def _table() -> tuple[NoEffect, ...]:
+    fp8_keys = [
+        path
+        for path in schema_keys()
+        if path.startswith("model.fp8_") or path in [f"model.{name}" for name in _KEPT_LAYERS]
+    ]
+    turn_on = "model.fp8=true, or leave it out (fp8=none)"
+    experts = {
+        "moe_ffn_hidden_size": (None,),
+        "moe_router_topk": (2,),
+        "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
+        "moe_aux_loss_coeff": (0.01, 0.0),
+        "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
+        "moe_z_loss_coeff": (None,),
+        "moe_grouped_gemm": (None, False),
+        "moe_router_padding_for_quantization": (False,),
+        "expert_model_parallel_size": (1,),
+        "expert_tensor_parallel_size": (None,),
+    }
+    states = {
+        "main_params_dtype": MainParamsDtype.fp32,
+        "exp_avg_dtype": MomentDtype.fp32,
+        "exp_avg_sq_dtype": MomentDtype.fp32,
+    }
+    return (
+        # FP8.
+        *(NoEffect(key=key, why=_without_fp8, instead=turn_on) for key in fp8_keys),
+        NoEffect(key="logging.fp8_statistics_interval", why=_without_fp8, instead="model.fp8=true, or null"),
+        NoEffect(key="checkpoint.reset_fp8_state", why=_without_fp8, instead="false"),
+        NoEffect(key="checkpoint.reset_fp8_state", why=_nothing_to_reset, instead="false"),
+        *(NoEffect(key=f"model.{name}", why=_without_history, instead="null, or fp8=delayed") for name in DELAYED_KEYS),
+        NoEffect(
+            key="model.fp8_interval",
+            why=lambda run: (
+                "Transformer Engine ignores it since 1.8 and computes new scales at every step" * (run.fp8 is not None)
+            ),
+            instead="1, or null",
+            silent=(None, 1),
+        ),
+        NoEffect(
+            key="model.fp8_hybrid",
+            why=lambda run: (
+                "model.fp8_e4m3=true, which overrules it" * bool(run.model.fp8_e4m3 and run.model.fp8_hybrid)
+            ),
+            instead="one of the two",
+            is_harmless=True,
+        ),
+        NoEffect(
+            key="model.fp8_wgrad",
+            why=_no_high_precision_wgrad,
+            instead="null, or fp8=delayed with model.fp8_emulate=true",
+            silent=(None, True),
+        ),
+        NoEffect(
+            key="model.fp8_multi_head_attention",
+            why=lambda run: (
+                # TE's own MultiheadAttention asks its projections for FP8 outputs by `fp8_output`; megatron-core's
+                # attention never does.
+                "megatron-core 0.19 passes BF16 tensors between the projections and attention, whatever the recipe says"
+                * (run.fp8 is not None)
+            ),
+            instead="false",
+        ),
+        *(
+            NoEffect(key=f"model.{name}", why=_all_layers_in_fp8, instead="first_last_layers_bf16=true, or null")
+            for name in _KEPT_LAYERS[1:]
+        ),
+        # Layers.
+        *(
+            NoEffect(
+                key=f"model.{name}",
+                why=_without_experts,
+                instead=f"{show(silent[0])}, or a number of experts",
+                silent=silent,
+            )
+            for name, silent in experts.items()
+        ),
+        *(
+            NoEffect(
+                key=f"model.activations_checkpoint_{name}",
+                why=_without_full_recomputation,
+                instead=f"granularity=full, or {name}=null",
+            )
+            for name in ("method", "num_layers")
+        ),
+        NoEffect(
+            key="model.ddp_bucket_size",
+            why=lambda run: "" if run.model.overlap_grad_reduce else "model.overlap_grad_reduce=false",
+            instead="null, or overlap_grad_reduce=true (parallelism=dp has it so)",
+        ),
+        NoEffect(
+            key="model.cross_entropy_fusion_impl",
+            why=_without_fused_loss,
+            instead="cross_entropy_loss_fusion=true, or cross_entropy_fusion_impl=null",
+        ),
+        # The optimizer and its schedule.
+        *(
+            NoEffect(
+                key=f"model.optim.{name}", why=_with_plain_states, instead=f"true, or {name}=fp32", silent=(silent,)
+            )
+            for name, silent in states.items()
+        ),
+        NoEffect(
+            key="model.optim.store_param_remainders",
+            why=_without_remainders,
+            instead="",
+            only_given=True,
+        ),
+        *(
+            NoEffect(
+                key=f"model.optim.{name}",
+                why=_unread_by_optimizer(name),
+                instead="",
+                only_given=True,
+            )
+            for name in sorted({name for optimizer in OPTIMIZERS.values() for name in optimizer.unread})
+        ),
+        NoEffect(
+            key="model.optim.sched.wsd_decay_style",
+            why=_unless_schedule(ScheduleName.wsd),
+            instead="",
+            only_given=True,
+        ),
+        NoEffect(
+            key="model.optim.sched.wsd_decay_steps",
+            why=_unless_schedule(ScheduleName.wsd),
+            instead="name=wsd, or wsd_decay_steps=null",
+        ),
+        NoEffect(
+            key="model.optim.sched.min_lr",
+            why=_unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant)),
+            instead="null, or name=cosine, linear or wsd",
+        ),
+        NoEffect(
+            key="model.optim.sched.decay_steps",
+            why=_constant_with_own_warmup,
+            instead="",
+            only_given=True,
+        ),
+        NoEffect(
+            key="model.optim.sched.init_lr",
+            why=_without_warmup,
+            instead="",
+            only_given=True,
+        ),
+        # Data.
+        *(
+            NoEffect(
+                key=f"model.data.{name}",
+                why=_unless_data(impl),
+                instead=f"data={impl.name}, or leave {name} empty",
+            )
+            for name, impl in (("data_prefix", DataImpl.mmap), ("text_files", DataImpl.text))
+        ),
+        NoEffect(
+            key="model.tokenizer.model",
+            why=_without_tokenizer_file,
+            instead="library=file, or model=null",
+        ),
+    )
+
+
+def why_no_effect(run: Resolved, key: str) -> str:
+    """Why a key has no effect in this run; empty where it counts."""
+    return next((why for row in _table() if row.key == key and (why := row.why(run))), "")
+
+
+def no_effect_problems(run: Resolved) -> Iterator[str]:
+    """One message for each reason, with all the keys whose values ask for something that it denies."""
+    asked: dict[tuple[str, str], list[str]] = {}
+    told: set[str] = set()
+    for row in _table():
+        if row.only_given or row.is_harmless or row.key in told or not row.is_asked(run.config):
+            continue
+        why = row.why(run)
+        if why:
+            told.add(row.key)
+            asked.setdefault((why, row.instead), []).append(_setting(run.config, row.key))
+    for (why, instead), settings in asked.items():
+        has = "has" if len(settings) == 1 else "have"
+        because = f" with {why}" if why.startswith(("model.", "trainer.")) else f": {why}"
+        yield f"{', '.join(settings)} {has} no effect{because}; use {instead}"
+
+
+def given_without_effect(config: Config, given: frozenset[str]) -> list[str]:
+    """A message for each key of the command line that the run does not read, whatever its value.
+
+    Args:
+        config: The run.
+        given: Dotted keys that the command line sets, elements of lists included.
+    """
+    run = resolve(config)
+    return [
+        f"{_setting(config, row.key)} has no effect with {why}; leave it out"
+        for row in _table()
+        if row.only_given
+        and any(path == row.key or path.startswith(f"{row.key}.") for path in given)
+        and (why := row.why(run))
+    ]
+
+
+def _setting(config: Config, key: str) -> str:
+    value = value_of(config, key)
+    return f"{key}=[{','.join(map(str, value))}]" if isinstance(value, list) else f"{key}={show(value)}"

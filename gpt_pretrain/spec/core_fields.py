@@ -1,0 +1,318 @@
+"""Every field of megatron-core's configs that a run sets: from which keys it follows, and its value.
+
+The one place that knows which key reaches which field. `megatron.translate` builds megatron-core's configs from it and
+`plan.effective` prints it. It needs no torch: a value that torch or megatron-core has a type for stands here by name.
+
+Every field whose default differs between NeMo, megatron-core and Transformer Engine is set explicitly, so that what
+`config.yaml` says is what the layers get.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, Precision
+from gpt_pretrain.config.derived import (
+    ddp_bucket_size,
+    expert_tensor_parallel_size,
+    ffn_hidden_size,
+    kv_channels,
+    min_lr,
+    moe_ffn_hidden_size,
+    num_query_groups,
+    uses_distributed_optimizer,
+)
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.optimizers import OPTIMIZERS
+from gpt_pretrain.spec.run_spec import RunSpec
+
+
+class Dtype(Enum):
+    """A tensor type by torch's name."""
+
+    fp32 = "float32"
+    bf16 = "bfloat16"
+    fp16 = "float16"
+    fp8 = "float8_e4m3fn"
+
+
+class ActivationFunction(Enum):
+    """What megatron-core computes an activation with."""
+
+    silu = "silu"
+    gelu = "gelu"
+    """The exact GELU; megatron-core's fused bias+GELU, which computes the tanh form, is selected by it too."""
+    gelu_tanh = "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class HighPrecision:
+    """megatron-core's per-module override: linear layers whose names match a pattern stay out of FP8."""
+
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of one of megatron-core's configs."""
+
+    name: str
+    value: Any
+    keys: tuple[str, ...] = ()
+    """The keys of the configuration that decide it."""
+
+
+def params_dtype(spec: RunSpec) -> Dtype:
+    """Type of parameters and activations: `trainer.precision`, where auto is bf16 on a GPU and fp32 without one."""
+    precision = spec.config.trainer.precision
+    if precision is Precision.auto:
+        return Dtype.bf16 if spec.platform.cuda else Dtype.fp32
+    return Dtype[precision.name]
+
+
+def _of_model(spec: RunSpec, *names: str) -> Iterator[Field]:
+    """Fields that have the name and the value of a key of `model.`."""
+    for name in names:
+        value = getattr(spec.model, name)
+        yield Field(name, value.value if isinstance(value, Enum) else value, (f"model.{name}",))
+
+
+def _activation(spec: RunSpec) -> ActivationFunction:
+    if spec.model.activation is Activation.swiglu:
+        return ActivationFunction.silu
+    plain_tanh = spec.model.activation is Activation.gelu_tanh and not spec.kernels.bias_activation_fusion
+    return ActivationFunction.gelu_tanh if plain_tanh else ActivationFunction.gelu
+
+
+def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
+    model = spec.model
+    yield from _of_model(
+        spec,
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "normalization",
+        "layernorm_epsilon",
+        "init_method_std",
+        "hidden_dropout",
+        "attention_dropout",
+    )
+    yield Field("ffn_hidden_size", ffn_hidden_size(model), ("model.ffn_hidden_size",))
+    yield Field("num_query_groups", num_query_groups(model), ("model.num_query_groups",))
+    yield Field("kv_channels", kv_channels(model), ("model.kv_channels",))
+    yield Field("activation_func", _activation(spec), ("model.activation",))
+    yield Field("gated_linear_unit", model.activation is Activation.swiglu, ("model.activation",))
+    yield Field("add_bias_linear", model.bias, ("model.bias",))
+    yield Field("add_qkv_bias", model.qkv_bias, ("model.qkv_bias",))
+    yield Field("attention_softmax_in_fp32", True)
+    yield Field("apply_query_key_layer_scaling", False)
+    # Weights are drawn anew, independent of the layout, in megatron/initialization.py; built on the device.
+    yield Field("use_cpu_initialization", False)
+
+
+def _expert_fields(spec: RunSpec) -> Iterator[Field]:
+    """What says something of a mixture of experts; its layout also without one."""
+    model = spec.model
+    yield from _of_model(spec, "num_moe_experts", "expert_model_parallel_size")
+    ranks = expert_tensor_parallel_size(model)
+    yield Field("expert_tensor_parallel_size", ranks, ("model.expert_tensor_parallel_size",))
+    if model.num_moe_experts is None:
+        return
+    yield from _of_model(
+        spec,
+        "moe_router_topk",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_token_dispatcher_type",
+        "moe_router_padding_for_quantization",
+    )
+    yield Field("moe_ffn_hidden_size", moe_ffn_hidden_size(model), ("model.moe_ffn_hidden_size",))
+    # The weights of a token's experts add up to 1: the softmax is taken over their scores alone, as in Mixtral.
+    yield Field("moe_router_pre_softmax", False)
+    yield Field("moe_router_score_function", "softmax")
+    # BF16 scores tie, and ties fall differently at every layout.
+    yield Field("moe_router_dtype", "fp32")
+    yield Field("moe_grouped_gemm", spec.kernels.moe_grouped_gemm, ("model.moe_grouped_gemm",))
+
+
+def _layout_fields(spec: RunSpec) -> Iterator[Field]:
+    model = spec.model
+    virtual = "model.virtual_pipeline_model_parallel_size"
+    interleaved = model.virtual_pipeline_model_parallel_size is not None
+    yield from _of_model(
+        spec,
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "sequence_parallel",
+        "tp_comm_overlap",
+    )
+    # Batched sends to the stages before and after carry no tag: with two interleaved stages both are the same rank, and
+    # activations arrive as gradients. Ordered, overlapped sends tell them apart.
+    yield Field("overlap_p2p_comm", interleaved, (virtual,))
+    yield Field("batch_p2p_comm", not interleaved, (virtual,))
+    # The host need not wait for each exchange: that guards against a fault of older PyTorch.
+    yield Field("batch_p2p_sync", False)
+    pipelined = model.pipeline_model_parallel_size > 1
+    yield Field("deallocate_pipeline_outputs", pipelined, ("model.pipeline_model_parallel_size",))
+    # Backward, NCCL exchanges beside a product that does not need what is exchanged, as without user buffers: with them
+    # steps were about 0.5% slower (benchmarks/LOG.md).
+    yield Field("tp_comm_bulk_dgrad", not model.tp_comm_overlap, ("model.tp_comm_overlap",))
+    yield Field("tp_comm_bulk_wgrad", not model.tp_comm_overlap, ("model.tp_comm_overlap",))
+
+
+def _precision_fields(spec: RunSpec) -> Iterator[Field]:
+    dtype, precision = params_dtype(spec), ("trainer.precision",)
+    yield Field("bf16", dtype is Dtype.bf16, precision)
+    yield Field("params_dtype", dtype, precision)
+    yield Field("pipeline_dtype", dtype, precision)
+    yield Field("deterministic_mode", spec.config.trainer.deterministic, ("trainer.deterministic",))
+    # A mean over unmasked tokens, exact at every layout. Without a mask the cheaper mean of means is the same.
+    yield Field("calculate_per_token_loss", spec.model.data.eod_mask_loss, ("model.data.eod_mask_loss",))
+
+
+def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
+    """Every FP8 field of TransformerConfig: megatron-core's defaults are not Transformer Engine's, nor NeMo's."""
+    fp8, formats = spec.te_fp8, ("model.fp8", "model.fp8_hybrid", "model.fp8_e4m3")
+    if fp8 is None:
+        yield Field("fp8", None, ("model.fp8",))
+        if spec.fp8 is not None:
+            # Emulated layers bring their own FP8. An override, though it matches no module, is what lets megatron-core
+            # tell them of a step's first microbatch (MegatronModule.set_is_first_microbatch).
+            yield Field("quant_recipe", HighPrecision(()))
+        return
+    yield Field("fp8", "hybrid" if fp8.hybrid else "e4m3", formats)
+    yield Field("fp8_recipe", fp8.recipe.name, ("model.fp8_recipe",))
+    yield Field("fp8_param", fp8.params, ("model.fp8_params",))
+    yield Field("fp8_interval", 1, ("model.fp8_interval",))
+    for name, value in _settings_by_name(fp8).items():
+        yield Field(name, value, (f"model.{name}",))
+    yield Field("quant_recipe", HighPrecision(fp8.exclude) if fp8.exclude else None, ("model.fp8_exclude",))
+
+
+def _settings_by_name(fp8: Fp8Settings) -> dict[str, Any]:
+    """Fields of TransformerConfig that have the name of their key."""
+    return {
+        "fp8_margin": fp8.margin,
+        "fp8_amax_history_len": fp8.amax_history_len,
+        "fp8_amax_compute_algo": fp8.amax_compute_algo.value,
+        "fp8_wgrad": fp8.wgrad,
+        "fp8_dot_product_attention": fp8.dot_product_attention,
+        "fp8_multi_head_attention": fp8.multi_head_attention,
+        "first_last_layers_bf16": fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16 > 0,
+        "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16,
+    }
+
+
+def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
+    kernels, model = spec.kernels, spec.model
+    graphs = "none" if kernels.cuda_graph_impl is None else kernels.cuda_graph_impl.value
+    yield Field("cuda_graph_impl", graphs, ("model.cuda_graph_impl",))
+    # Whole layers.
+    yield Field("cuda_graph_modules", [])
+    implementation = "transformer_engine" if kernels.transformer_engine else "local"
+    yield Field("transformer_impl", implementation, ("model.transformer_engine", "model.fp8_emulate"))
+    yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
+    for name in (
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "apply_rope_fusion",
+        "fused_single_qkv_rope",
+        "gradient_accumulation_fusion",
+    ):
+        yield Field(name, getattr(kernels, name), (f"model.{name}",))
+    # megatron-core 0.19 has no linear loss: `megatron.loss` takes the loss over from it.
+    native = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native
+    yield Field("cross_entropy_loss_fusion", native, ("model.cross_entropy_loss_fusion",))
+    yield Field("cross_entropy_fusion_impl", "native")
+    for field, key in (("granularity", "granularity"), ("method", "method"), ("num_layers", "num_layers")):
+        value = getattr(model, f"activations_checkpoint_{key}")
+        shown = value.value if isinstance(value, Enum) else value
+        yield Field(f"recompute_{field}", shown, (f"model.activations_checkpoint_{key}",))
+
+
+def transformer_fields(spec: RunSpec) -> list[Field]:
+    """Of `TransformerConfig`: the layers."""
+    return [
+        *_architecture_fields(spec),
+        *_expert_fields(spec),
+        *_layout_fields(spec),
+        *_precision_fields(spec),
+        *_fp8_fields(spec),
+        *_kernel_fields(spec),
+    ]
+
+
+def ddp_fields(spec: RunSpec) -> list[Field]:
+    """Of `DistributedDataParallelConfig`: gradient reduction and parameter gathering."""
+    model, num_shards = spec.model, spec.layout.shards
+    virtual = "model.virtual_pipeline_model_parallel_size"
+    interleaved = model.virtual_pipeline_model_parallel_size is not None
+    fp8 = spec.te_fp8
+    buckets = ddp_bucket_size(model, num_shards)
+    averages = spec.platform.cuda and num_shards > 1 and model.num_moe_experts is None and not model.data.eod_mask_loss
+    return [
+        *_of_model(spec, "grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
+        _distributed_optimizer(spec),
+        # With fp8_param alone the optimizer skips FP8 weights: they never change. With this alone BF16 is gathered.
+        Field("fp8_param_gather", fp8 is not None and fp8.params, ("model.fp8_params",)),
+        Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size")),
+        # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
+        Field("align_param_gather", model.overlap_param_gather and interleaved, (virtual,)),
+        # NCCL divides as it reads; otherwise a pass of its own over the gradients does, 15 ms for those of Llama 3 8B.
+        # gloo cannot, and with losses per token there is nothing to divide by. NCCL multiplies what one rank has by 1,
+        # and leaves a sum of it as it is; what experts have, megatron-core scales in a pass before it averages.
+        Field("average_in_collective", averages),
+        Field("check_for_nan_in_grad", False),
+    ]
+
+
+def _distributed_optimizer(spec: RunSpec) -> Field:
+    name = "use_distributed_optimizer"
+    return Field(name, uses_distributed_optimizer(spec.model), (f"model.{name}",))
+
+
+def optimizer_fields(spec: RunSpec) -> list[Field]:
+    """Of `OptimizerConfig`, but for the precision-aware optimizer."""
+    optim, dtype, fp8 = spec.model.optim, params_dtype(spec), spec.te_fp8
+    optimizer = OPTIMIZERS[optim.name]
+    return [
+        Field("optimizer", optimizer.core_name, ("model.optim.name",)),
+        Field("decoupled_weight_decay", optimizer.decoupled_weight_decay, ("model.optim.name",)),
+        Field("lr", optim.lr, ("model.optim.lr",)),
+        Field("min_lr", min_lr(optim), ("model.optim.sched.min_lr",)),
+        Field("weight_decay", optim.weight_decay, ("model.optim.weight_decay",)),
+        Field("adam_beta1", optim.betas[0], ("model.optim.betas",)),
+        Field("adam_beta2", optim.betas[1], ("model.optim.betas",)),
+        Field("adam_eps", optim.eps, ("model.optim.eps",)),
+        Field("sgd_momentum", optim.momentum, ("model.optim.momentum",)),
+        Field("clip_grad", spec.config.trainer.gradient_clip_val, ("trainer.gradient_clip_val",)),
+        Field("bf16", dtype is Dtype.bf16, ("trainer.precision",)),
+        Field("fp16", False),
+        Field("params_dtype", dtype, ("trainer.precision",)),
+        _distributed_optimizer(spec),
+        *_of_model(spec, "overlap_param_gather"),
+        # None would be taken for delayed.
+        Field("fp8_recipe", None if fp8 is None else fp8.recipe.name, ("model.fp8_recipe",)),
+    ]
+
+
+def optimizer_state_fields(spec: RunSpec) -> list[Field]:
+    """Of `OptimizerConfig`: the types that the precision-aware optimizer keeps its states in."""
+    optim = spec.model.optim
+    key = "model.optim"
+    return [
+        Field(
+            "use_precision_aware_optimizer",
+            optim.use_precision_aware_optimizer,
+            (f"{key}.use_precision_aware_optimizer",),
+        ),
+        Field("main_params_dtype", Dtype[optim.main_params_dtype.name], (f"{key}.main_params_dtype",)),
+        Field("store_param_remainders", optim.store_param_remainders, (f"{key}.store_param_remainders",)),
+        Field("exp_avg_dtype", Dtype[optim.exp_avg_dtype.name], (f"{key}.exp_avg_dtype",)),
+        Field("exp_avg_sq_dtype", Dtype[optim.exp_avg_sq_dtype.name], (f"{key}.exp_avg_sq_dtype",)),
+    ]

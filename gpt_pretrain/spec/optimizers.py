@@ -1,0 +1,68 @@
+"""The optimizers: one record each, read by the rules, the translation and the plan.
+
+A new optimizer is a member of `config.choices.OptimizerName`, a record here, `conf/optimizer/NAME.yaml`, and what
+builds it in `megatron.update`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gpt_pretrain.config.choices import MomentDtype, OptimizerName
+from gpt_pretrain.config.schema import OptimConfig
+from gpt_pretrain.kernels import SCALED_BLOCK
+
+# Bytes of a moment of one parameter: what has scales has one in fp32 for each block.
+MOMENT_BYTES = {
+    MomentDtype.fp32: 4.0,
+    MomentDtype.bf16: 2.0,
+    MomentDtype.fp16: 2 + 4 / SCALED_BLOCK,
+    MomentDtype.fp8: 1 + 4 / SCALED_BLOCK,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """What is known of an optimizer."""
+
+    core_name: str
+    """`OptimizerConfig.optimizer`."""
+    decoupled_weight_decay: bool
+    has_distributed_form: bool
+    """megatron-core shards its states over the data-parallel ranks."""
+    has_small_states: bool
+    """There is a form with masters and moments in fewer bytes (`use_precision_aware_optimizer`)."""
+    state_bytes: Callable[[OptimConfig], float]
+    """Bytes of fp32 states per parameter, masters left out."""
+    moved_bytes: int
+    """Bytes that a step reads and writes per parameter: gradient, master and states, and the BF16 weight."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Keys of `model.optim` that it does not read, and why."""
+
+
+OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
+    OptimizerName.adam: Optimizer(
+        core_name="adam",
+        decoupled_weight_decay=True,
+        has_distributed_form=True,
+        has_small_states=True,
+        state_bytes=lambda _: 8,
+        # Reads gradient, master and two moments (16), writes the last three and the weight (14), after the whole
+        # gradient was read for its norm (4).
+        moved_bytes=34,
+        unread={"momentum": "model.optim.name=adam, whose momentum is the first of model.optim.betas"},
+    ),
+    OptimizerName.sgd: Optimizer(
+        core_name="sgd",
+        decoupled_weight_decay=False,
+        has_distributed_form=False,
+        has_small_states=False,
+        state_bytes=lambda optim: 4 if optim.momentum > 0 else 0,
+        moved_bytes=26,
+        unread=dict.fromkeys(("betas", "eps"), "model.optim.name=sgd: it is Adam's"),
+    ),
+}
+
+
+def names_with(column: str) -> list[str]:
+    """Names of the optimizers for which a column is true, for messages."""
+    return [name.name for name, optimizer in OPTIMIZERS.items() if getattr(optimizer, column)]
