@@ -309,7 +309,7 @@ def test_forecasts_stand_beside_what_was_measured(compose_config):
 def test_the_forecast_is_that_of_the_plan(compose_config):
     planned = forecast(compose_config("model=gpt2_124m", "plan.num_gpus=1", *SEPARATE_KERNELS))
 
-    # benchmarks/gpt3_1_3b_h200_2026-11-21.md
+    # benchmarks/plan_h200.md
     assert planned.memory_gib == pytest.approx(26.7, abs=0.1)
     assert planned.tokens_per_s_per_gpu == pytest.approx(435_689, rel=1e-3)
 

@@ -45,7 +45,7 @@ PREDICTED = {
     "8 layers, TP 2 + SP": ((*EIGHT_LAYERS, "parallelism=tp2_sp"), 31_994),
     "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 28_557),
     # The application's, with small optimizer states, on real text or random tokens;
-    # benchmarks/optimizer_memory_h200_2026-11-22.md.
+    # benchmarks/llama3_8b_1xh200.md and benchmarks/gpt_12_8b_15_4b_1xh200.md.
     "8B on one GPU": (("experiment=llama3_8b_1gpu", "model.global_batch_size=1"), 13_800),
     "8B on one GPU, FlashAttention-4": (
         ("experiment=llama3_8b_1gpu", "model.global_batch_size=4", "model.use_flash_attention=true"),
@@ -122,7 +122,7 @@ BY_DEFAULT = {
         49_400,
     ),
 }
-# The same on four GPUs, and four layers on fewer (benchmarks/layouts_h200_2026-11-22.md): nothing was fitted to the
+# The same on four GPUs, and four layers on fewer (benchmarks/layouts_4xh200.md): nothing was fitted to the
 # first five; the host's part of a layer was to those with TP or CP in FP8.
 WHOLE = ("model=llama3_8b", *ON_FOUR)
 STORED, SHARDED = (DELAYED, FP8_PARAMS), "model.use_distributed_optimizer=true"
@@ -177,7 +177,7 @@ def test_speed_of_layouts(overrides, measured):
     assert plan_of(*overrides).speed.run.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.06)
 
 
-# On an H200, head and loss of one microbatch, forward and backward: benchmarks/lm_head_h200_2026-11-22.md.
+# On an H200, head and loss of one microbatch, forward and backward: benchmarks/lm_head_h200.md.
 NATIVE = "model.cross_entropy_fusion_impl=native"
 HEADS = {
     "124M": (("model=gpt2_124m",), 14.34),
@@ -218,7 +218,7 @@ def test_fp8_parameters_cost_what_their_casts_do(recipe, milliseconds, ratio):
 
 
 # On an H200, attention of one microbatch, forward + backward, in milliseconds: cuDNN's and FlashAttention-4's
-# (benchmarks/flash_attention_h200_2026-11-22.md). The factor is that of the first.
+# (benchmarks/flash_attention_h200.md). The factor is that of the first.
 ATTENTION = {
     "heads of 128, 8,192 tokens": ("model=llama3_8b", 1.907 + 5.643, 1.784 + 5.035),
     "heads of 128, 2,048 tokens": ("model=gpt3_1_3b", 0.281 + 0.901, 0.273 + 0.773),

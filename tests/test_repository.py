@@ -20,6 +20,7 @@ from gpt_pretrain.config.schema import Config
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+PAGES = sorted(page.relative_to(ROOT) for folder in ("", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md"))
 MIB = 1 << 20
 
 
@@ -96,6 +97,36 @@ def test_every_path_of_the_documents_exists():
 
     assert "docs/fp8.md" in links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+def anchors(page):
+    """The headings of a page, spelled as GitHub and mkdocs spell their anchors."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def resolves(link, folder):
+    path, _, anchor = link.partition("#")
+    target = folder / path
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_and_anchor_of_a_page_resolves(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text())
+    internal = [link if not link.startswith("#") else page.name + link for link in links if "://" not in link]
+
+    assert not [link for link in internal if not resolves(link, (ROOT / page).parent)]
+
+
+@pytest.mark.parametrize("folder", ["gpt_pretrain", "conf", "tests"])
+def test_every_page_that_a_comment_names_exists(folder):
+    files = [path for suffix in ("py", "yaml") for path in (ROOT / folder).rglob(f"*.{suffix}")]
+    pattern = re.compile(r"(?:docs|benchmarks)/\w+\.md(?:#[\w-]+)?")
+    named = {link for path in files for link in pattern.findall(path.read_text())}
+
+    assert named
+    assert not [link for link in named if not resolves(link, ROOT)]
 
 
 def test_the_pins_are_exact_and_name_no_host_and_no_path():

@@ -44,7 +44,7 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
         os.environ.setdefault("MASTER_PORT", str(launch.master_port))
         # Not told of the device, torch opens NCCL's communicators at the first use of their groups. Told, it opens one
         # for every group: of 21 on four GPUs 14 were for groups of one rank, which nobody needs, with 64 channels each,
-        # and took over 5 GiB of each GPU (NCCL 2.28; benchmarks/llama3_8b_4gpu_h200_2026-11-22.md).
+        # and took over 5 GiB of each GPU (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
         torch.distributed.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
         # Before the groups: ranks that do not agree on these would wait for each other.

@@ -80,7 +80,7 @@ def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
     # Over NVLink it is counted in full, for what products beside it lose, and for waiting: steps of 4 and 32 layers of
     # Llama 3 8B on two and four H200s were longer by about that or more, BF16 and FP8. A profile has since found 52 to
-    # 60 of the 92 ms of four (benchmarks/llama3_8b_4gpu_h200_2026-11-22.md). What a network adds is assumed to hide.
+    # 60 of the 92 ms of four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to hide.
     lost = rate / link_bytes_per_s(machine, layout, 1)
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.

@@ -93,7 +93,7 @@ class Efficiency:
     """Speed of attention in FP8 over BF16. Assumed: only the forward gains on Hopper."""
     flash_attention: float
     """Speed of FlashAttention-4's attention over cuDNN's, forward and backward together: of heads of 128 and sequences
-    of 8,192; of others 1.08 to 1.13 (benchmarks/flash_attention_h200_2026-11-22.md)."""
+    of 8,192; of others 1.08 to 1.13 (benchmarks/flash_attention_h200.md)."""
     bandwidth: float
     """Of the memory's bandwidth, by elementwise kernels."""
     links: float
@@ -126,17 +126,17 @@ EFFICIENCY = Efficiency(
     links=0.75,
     kernel_s=3e-6,
     # GPT-2 124M: 48 layers a step took the host 224 ms in BF16, 332 in tensorwise and 128 with graphs, where it was the
-    # slower one, and 12 layers 75 and 107 ms (benchmarks/gpt2_124m_graphs_h200_2026-11-22.md).
+    # slower one, and 12 layers 75 and 107 ms (benchmarks/gpt2_124m_1xh200.md).
     host_s_per_step=27e-3,
     host_s_per_layer=4.1e-3,
     host_s_per_fp8_layer=6.4e-3,
     host_s_per_graphed_layer=2.1e-3,
     # Four layers of Llama 3 8B in FP8 where the host was the slower one: 32 layers a step took 346 ms with TP 4 + SP,
     # 470 with CP 2, 489 with CP 4 and 590 with TP 2 + SP × CP 2, and 256 layers 2.63 s with TP 2 + SP
-    # (benchmarks/layouts_h200_2026-11-22.md).
+    # (benchmarks/layouts_4xh200.md).
     host_s_per_tp_layer=3.5e-3,
     host_s_per_cp_layer=7.4e-3,
     # 48 layers of 15.4B, recomputed in microbatches of 2,048 tokens, took 0.82 s a step of two of them on one machine
-    # and 1.78 of four on another: 1.29 and 1.42 times as long as by the above (benchmarks/optimizer_memory_*.md).
+    # and 1.78 of four on another: 1.29 and 1.42 times as long as by the above (benchmarks/gpt_12_8b_15_4b_1xh200.md).
     host_forward=1 / 3,
 )

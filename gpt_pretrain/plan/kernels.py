@@ -19,7 +19,7 @@ from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in
-# benchmarks/lm_head_h200_2026-11-22.md): the GEMM writes BF16, the loss reads and writes fp32 for the maximum, the
+# benchmarks/lm_head_h200.md): the GEMM writes BF16, the loss reads and writes fp32 for the maximum, the
 # shift, the exponential, the sum, the division and the gradient.
 LOSS_BYTES_PER_LOGIT = 43
 # With `megatron.linear_loss`: one kernel reads the BF16 logits, another reads them and writes the gradient.

@@ -25,7 +25,7 @@ GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
 WORKSPACE_BYTES = 0.1 * GIB
 # Outside of torch's allocator: the CUDA context with its kernels, and NCCL's communicators, 0.47 GiB each: four were
-# used at DP 4 on H200s, between five and six at TP 2 × DP 2 (benchmarks/llama3_8b_4gpu_h200_2026-11-22.md).
+# used at DP 4 on H200s, between five and six at TP 2 × DP 2 (benchmarks/llama3_8b_4xh200.md).
 CONTEXT_GIB = 1.1
 NCCL_GIB = 2.4
 # What the allocator holds and cannot use: 1 to 2% of the peaks there with expandable segments, 7 to 9 at TP 2 without.

@@ -20,7 +20,7 @@ from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.resolved import Resolved
 
 # Widths of heads with which steps have been faster on Hopper by FlashAttention-4 than by cuDNN, where queries and keys
-# are rotated and where not. Others were not measured (benchmarks/flash_attention_h200_*.md).
+# are rotated and where not. Others were not measured (benchmarks/flash_attention_h200.md).
 ROTATED_FLASH_ATTENTION_WIDTHS = (128,)
 FLASH_ATTENTION_WIDTHS = (64, 128)
 
@@ -82,7 +82,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             platform.cuda
             and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
         ),
-        # With tensorwise scaling the losses of 200 steps have been 0.55% apart (benchmarks/llama3_8b_leads_*.md).
+        # With tensorwise scaling the losses of 200 steps have been 0.55% apart (benchmarks/fused_kernels_h200.md).
         activation_cast_fusion=choose(
             model.activation_cast_fusion,
             te
@@ -109,7 +109,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
         # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
-        # 50,304 lose, and nothing between them was measured (benchmarks/llama3_8b_leads_*.md).
+        # 50,304 lose, and nothing between them was measured (benchmarks/fused_kernels_h200.md).
         embedding_gradient_fusion=choose(
             model.embedding_gradient_fusion,
             platform.cuda

@@ -4,7 +4,7 @@ Delayed scaling casts with the amaxes of earlier passes, and before the first th
 with scales of 1. Of gradients, which shrink with the tokens of a batch, E5M2 then keeps little or nothing, its smallest
 number being 2^-16. A first step of one microbatch would train on what is left of them: a seventh of the gradient's norm
 with GPT-2 124M and 32,768 tokens, whose loss was 0.4 to 2.4% above BF16's over the next fifteen steps
-(benchmarks/fp8_h200_2026-11-22.md).
+(benchmarks/fp8_h200.md#until-scales-have-settled).
 
 One pass does not show all. The first shows the gradients that come down the residual stream, which is in BF16. Those
 inside of a layer come out of FP8 products of gradients that were flushed, and what they add on the way down is missing
