@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,15 +13,34 @@ import torch
 from rich.console import Console
 from torch.autograd import DeviceType
 
-from gpt_pretrain.benchmark.document import Benchmark, benchmark_document, benchmark_markdown
-from gpt_pretrain.benchmark.figures import Row, attainable_tflops, build_row, compute_figures, with_ratios
-from gpt_pretrain.benchmark.forecast import forecast
-from gpt_pretrain.benchmark.kinds import IDLE, KINDS, kernel_kind
-from gpt_pretrain.benchmark.profile import longest_kernels, parts_of_a_step
-from gpt_pretrain.benchmark.results import Forecast, GemmCeiling, Kernel, Machine, Measured, Part
-from gpt_pretrain.benchmark.stopwatch import Stopwatch
-from gpt_pretrain.benchmark.table import print_table, table_of_forecasts, table_of_parts, table_of_rows
+from gpt_pretrain.benchmark.document import (
+    Benchmark,
+    benchmark_document,
+    benchmark_markdown,
+    print_table,
+    table_of_forecasts,
+    table_of_parts,
+    table_of_rows,
+)
+from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
+from gpt_pretrain.benchmark.results import (
+    IDLE,
+    KINDS,
+    Forecast,
+    GemmCeiling,
+    Kernel,
+    Machine,
+    Measured,
+    Part,
+    Row,
+    attainable_tflops,
+    build_row,
+    compute_figures,
+    kernel_kind,
+    with_ratios,
+)
 from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
+from gpt_pretrain.benchmark.worker import forecast
 from gpt_pretrain.commands.benchmark import main
 from gpt_pretrain.commands.picture import main as draw_picture
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
@@ -132,38 +152,34 @@ def test_a_run_of_the_benchmark_has_the_learning_rates_of_the_run(tmp_path, sche
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "named"),
     [
-        (["benchmark.variants=[app,fp8_delaid]"], "there is no variant 'fp8_delaid'; did you mean fp8_delayed?"),
-        (["benchmark.variants=[bear]"], "there is no variant 'bear'; did you mean bare?"),
-        (["benchmark.variants=['bare:nothing']"], "there is no variant 'bare:nothing'"),
-        (
-            ["benchmark.variants=['model.hiden_size=64']"],
-            "model.hiden_size is not a key; did you mean model.hidden_size?",
-        ),
-        (["benchmark.variants=[app,bare,app]"], "benchmark.variants has 'app' twice"),
-        (["benchmark.variants=[]"], "benchmark.variants=[] compares nothing"),
-        (["benchmark.overrides.app=[1]"], "benchmark.overrides={'app': [1]"),
-        (
-            ["benchmark.steps=7", "benchmark.interval=2"],
-            "benchmark.steps=7 is not a multiple of benchmark.interval=2; use 6",
-        ),
-        (["benchmark.rounds=0"], "benchmark.rounds=0 is too small; use 1 or more"),
-        (["trainer.num_nodes=2"], "trainer.num_nodes=2: a benchmark runs on one node"),
-        (["trainer.max_steps=100"], "trainer.max_steps is set by the benchmark itself"),
-        (["trainer={max_steps: 100}"], "trainer.max_steps is set by the benchmark itself"),
-        (["benchmark.variants=['trainer.max_steps=9']"], "trainer.max_steps is set by the benchmark itself"),
-        (["benchmark.variants=['benchmark.steps=9 run_dir=x']"], "benchmark.steps is one for all variants"),
-        (["benchmark.variants=['trainer.devices=0']"], "trainer.devices=0 is too small"),
-        (["-m", "model.seed=1,2"], "-m: a benchmark compares benchmark.variants=[…] and takes no sweep"),
+        (["benchmark.variants=[app,fp8_delaid]"], ("'fp8_delaid'", "fp8_delayed")),
+        (["benchmark.variants=[bear]"], ("'bear'", "did you mean bare?")),
+        (["benchmark.variants=['bare:nothing']"], ("'bare:nothing'",)),
+        (["benchmark.variants=['model.hiden_size=64']"], ("model.hiden_size", "did you mean model.hidden_size?")),
+        (["benchmark.variants=[app,bare,app]"], ("'app' twice", "benchmark.rounds")),
+        (["benchmark.variants=[]"], ("benchmark.variants=[]", "[app,bare]")),
+        (["benchmark.overrides.app=[1]"], ("benchmark.overrides={'app': [1]",)),
+        (["benchmark.steps=7", "benchmark.interval=2"], ("benchmark.steps=7", "benchmark.interval=2", "use 6")),
+        (["benchmark.rounds=0"], ("benchmark.rounds=0", "use 1 or more")),
+        (["trainer.num_nodes=2"], ("trainer.num_nodes=2", "use 1 or null")),
+        (["trainer.max_steps=100"], ("trainer.max_steps", "benchmark.steps", "leave it out")),
+        (["trainer={max_steps: 100}"], ("trainer.max_steps", "benchmark.steps", "leave it out")),
+        (["benchmark.variants=['trainer.max_steps=9']"], ("trainer.max_steps", "benchmark.steps", "leave it out")),
+        (["benchmark.variants=['benchmark.steps=9 run_dir=x']"], ("benchmark.steps", "run_dir", "benchmark.variants")),
+        (["benchmark.variants=['trainer.devices=0']"], ("trainer.devices=0", "use 1 or more")),
+        (["-m", "model.seed=1,2"], ("-m:", "benchmark.variants=[…]")),
     ],
 )
 @pytest.mark.usefixtures("no_launcher")
-def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, tmp_path, arguments, told):
+def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, tmp_path, arguments, named):
     run_dir = tmp_path / "run"
 
     assert main([*arguments, f"run_dir={run_dir}"]) == 2
-    assert f"error: {told}" in capsys.readouterr().err.replace("benchmark.variants: ", "")
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert [part for part in named if part not in told] == []
     assert not run_dir.exists()
 
 
@@ -172,7 +188,7 @@ def test_the_benchmark_is_not_started_by_torchrun(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
 
     assert main([]) == 2
-    assert "torchrun started this one; start it plainly, with trainer.devices=2" in capsys.readouterr().err
+    assert re.search(r"torchrun .*trainer\.devices=2", capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -455,14 +471,13 @@ def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, 
 
     source.write_text(json.dumps({"variants": [row("cpu")]}))
     assert draw_picture([str(source), str(picture)]) == 2
-    assert "run the benchmark with benchmark.profile=true" in capsys.readouterr().err
+    assert "benchmark.profile=true" in capsys.readouterr().err
     for other in ("{}", "no JSON", "[1]", '{"variants": [{"name": "bf16", "figures": {}}]}'):
         source.write_text(other)
         assert draw_picture([str(source), str(picture)]) == 2
-        assert capsys.readouterr().err == (
-            f"error: {source} is not what a benchmark of this version leaves behind; give RUN_DIR/benchmark.json of a "
-            "benchmark with benchmark.profile=true\n"
-        )
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {source} ")
+        assert "RUN_DIR/benchmark.json of a benchmark with benchmark.profile=true" in told
     source.write_text(json.dumps({"variants": rows}))
     assert draw_picture([str(source), str(tmp_path / "step.doc")]) == 2
     assert "Format 'doc' is not supported" in capsys.readouterr().err

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.data.batches import MicrobatchSampler, build_batch_iterator, build_validation_iterator
+from gpt_pretrain.data.batches import (
+    MicrobatchSampler,
+    build_batch_iterator,
+    build_validation_iterator,
+    tell_of_defects,
+)
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
-from gpt_pretrain.data.workers import tell_of_defects
 from tests.launching import REPOSITORY
 from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
 

@@ -12,8 +12,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
+from gpt_pretrain.data.cache import Progress
 from gpt_pretrain.data.prepare import tokenize_source
-from gpt_pretrain.data.progress import Progress
 from gpt_pretrain.data.sources import FileSource
 from gpt_pretrain.data.tokenizer import load_tokenizer
 from tests.forked_runs import fork_ranks

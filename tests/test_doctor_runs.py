@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import site
 import subprocess
 import sys
@@ -65,9 +66,9 @@ def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
     # megatron-core imports it as well, so that runs die with it.
-    assert "no training: training does not load: loading it ended Python with signal SIGABRT" in said
+    assert re.search(r"no training: training .*? SIGABRT", said)
     assert "python -m pip uninstall --yes transformer-engine" in said
-    assert "no FP8: Transformer Engine does not load: loading it ended Python with signal SIGABRT" in said
+    assert re.search(r"no FP8: Transformer Engine .*? SIGABRT", said)
     assert importlib.metadata.version("torch").split("+")[0] in said, "PyTorch beside it is found all the same"
 
 
@@ -99,9 +100,7 @@ def test_a_flash_attention_is_tried_in_a_process_of_its_own(tmp_path, source, pr
     assert found["version"] == "4.0.0b36"
     assert found.get("problem") == problem
     findings = [finding["what"] for finding in document["findings"] if finding["about"] == "FlashAttention-4"]
-    assert findings == (
-        [] if problem is None else [f"is installed and cannot be used: {problem}. Without it nothing is lost but speed"]
-    )
+    assert [problem in what for what in findings] == ([] if problem is None else [True])
     ends_training = problem is not None and not problem.startswith(("ModuleNotFoundError", "AttributeError"))
     assert (done.returncode == 1) == ends_training, done.stdout + done.stderr
     fixes = [finding["fix"] for finding in document["findings"] if finding["blocks"] == "training"]
@@ -124,13 +123,13 @@ def test_missing_packages_are_told_with_the_commands_that_install_them(bare_pyth
     done = ask_doctor(python=bare_python, **NO_DRIVER)
 
     assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stderr == "error: No module named 'rich'; the verdict as JSON:\n"
+    assert done.stderr.startswith("error: ")
+    assert "'rich'" in done.stderr
     findings = json.loads(done.stdout)["findings"]
-    assert [finding["what"] for finding in findings if finding["blocks"] == "training"] == [
-        "needs megatron-core~=0.19.2, which is not installed",
-        "needs rich>=13.9, which is not installed",
+    assert [finding["fix"] for finding in findings if finding["blocks"] == "training"] == [
+        "python -m pip install 'megatron-core~=0.19.2'",
+        "python -m pip install 'rich>=13.9'",
     ]
-    assert findings[0]["fix"] == "python -m pip install 'megatron-core~=0.19.2'"
 
 
 def test_probes_that_share_a_gpu_run_one_after_the_other(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpt_pretrain.benchmark.figures import Row
+from gpt_pretrain.benchmark.results import Row
 from tests.launching import gpu_environment, run_ranks
 
 STEPS = ("benchmark.warmup_steps=3", "benchmark.steps=4", "benchmark.interval=2", "logging.tensorboard=false")

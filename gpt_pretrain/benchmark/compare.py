@@ -7,11 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpt_pretrain.benchmark.document import Benchmark, facts, write_documents
-from gpt_pretrain.benchmark.figures import Row, build_row, compute_figures, with_ratios
-from gpt_pretrain.benchmark.launch import run_task
-from gpt_pretrain.benchmark.results import Forecast, Machine, Measured
-from gpt_pretrain.benchmark.table import (
+from gpt_pretrain.benchmark.document import (
+    Benchmark,
+    facts,
     format_step_time,
     print_table,
     problem_lines,
@@ -19,6 +17,16 @@ from gpt_pretrain.benchmark.table import (
     table_of_kernels,
     table_of_parts,
     table_of_rows,
+    write_documents,
+)
+from gpt_pretrain.benchmark.results import (
+    Forecast,
+    Machine,
+    Measured,
+    Row,
+    build_row,
+    compute_figures,
+    with_ratios,
 )
 from gpt_pretrain.benchmark.variants import (
     Variant,
@@ -27,6 +35,7 @@ from gpt_pretrain.benchmark.variants import (
     run_overrides,
     variant_problems,
 )
+from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config

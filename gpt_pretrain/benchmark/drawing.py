@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt_pretrain.benchmark.kinds import KINDS
+from gpt_pretrain.benchmark.results import KINDS
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.install import how_to_install
 

@@ -1,28 +1,32 @@
-"""One process, or one rank, of a benchmark: `python -m gpt_pretrain.benchmark.worker TASK.json`.
+"""The processes of a benchmark: `run_task` starts them, waits for them and reads what they left.
 
-Started by `benchmark.launch`, never by hand. It does what the task says and writes what came of it, or why nothing did,
-beside the task; what it prints is kept in a file.
+Each process, or rank, is `python -m gpt_pretrain.benchmark.worker TASK.json`, never started by hand. It does what the
+task says and writes what came of it, or why nothing did, beside the task; what it prints is kept in a file.
 """
 
 import json
+import os
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
 from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
-from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
-from gpt_pretrain.launch.ranks import Launch, read_launch
-from gpt_pretrain.report.json_object import JsonObject
+from gpt_pretrain.launch.ranks import Launch, read_launch, start_command, without_launcher
+from gpt_pretrain.report.records import JsonObject
 from gpt_pretrain.rules.check import check_config
 from gpt_pretrain.rules.gate import load_config
 
-TRACE = "trace.json.gz"
+TASK, OUTPUT, TRACE = "task.json", "output.txt", "trace.json.gz"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +72,80 @@ def failure_path(task: Path, rank: int) -> Path:
     return task.with_name(f"failure.{rank}.json")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome[Result]:
+    """What came of a task."""
+
+    results: tuple[Result, ...]
+    """One for each rank, rank 0's first; empty if it failed."""
+    problem: str | None
+    """Why it failed, from the rank that failed first; None otherwise."""
+
+
+def run_task[Result: JsonObject](
+    kind: str,
+    result: type[Result],
+    folder: Path,
+    *,
+    source: Source,
+    overrides: Sequence[str],
+    num_processes: int = 1,
+    profiled: bool = False,
+) -> Outcome[Result]:
+    """Runs one task in processes of its own and waits for them.
+
+    Args:
+        kind: See `Task`.
+        result: What each rank hands back.
+        folder: Made for the task, for what it writes and prints.
+        source: Which YAML the configuration is composed from.
+        overrides: The command line of the run.
+        num_processes: Ranks; several are started with torchrun.
+        profiled: Whether to profile a few steps.
+    """
+    folder.mkdir(parents=True)
+    path = folder / TASK
+    Task(
+        kind=kind,
+        overrides=list(overrides),
+        config_name=source.config_name,
+        config_path=str(source.config_path),
+        config_dir=None if source.config_dir is None else str(source.config_dir),
+        profiled=profiled,
+        launched_unix=time.time(),
+    ).write(path)
+    code = _run_processes(path, folder / OUTPUT, num_processes)
+    failures = _read_all(Failure, [failure_path(path, rank) for rank in range(num_processes)])
+    results = _read_all(result, [result_path(path, rank) for rank in range(num_processes)])
+    if failures:
+        return Outcome(results=(), problem=min(failures, key=lambda failure: failure.time_unix).problem)
+    if code or len(results) < num_processes:
+        return Outcome(results=(), problem=f"ended with exit code {code}; what it printed: {folder / OUTPUT}")
+    return Outcome(results=tuple(results), problem=None)
+
+
+def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> list[Result]:
+    """Those of the files that are there."""
+    return [kind.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()]
+
+
+def _run_processes(task: Path, output: Path, num_processes: int) -> int:
+    command = [*start_command(num_processes), "-m", "gpt_pretrain.benchmark.worker", str(task)]
+    env = without_launcher(os.environ)
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            return process.wait()
+        except BaseException:
+            # Only torchrun itself can end its ranks, which are sessions of their own.
+            process.terminate()
+            process.wait()
+            raise
+
+
 def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
     from gpt_pretrain.benchmark.bare import run_bare_loop
-    from gpt_pretrain.benchmark.profile import StepProfiler
-    from gpt_pretrain.benchmark.stopwatch import Stopwatch
+    from gpt_pretrain.benchmark.measure import StepProfiler, Stopwatch
     from gpt_pretrain.spec.core_fields import params_dtype
     from gpt_pretrain.spec.platform import detect_platform
     from gpt_pretrain.spec.run_spec import build_run_spec
@@ -102,6 +176,28 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
     )
 
 
+def forecast(config: Config) -> Forecast:
+    """Plans a run on `plan.num_gpus` of `plan.gpu`.
+
+    Raises:
+        ConfigError: The planned machine refuses it.
+    """
+    from gpt_pretrain.plan.forecast import build_plan
+    from gpt_pretrain.plan.machine import platform_problems
+    from gpt_pretrain.plan.memory import GIB
+    from gpt_pretrain.plan.world import planned_launch
+
+    launch = planned_launch(config)
+    problems = platform_problems(config, launch)
+    if problems:
+        raise ConfigError(problems)
+    plan = build_plan(config, launch)
+    return Forecast(
+        memory_gib=plan.memory.worst.peak / GIB,
+        tokens_per_s_per_gpu=None if plan.speed is None else plan.speed.run.tokens_per_s_per_gpu,
+    )
+
+
 def _do(task: Task, folder: Path, launch: Launch) -> Measured | Machine | Forecast:
     config = task.load_config()
     trains = task.kind in ("app", "bare")
@@ -110,14 +206,12 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | Machine | Foreca
     set_environment(config)
     prepare_libraries()
     if task.kind == "forecast":
-        from gpt_pretrain.benchmark.forecast import forecast
-
         return forecast(config)
     from gpt_pretrain.megatron.cpu import install_cpu_device
 
     install_cpu_device()
     if not trains:
-        from gpt_pretrain.benchmark.gemm import describe_machine
+        from gpt_pretrain.benchmark.measure import describe_machine
         from gpt_pretrain.spec.platform import detect_platform
 
         return describe_machine(detect_platform())

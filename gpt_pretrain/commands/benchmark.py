@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from gpt_pretrain.benchmark.compare import Comparison
-from gpt_pretrain.benchmark.table import WIDTH
+from gpt_pretrain.benchmark.document import WIDTH
 from gpt_pretrain.benchmark.variants import benchmark_problems
 from gpt_pretrain.commands.command_line import check_request, parse_command_line, run_hydra, show_help
 from gpt_pretrain.commands.door import exit_code, print_error

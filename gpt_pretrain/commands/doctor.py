@@ -28,9 +28,8 @@ from collections.abc import Sequence
 
 from gpt_pretrain.commands.door import INTERRUPTED
 from gpt_pretrain.config.choices import PlanGpu
-from gpt_pretrain.doctor.document import doctor_document
 from gpt_pretrain.doctor.examination import examine
-from gpt_pretrain.doctor.verdict import give_verdict
+from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
 from gpt_pretrain.plan.hardware import GPUS
 
 

@@ -165,6 +165,16 @@ class DataImpl(Enum):
     stdlib = "stdlib"
     mock = "mock"
 
+    @property
+    def files_key(self) -> str | None:
+        """The key of `model.data` that names its files, which no other kind reads; None where there is none."""
+        return {DataImpl.mmap: "data_prefix", DataImpl.text: "text_files"}.get(self)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it comes as token ids; what comes as text needs a tokenizer."""
+        return self in (DataImpl.mmap, DataImpl.mock)
+
 
 class TokenizerLibrary(Enum):
     """`bpe` trains a byte-level BPE on the corpus, `file` reads a `tokenizer.json`, `none` takes token ids as given."""

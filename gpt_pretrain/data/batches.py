@@ -3,14 +3,28 @@
 Global batch k holds samples [k·gbs, (k+1)·gbs) of the data set at every data-parallel size; within it, microbatch m of
 rank r reads the `micro_batch_size` samples from (m·dp + r)·micro on, as megatron-core does. So a run resumed at
 `consumed_samples` on another number of ranks trains on the same samples in the same steps.
+
+Data-loading processes are forked by a server process that has imported this module, not by the rank: a copy of the rank
+would hold its CUDA context and its connections to the other ranks open after the rank is gone, and would copy the
+memory of its imports.
 """
 
 import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing import resource_tracker
+from multiprocessing.context import BaseContext
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -18,8 +32,15 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.data.datasets import SampleDataset
-from gpt_pretrain.data.workers import block_rank_signals, end_with_rank, worker_context
+from gpt_pretrain.launch.environment import prepare_libraries
+
+with warnings.catch_warnings():
+    # megatron-core warns of optional packages that only the rank would use.
+    warnings.simplefilter("ignore")
+    from gpt_pretrain.data.datasets import SampleDataset
+
+# The launcher, Slurm and the terminal send these to every process of a run; the rank decides for its data loaders.
+_RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +114,7 @@ class BatchIterator(Iterator[Batch]):
         self._ahead: deque[Batch] = deque()
         self._batches: Iterator[dict[str, torch.Tensor]] | None
         if loader.num_workers:
-            with block_rank_signals():
+            with _block_rank_signals():
                 self._batches = iter(loader)
         else:
             self._batches = iter(loader)
@@ -144,15 +165,15 @@ def build_batch_iterator(
     device: torch.device,
 ) -> BatchIterator:
     """Microbatches of training, from `consumed_samples` on; num_microbatches of them make a step."""
-    sampler = MicrobatchSampler(
+    return _build_iterator(
+        dataset,
+        config,
+        device,
         num_samples=len(dataset),
         consumed_samples=consumed_samples,
-        micro_batch_size=config.model.micro_batch_size,
-        global_batch_size=config.model.global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
     )
-    return BatchIterator(_build_loader(dataset, sampler, config.model.data.num_workers, device), device)
 
 
 def build_validation_iterator(
@@ -168,29 +189,78 @@ def build_validation_iterator(
     A validation that draws limit_val_batches × num_microbatches sees the same samples as every other, so that losses
     compare over a run.
     """
-    sampler = MicrobatchSampler(
+    return _build_iterator(
+        dataset,
+        config,
+        device,
         num_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
         consumed_samples=0,
-        micro_batch_size=config.model.micro_batch_size,
-        global_batch_size=config.model.global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
         repeat=True,
     )
-    return BatchIterator(_build_loader(dataset, sampler, config.model.data.num_workers, device), device)
 
 
-def _build_loader(
-    dataset: SampleDataset, sampler: MicrobatchSampler, num_workers: int, device: torch.device
-) -> "DataLoader[dict[str, torch.Tensor]]":
-    return DataLoader(
+def _build_iterator(dataset: SampleDataset, config: Config, device: torch.device, **order: Any) -> BatchIterator:
+    sampler = MicrobatchSampler(
+        micro_batch_size=config.model.micro_batch_size, global_batch_size=config.model.global_batch_size, **order
+    )
+    num_workers = config.model.data.num_workers
+    loader = DataLoader(
         cast("Any", dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        multiprocessing_context=worker_context() if num_workers else None,
-        worker_init_fn=end_with_rank if num_workers else None,
+        multiprocessing_context=_worker_context() if num_workers else None,
+        worker_init_fn=_end_with_rank if num_workers else None,
         pin_memory=device.type == "cuda",
         # A loader draws its processes' seed when it starts: from the default generator that would shift the dropout of
         # a resumed run, which starts a loader where the uncut one did not.
         generator=torch.Generator(),
     )
+    return BatchIterator(loader, device)
+
+
+def _worker_context() -> BaseContext:
+    """The way data-loading processes are started."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+@contextmanager
+def _block_rank_signals() -> Iterator[None]:
+    """Makes processes that are started inside deaf to the rank's signals, at every moment of their lives."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
+    # Processes need the tracker, and starting it unblocks two of the signals here.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def tell_of_defects(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A data-loading process's `sys.excepthook`, which says nothing of a rank that went away while it took a tensor.
+
+    multiprocessing's thread that hands tensors over would print a traceback beside the rank's own.
+    """
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _end_with_rank(worker: int) -> None:
+    """Ends this data-loading process when its rank is gone, also by SIGKILL; torch's `worker_init_fn`.
+
+    torch watches the parent process, which here is the server, and the server lives as long as its processes.
+    """
+    prepare_libraries()
+    sys.excepthook = tell_of_defects
+    rank = multiprocessing.parent_process()
+    assert rank is not None, "a data-loading process has a parent"
+
+    def watch() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name=f"watch-rank-{worker}", daemon=True).start()

@@ -3,25 +3,44 @@
 `prepare_corpus` is the door of this room: every rank calls it, before the model is built and before torch.distributed
 is initialised. It tokenises text that is not tokenised yet (the ranks of a node, and other runs that use the same
 cache, wait for the first), refuses wrong data, and answers the same `Corpus` on every rank.
+
+A new source of data is a member of `config.choices.DataImpl`, `conf/data/NAME.yaml`, what opens it, and its line in
+`SOURCES`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.data.blend import SplitSize, check_splits, plan_blend, split_matrix
-from gpt_pretrain.data.cache import cache_directory, file_identity, fingerprint
-from gpt_pretrain.data.check import TokenFile, check_token_file, check_token_ids, content_fingerprint
+from gpt_pretrain.config.numbers import one_of
+from gpt_pretrain.config.schema import Config, DataConfig
+from gpt_pretrain.data.cache import Progress, cache_directory, file_identity, fingerprint
 from gpt_pretrain.data.prepare import tokenize_source
-from gpt_pretrain.data.progress import Progress
-from gpt_pretrain.data.sources import FileSource, StdlibSource
+from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
+from gpt_pretrain.data.token_files import (
+    Blend,
+    SplitSize,
+    TokenFile,
+    check_splits,
+    check_token_file,
+    check_token_ids,
+    content_fingerprint,
+    plan_blend,
+    split_matrix,
+)
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 
 # What stands for the tokenizer of data that come as token ids.
 NO_TOKENIZER = "none"
+# Kind of data → what opens it: text to be tokenised, token files, or None for random tokens.
+SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = {
+    DataImpl.mmap: lambda data: plan_blend(data.data_prefix),
+    DataImpl.text: lambda data: FileSource(data.text_files, data.text_key),
+    DataImpl.stdlib: lambda data: StdlibSource(),
+    DataImpl.mock: lambda data: None,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +101,8 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
                 "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
             ]
         )
-    if model.data.data_impl is DataImpl.mock:
+    source = _open(model.data)
+    if source is None:
         key = fingerprint(["mock", model.vocab_size])
         return Corpus(
             prefixes=(),
@@ -94,7 +114,13 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         )
     cache = cache_directory(model.data)
     with Progress(show=show_progress) as progress:
-        prefixes, weights, tokenizer = _token_files(model, cache, progress)
+        if isinstance(source, TextSource):
+            text = tokenize_source(source, model.tokenizer, cache, progress, name=model.data.data_impl.name)
+            blend = Blend((str(text.prefix),))
+            tokenizer: Tokenizer | None = text.tokenizer
+        else:
+            blend = source
+            tokenizer = None if model.tokenizer.model is None else load_tokenizer(model.tokenizer.model)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise ConfigError(
                 [
@@ -102,18 +128,16 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
                     f"{tokenizer.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or more"
                 ]
             )
-        files = [check_token_file(prefix) for prefix in prefixes]
+        files = [check_token_file(prefix) for prefix in blend.prefixes]
         with_validation = config.trainer.limit_val_batches > 0
         splits = tuple(_check_file(file, config, with_validation, cache, progress) for file in files)
-    if weights is None:
-        # Files without weights count by their size, as if they were one.
-        num_tokens = [sizes[0].num_tokens for sizes in splits]
-        weights = tuple(count / sum(num_tokens) for count in num_tokens)
+    num_tokens = [sizes[0].num_tokens for sizes in splits]
+    weights = blend.weights or tuple(count / sum(num_tokens) for count in num_tokens)
     content = [content_fingerprint(file) for file in files]
     tokenizer_key = None if tokenizer is None else tokenizer.fingerprint
     identity = [[file_identity(file.bin_path), file_identity(file.idx_path)] for file in files]
     return Corpus(
-        prefixes=prefixes,
+        prefixes=blend.prefixes,
         weights=weights,
         tokenizer=tokenizer,
         fingerprints={
@@ -127,16 +151,11 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
     )
 
 
-def _token_files(
-    model: ModelConfig, cache: Path, progress: Progress
-) -> tuple[tuple[str, ...], tuple[float, ...] | None, Tokenizer | None]:
-    data, tokenizer = model.data, model.tokenizer
-    if data.data_impl is DataImpl.mmap:
-        prefixes, weights = plan_blend(data.data_prefix)
-        return prefixes, weights, None if tokenizer.model is None else load_tokenizer(tokenizer.model)
-    source = StdlibSource() if data.data_impl is DataImpl.stdlib else FileSource(data.text_files, data.text_key)
-    text = tokenize_source(source, tokenizer, cache, progress, name=data.data_impl.name)
-    return (str(text.prefix),), None, text.tokenizer
+def _open(data: DataConfig) -> TextSource | Blend | None:
+    if data.data_impl not in SOURCES:
+        known = one_of([impl.name for impl in SOURCES])
+        raise ConfigError([f"model.data.data_impl={data.data_impl.name} has no source in data.corpus; use {known}"])
+    return SOURCES[data.data_impl](data)
 
 
 def _check_file(

@@ -28,9 +28,8 @@ from torch.utils.data import Dataset
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.data.cache import cache_directory, fingerprint, hold_lock
+from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
-from gpt_pretrain.data.progress import Progress
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"

@@ -20,8 +20,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
-from gpt_pretrain.data.cache import fingerprint, hold_lock, write_entry
-from gpt_pretrain.data.progress import Progress
+from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, write_entry
 from gpt_pretrain.data.sources import Piece, TextSource
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 

@@ -1,5 +1,8 @@
 """Where text comes from: Python's standard library, or the user's own .txt, .jsonl and .parquet files.
 
+A new source is a subclass of `TextSource`, in a file of its own or here, and a line in `corpus.SOURCES`. A new format
+of the user's files is a method of `FileSource` and a line in its `READERS`.
+
 A source streams: it yields pieces of documents in a fixed order and never holds more than a few MiB, so that the size
 of a corpus is bounded by the disk and not by the memory. A long document comes in several pieces, cut where every
 common pre-tokenizer cuts too (before a space between words, or between a line end and a word), so that byte-level
@@ -15,10 +18,10 @@ import re
 import sysconfig
 import tokenize
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow
 import pyarrow.parquet
@@ -26,8 +29,7 @@ import pyarrow.parquet
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.cache import file_identity
 
-_PIECE_BYTES = 1024 * 1024
-_SUFFIXES = (".txt", ".jsonl", ".parquet")
+_PIECE_SIZE = 1024 * 1024
 _PARQUET_BATCH_ROWS = 256
 _CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 
@@ -51,6 +53,8 @@ class TextSource(ABC):
     """Documents in a fixed order."""
 
     files: Sequence[Path]
+    piece_size: int = _PIECE_SIZE
+    """Characters after which a document is cut at the next place that allows it, and bytes that are read at once."""
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -80,6 +84,23 @@ class TextSource(ABC):
                 remaining -= len(piece.text)
                 if remaining <= 0:
                     break
+
+    def cut(self, text: str, num_source_bytes: int) -> Iterator[Piece]:
+        """The pieces of a document that lies in memory."""
+        *parts, last = self._parts(text)
+        for part in parts:
+            yield Piece(part, ends_document=False, num_source_bytes=0)
+        yield Piece(last, ends_document=True, num_source_bytes=num_source_bytes)
+
+    def _parts(self, text: str) -> Iterator[str]:
+        start = 0
+        while len(text) - start > self.piece_size:
+            match = _CUT.search(text, start + self.piece_size)
+            if match is None:
+                break
+            yield text[start : match.end()]
+            start = match.end()
+        yield text[start:]
 
 
 class StdlibSource(TextSource):
@@ -122,7 +143,7 @@ class StdlibSource(TextSource):
         except (SyntaxError, UnicodeDecodeError):
             # Distributions add files that are not in the encoding they declare; as empty documents they are counted.
             text = ""
-        yield from _cut(text, path.stat().st_size)
+        yield from self.cut(text, path.stat().st_size)
 
 
 class FileSource(TextSource):
@@ -134,13 +155,15 @@ class FileSource(TextSource):
     Args:
         patterns: Paths or glob patterns (`**` included), `~` allowed.
         text_key: Field or column that holds the text.
+        piece_size: See `TextSource`.
 
     Raises:
         UserError: A pattern matches nothing, or a file is of a kind that is not known or cannot be read.
     """
 
-    def __init__(self, patterns: Sequence[str], text_key: str) -> None:
+    def __init__(self, patterns: Sequence[str], text_key: str, piece_size: int = _PIECE_SIZE) -> None:
         self.text_key = text_key
+        self.piece_size = piece_size
         if not patterns:
             raise UserError(
                 "model.data.text_files is empty; name files or patterns: "
@@ -154,9 +177,8 @@ class FileSource(TextSource):
 
     def read_file(self, path: Path) -> Iterator[Piece]:
         """Pieces of one file, by its suffix."""
-        readers = {".txt": _read_txt, ".jsonl": self._read_jsonl, ".parquet": self._read_parquet}
         try:
-            yield from readers[path.suffix](path)
+            yield from self.READERS[path.suffix](self, path)
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise UserError(f"model.data.text_files: {path} cannot be read: {error}") from error
 
@@ -165,7 +187,7 @@ class FileSource(TextSource):
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield from _cut(self._text_of_line(path, number, line, offset), len(line))
+                    yield from self.cut(self._text_of_line(path, number, line, offset), len(line))
                 offset += len(line)
 
     def _text_of_line(self, path: Path, number: int, line: bytes, offset: int) -> str:
@@ -208,7 +230,40 @@ class FileSource(TextSource):
                         text = value.as_py()
                     except UnicodeDecodeError as error:
                         raise UserError(f"{path}, row {row}: {self.text_key!r} is not UTF-8 ({error})") from error
-                    yield from _cut("" if text is None else text, num_row_bytes)
+                    yield from self.cut("" if text is None else text, num_row_bytes)
+
+    def _read_txt(self, path: Path) -> Iterator[Piece]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        offset = 0
+        num_unreported_bytes = 0
+        rest = ""
+        with path.open("rb") as file:
+            while block := file.read(self.piece_size):
+                pending = len(decoder.getstate()[0])
+                try:
+                    rest += decoder.decode(block)
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
+                if offset == 0:
+                    rest = rest.removeprefix("\ufeff")
+                offset += len(block)
+                num_unreported_bytes += len(block)
+                *parts, rest = self._parts(rest)
+                for part in parts:
+                    yield Piece(part, ends_document=False, num_source_bytes=num_unreported_bytes)
+                    num_unreported_bytes = 0
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(b"", final=True)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
+        yield Piece(rest, ends_document=True, num_source_bytes=num_unreported_bytes)
+
+    READERS: ClassVar[Mapping[str, Callable[[Any, Path], Iterator[Piece]]]] = {
+        ".txt": _read_txt,
+        ".jsonl": _read_jsonl,
+        ".parquet": _read_parquet,
+    }
 
 
 def _match(pattern: str) -> list[Path]:
@@ -223,10 +278,9 @@ def _match(pattern: str) -> list[Path]:
     if not paths:
         raise UserError(f"model.data.text_files: {pattern} matches no file (relative to {Path.cwd()})")
     for path in paths:
-        if path.suffix not in _SUFFIXES:
-            raise UserError(
-                f"model.data.text_files: {path} has the suffix {path.suffix!r}; known are {', '.join(_SUFFIXES)}"
-            )
+        if path.suffix not in FileSource.READERS:
+            known = ", ".join(FileSource.READERS)
+            raise UserError(f"model.data.text_files: {path} has the suffix {path.suffix!r}; known are {known}")
         try:
             path.open("rb").close()
         except OSError as error:
@@ -239,50 +293,3 @@ def _not_utf8(path: Path, offset: int, byte: int) -> UserError:
         f"{path}: not UTF-8: byte 0x{byte:02x} at offset {offset:,}; convert it, e.g. with "
         "`iconv -f LATIN1 -t UTF-8`, or remove it from model.data.text_files"
     )
-
-
-def _read_txt(path: Path) -> Iterator[Piece]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    num_unreported_bytes = 0
-    rest = ""
-    with path.open("rb") as file:
-        while block := file.read(_PIECE_BYTES):
-            pending = len(decoder.getstate()[0])
-            try:
-                rest += decoder.decode(block)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
-            if offset == 0:
-                rest = rest.removeprefix("\ufeff")
-            offset += len(block)
-            num_unreported_bytes += len(block)
-            *parts, rest = _parts(rest)
-            for part in parts:
-                yield Piece(part, ends_document=False, num_source_bytes=num_unreported_bytes)
-                num_unreported_bytes = 0
-        pending = len(decoder.getstate()[0])
-        try:
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
-    yield Piece(rest, ends_document=True, num_source_bytes=num_unreported_bytes)
-
-
-def _cut(text: str, num_source_bytes: int) -> Iterator[Piece]:
-    *parts, last = _parts(text)
-    for part in parts:
-        yield Piece(part, ends_document=False, num_source_bytes=0)
-    yield Piece(last, ends_document=True, num_source_bytes=num_source_bytes)
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Cuts a text at the first place that allows it after every `_PIECE_BYTES` characters."""
-    start = 0
-    while len(text) - start > _PIECE_BYTES:
-        match = _CUT.search(text, start + _PIECE_BYTES)
-        if match is None:
-            break
-        yield text[start : match.end()]
-        start = match.end()
-    yield text[start:]

@@ -9,8 +9,17 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, FlashAttention, Torch, TransformerEngine
-from gpt_pretrain.doctor.finding import Blocks, Finding
+from gpt_pretrain.doctor.facts import (
+    Apex,
+    Blocks,
+    Driver,
+    Facts,
+    Failure,
+    Finding,
+    FlashAttention,
+    Torch,
+    TransformerEngine,
+)
 from gpt_pretrain.doctor.verdict import Verdict
 from gpt_pretrain.spec.platform import MULTICAST_OFF
 

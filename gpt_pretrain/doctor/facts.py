@@ -1,7 +1,8 @@
-"""What the doctor finds on a machine: plain values, so that what follows from them is told of any machine."""
+"""What the doctor finds on a machine and what is wrong with it: plain values, so that any machine can be described."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,3 +128,24 @@ class Facts:
     """Size of /dev/shm; None where there is none."""
     assumed_gpu: str | None = None
     """The GPU that was named by --assume-gpu and stands in for the machine's own."""
+
+
+class Blocks(Enum):
+    """What a finding keeps from working."""
+
+    training = "training"
+    fp8 = "fp8"
+    nothing = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that does not work as it should."""
+
+    about: str
+    """Library, variable or part of the machine: the subject of the sentence."""
+    what: str
+    """The rest of the sentence: what is so, and what follows from it; no full stop."""
+    fix: str | None
+    """A command for a shell; None where a shell cannot mend it, and `what` says who can."""
+    blocks: Blocks

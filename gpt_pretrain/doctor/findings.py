@@ -1,16 +1,16 @@
 """What is wrong on a machine and the command that mends it, told from the facts alone.
 
-The messages that are recognised are those of PyTorch 2.11, megatron-core 0.19 and Transformer Engine 2.12.
+It recognises the messages of PyTorch 2.11, megatron-core 0.19 and Transformer Engine (TE) 2.12. TE's three packages
+must have one version, for PyTorch's CUDA; its PyTorch part must be built against the installed PyTorch; and the
+libraries it loads must be the ones that PyTorch loaded.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 
 from gpt_pretrain.config.install import install_command
-from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
-from gpt_pretrain.doctor.finding import WHO_HAS_IT, Blocks, Finding, is_taken
-from gpt_pretrain.doctor.surroundings import surroundings
-from gpt_pretrain.doctor.te_findings import transformer_engine_findings
-from gpt_pretrain.spec.platform import leading_version
+from gpt_pretrain.doctor.facts import Blocks, Driver, Facts, Failure, Finding, Requirement, Torch
+from gpt_pretrain.spec.platform import MULTICAST_OFF, NO_MULTICAST, leading_version
 
 # The first driver of each CUDA major version (CUDA compatibility guide, minor version compatibility).
 _FIRST_DRIVER = {11: "450 or newer", 12: "525 or newer", 13: "580 or newer"}
@@ -19,6 +19,12 @@ _BF16_CAPABILITY = (8, 0)
 _REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 # Where PyTorch comes from the machine's image, it must not be replaced: a fix names the one package that is missing.
 _INSTALL = "python -m pip install"
+# Docker gives a container 64 MiB unless told otherwise; NCCL's ranks of a node exchange buffers there.
+_SHARED_MEMORY_GIB = 1.0
+_BLACKWELL = (10, 0)
+# Names the processes that hold a GPU.
+_WHO_HAS_IT = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
+_TE = "Transformer Engine"
 
 
 def list_findings(facts: Facts) -> list[Finding]:
@@ -27,9 +33,9 @@ def list_findings(facts: Facts) -> list[Finding]:
         *_requirements(facts),
         *_torch(facts),
         *_application(facts),
-        *transformer_engine_findings(facts),
+        *_transformer_engine(facts),
         *_flash_attention(facts),
-        *surroundings(facts),
+        *_surroundings(facts),
     ]
     return sorted(found, key=lambda finding: list(Blocks).index(finding.blocks))
 
@@ -37,28 +43,23 @@ def list_findings(facts: Facts) -> list[Finding]:
 def _requirements(facts: Facts) -> Iterator[Finding]:
     if facts.requirements is None:
         yield Finding(
-            about="gpt_pretrain",
-            what="runs from a checkout that is not installed: what it needs was not compared with what is there",
-            fix=f"{_INSTALL} --no-deps -e .",
-            blocks=Blocks.nothing,
+            "gpt_pretrain",
+            "runs from a checkout that is not installed, so its requirements were not checked",
+            f"{_INSTALL} --no-deps -e .",
+            Blocks.nothing,
         )
         return
     if isinstance(facts.requirements, Failure):
         yield Finding(
-            about="gpt_pretrain",
-            what=f"what it needs could not be compared with what is there: {facts.requirements.problem}",
-            fix=f"{_INSTALL} packaging",
-            blocks=Blocks.nothing,
+            "gpt_pretrain",
+            f"has requirements that could not be checked: {facts.requirements.problem}",
+            f"{_INSTALL} packaging",
+            Blocks.nothing,
         )
         return
     for unmet in _unmet(facts):
         there = "which is not installed" if unmet.installed is None else f"and {unmet.installed} is installed"
-        yield Finding(
-            about="gpt_pretrain",
-            what=f"needs {unmet.needed}, {there}",
-            fix=f"{_INSTALL} '{unmet.needed}'",
-            blocks=Blocks.training,
-        )
+        yield Finding("gpt_pretrain", f"needs {unmet.needed}, {there}", f"{_INSTALL} '{unmet.needed}'", Blocks.training)
 
 
 def _unmet(facts: Facts) -> tuple[Requirement, ...]:
@@ -71,10 +72,10 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         if not any(unmet.needed.startswith("torch") and unmet.installed is None for unmet in _unmet(facts)):
             version = f"=={torch.version}" if torch.version else ""
             yield Finding(
-                about="PyTorch",
-                what=f"does not load: {torch.problem}",
-                fix=f"{_INSTALL} --force-reinstall 'torch{version}'",
-                blocks=Blocks.training,
+                "PyTorch",
+                f"does not load: {torch.problem}",
+                f"{_INSTALL} --force-reinstall 'torch{version}'",
+                Blocks.training,
             )
         return
     if facts.assumed_gpu is not None:
@@ -88,35 +89,35 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     gpu = torch.gpus[0]
     if torch.product_problem is not None:
         yield Finding(
-            about=f"PyTorch {torch.version}",
-            what=f"does not compute on {gpu.name} (compute capability "
+            f"PyTorch {torch.version}",
+            f"does not compute on {gpu.name} (compute capability "
             f"{'.'.join(map(str, gpu.compute_capability))}): {torch.product_problem}",
-            fix=WHO_HAS_IT if is_taken(torch.product_problem) else f"{_INSTALL} --upgrade torch",
-            blocks=Blocks.training,
+            _WHO_HAS_IT if _is_taken(torch.product_problem) else f"{_INSTALL} --upgrade torch",
+            Blocks.training,
         )
     if gpu.compute_capability < _BF16_CAPABILITY:
         yield Finding(
-            about=gpu.name,
-            what="has no BF16 units, as compute capability 8.0 and newer have: train in FP32",
-            fix="python -m gpt_pretrain trainer.precision=fp32 …",
-            blocks=Blocks.nothing,
+            gpu.name,
+            "has no BF16 units, as compute capability 8.0 and newer have: train in FP32",
+            "python -m gpt_pretrain trainer.precision=fp32 …",
+            Blocks.nothing,
         )
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if isinstance(driver, Driver) and len(driver.gpus) > len(torch.gpus) and visible is not None:
         yield Finding(
-            about=f"CUDA_VISIBLE_DEVICES={visible}",
-            what=f"leaves PyTorch {len(torch.gpus)} of {len(driver.gpus)} GPUs",
-            fix="unset CUDA_VISIBLE_DEVICES",
-            blocks=Blocks.nothing,
+            f"CUDA_VISIBLE_DEVICES={visible}",
+            f"leaves PyTorch {len(torch.gpus)} of {len(driver.gpus)} GPUs",
+            "unset CUDA_VISIBLE_DEVICES",
+            Blocks.nothing,
         )
 
 
 def _cpu_build(torch: Torch, although: str) -> Finding:
     return Finding(
-        about=f"PyTorch {torch.version}",
-        what=f"is built without CUDA, although {although}: runs would train on the CPU",
-        fix=f"{_INSTALL} --force-reinstall 'torch=={torch.version.partition('+')[0]}'",
-        blocks=Blocks.training,
+        f"PyTorch {torch.version}",
+        f"is built without CUDA, although {although}: runs would train on the CPU",
+        f"{_INSTALL} --force-reinstall 'torch=={torch.version.partition('+')[0]}'",
+        Blocks.training,
     )
 
 
@@ -129,11 +130,11 @@ def _no_gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
     if isinstance(driver, Failure):
         broken = f"; nvidia-smi fails: {driver.problem}" if not driver.is_missing else ""
         yield Finding(
-            about="this machine",
-            what=f"has no GPU, or no NVIDIA driver{broken}. Small models train on the CPU, and FP8 is emulated "
-            "there (model.fp8_emulate=true). A container has the GPUs that it was started with",
-            fix="docker run --gpus all --ipc=host …",
-            blocks=Blocks.nothing,
+            "this machine",
+            f"has no GPU, or no NVIDIA driver{broken}. Small models train on the CPU, and FP8 is emulated "
+            "there (model.fp8_emulate=true). A container sees only the GPUs that it was started with",
+            "docker run --gpus all --ipc=host …",
+            Blocks.nothing,
         )
         return
     num_gpus = len(driver.gpus)
@@ -143,27 +144,27 @@ def _no_gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
     elif driver.cuda is not None and driver.cuda[0] < leading_version(torch.cuda)[0]:
         first = _FIRST_DRIVER.get(leading_version(torch.cuda)[0])
         yield Finding(
-            about=f"the driver {driver.version}",
-            what=f"runs CUDA up to {'.'.join(map(str, driver.cuda))}, and PyTorch {torch.version} is "
+            f"the driver {driver.version}",
+            f"runs CUDA up to {'.'.join(map(str, driver.cuda))}, and PyTorch {torch.version} is "
             f"built for CUDA {torch.cuda}, which needs {first or 'a newer one'}. Update it on the host, also for a "
             "container, or on a data centre GPU install CUDA's compatibility package",
-            fix=f"apt-get install cuda-compat-{torch.cuda.replace('.', '-')} && "
+            f"apt-get install cuda-compat-{torch.cuda.replace('.', '-')} && "
             f"export LD_LIBRARY_PATH=/usr/local/cuda-{torch.cuda}/compat:$LD_LIBRARY_PATH",
-            blocks=Blocks.training,
+            Blocks.training,
         )
     elif visible is not None and visible.strip() in ("", "-1"):
         yield Finding(
-            about=f"CUDA_VISIBLE_DEVICES={visible!r}",
-            what=f"hides all {num_gpus} GPUs: runs would train on the CPU",
-            fix="unset CUDA_VISIBLE_DEVICES",
-            blocks=Blocks.training,
+            f"CUDA_VISIBLE_DEVICES={visible!r}",
+            f"hides all {num_gpus} GPUs: runs would train on the CPU",
+            "unset CUDA_VISIBLE_DEVICES",
+            Blocks.training,
         )
     else:
         yield Finding(
-            about=f"the driver {driver.version}",
-            what=f"shows {num_gpus} GPUs, and PyTorch can use none: {torch.why_no_gpu}",
-            fix="nvidia-smi -q | grep -iE 'product name|mig mode|fabric|state'",
-            blocks=Blocks.training,
+            f"the driver {driver.version}",
+            f"shows {num_gpus} GPUs, and PyTorch can use none: {torch.why_no_gpu}",
+            "nvidia-smi -q | grep -iE 'product name|mig mode|fabric|state'",
+            Blocks.training,
         )
 
 
@@ -174,13 +175,13 @@ def _broken_driver(files: Sequence[str], driver: Failure) -> Finding:
         what = "there is no nvidia-smi: the driver's own libraries are missing. A container has them only if asked"
         fix = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility --ipc=host …"
     else:
-        what = f"nvidia-smi fails: {driver.problem}. Mend the driver on the host, often by starting it anew"
+        what = f"nvidia-smi fails: {driver.problem}. Mend the driver on the host, often by reloading it"
         fix = "nvidia-smi; sudo dmesg | grep -iE 'nvrm|xid' | tail"
     return Finding(
-        about="the driver of NVIDIA",
-        what=f"is broken: {files[0]}{more} is there, and {what}. Runs would train on the CPU",
-        fix=fix,
-        blocks=Blocks.training,
+        "the NVIDIA driver",
+        f"is broken: {files[0]}{more} exists, and {what}. Runs would train on the CPU",
+        fix,
+        Blocks.training,
     )
 
 
@@ -204,9 +205,9 @@ def _application(facts: Facts) -> Iterator[Finding]:
         what += ". megatron-core is installed: another folder named megatron comes first on Python's path"
         fix = 'unset PYTHONPATH; python -c "import megatron; print(megatron.__path__)"'
     elif isinstance(flash, Failure) and _ended_by(flash.problem) == _ended_by(application.problem):
-        what += ". FlashAttention-4, which megatron-core loads, fails alike: mend it, or train without it"
+        what += ". FlashAttention-4, which megatron-core loads, fails in the same way: mend it, or train without it"
         fix = _REMOVE_FLASH
-    yield Finding(about="training", what=what, fix=fix, blocks=Blocks.training)
+    yield Finding("training", what, fix, Blocks.training)
 
 
 def _ended_by(problem: str) -> str:
@@ -220,8 +221,141 @@ def _flash_attention(facts: Facts) -> Iterator[Finding]:
     if not isinstance(flash, Failure) or flash.is_missing or isinstance(torch, Failure) or not torch.gpus:
         return
     yield Finding(
-        about="FlashAttention-4",
-        what=f"is installed and cannot be used: {flash.problem}. Without it nothing is lost but speed",
-        fix=f"{_REMOVE_FLASH} && {install_command('flash')}",
-        blocks=Blocks.nothing,
+        "FlashAttention-4",
+        f"is installed and cannot be used: {flash.problem}. Training works without it, but slower",
+        f"{_REMOVE_FLASH} && {install_command('flash')}",
+        Blocks.nothing,
     )
+
+
+def _transformer_engine(facts: Facts) -> Iterator[Finding]:
+    """Findings about TE; none where it is not asked for, on a machine without a GPU."""
+    te, torch = facts.transformer_engine, facts.torch
+    if isinstance(torch, Failure) or not torch.gpus:
+        return
+    if isinstance(te, Failure):
+        what, fix = _why_not_loaded(te, torch, facts)
+        yield Finding(_TE, what, fix, Blocks.fp8)
+        return
+    if len(te.cudnn_folders) > 1:
+        yield Finding(
+            "cuDNN",
+            f"is loaded twice, from {' and '.join(te.cudnn_folders)}. Fused attention then fails with "
+            "CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED",
+            _use_libraries_of(torch),
+            Blocks.training,
+        )
+    if te.product_problem is not None:
+        yield Finding(
+            f"{_TE} {te.version}",
+            f"loads, and a small FP8 layer fails: {te.product_problem}",
+            _WHO_HAS_IT if _is_taken(te.product_problem) else _rebuild(te.version),
+            Blocks.fp8,
+        )
+
+
+def _why_not_loaded(te: Failure, torch: Torch, facts: Facts) -> tuple[str, str]:
+    """What to say of a TE that is missing or broken, and the command."""
+    if te.is_missing:
+        return "is not installed: runs use megatron-core's local layers, without FP8", install_command("te")
+    for pattern, cause, fix in _causes(te, torch, facts):
+        if re.search(pattern, te.problem):
+            return f"does not load: {te.problem}. {cause}", fix
+    return f"does not load: {te.problem}", _rebuild(te.version)
+
+
+def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str, str]]:
+    """What the error looks like, what it comes from, and the command; the first that fits."""
+    core = _other_cuda(facts, torch)
+    if core is not None:
+        cause = f"{core} is for another CUDA than PyTorch {torch.version}, which is built for {torch.cuda}"
+        yield "", cause, f"python -m pip uninstall --yes {core} && {install_command('te')}"
+    yield (
+        "undefined symbol: cublasLt",
+        f"It needs a newer cuBLAS than PyTorch {torch.version} brings, as TE 2.13 does with PyTorch 2.11; 2.12.0 fits",
+        install_command("te"),
+    )
+    yield "undefined symbol", f"It was built against another PyTorch than {torch.version}", _rebuild(te.version)
+    there = ", ".join(f"{name} {version}" for name, version in facts.packages.items())
+    yield (
+        "version mismatch|Could not find .*transformer.engine|empty .transformer-engine",
+        f"Its packages do not fit each other: {there or 'none is complete'}",
+        install_command("te"),
+    )
+    yield (
+        r"libcuda\.so",
+        "That is the driver's own library: the host has no driver, or the container was started without the GPUs",
+        "docker run --gpus all --ipc=host …",
+    )
+    yield (
+        "shared object not found|cannot open shared object file",
+        "The library is not where it is looked for",
+        _use_libraries_of(torch),
+    )
+    missing = re.search(r"No module named '(\w+)'", te.problem)
+    if missing:
+        yield "", "It needs that module", f"{_INSTALL} {missing[1]}"
+
+
+def _other_cuda(facts: Facts, torch: Torch) -> str | None:
+    """The package of TE's kernels that is for another CUDA than PyTorch's."""
+    if torch.cuda is None:
+        return None
+    fitting = f"transformer-engine-cu{leading_version(torch.cuda)[0]}"
+    cores = [name for name in facts.packages if name.startswith("transformer-engine-cu")]
+    return cores[0] if cores and fitting not in cores else None
+
+
+def _rebuild(version: str | None) -> str:
+    """Builds TE's PyTorch part again, against the PyTorch that is there."""
+    pinned = f"=={version}" if version else ""
+    return (
+        f"{_INSTALL} --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer-engine-torch{pinned}"
+    )
+
+
+def _use_libraries_of(torch: Torch) -> str:
+    """Puts the CUDA libraries of PyTorch's own wheels before the system's."""
+    major = 13 if torch.cuda is None else leading_version(torch.cuda)[0]
+    # From CUDA 13 on all but cuDNN and NCCL are in one folder.
+    cuda = [f"cu{major}"] if major >= 13 else ["cublas", "cuda_runtime", "cuda_nvrtc"]
+    folders = ":".join(f"{torch.site}/nvidia/{name}/lib" for name in ("cudnn", "nccl", *cuda))
+    return f"export CUDNN_HOME={torch.site}/nvidia/cudnn LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
+
+
+def _surroundings(facts: Facts) -> Iterator[Finding]:
+    """Findings about the environment of a machine with GPUs."""
+    torch, environment = facts.torch, facts.environment
+    if not isinstance(torch, Torch) or not torch.gpus:
+        return
+    still_on = [name for name, value in MULTICAST_OFF.items() if environment.get(name) != value]
+    if environment.get(NO_MULTICAST) == MULTICAST_OFF[NO_MULTICAST] and still_on:
+        yield Finding(
+            f"{NO_MULTICAST}={MULTICAST_OFF[NO_MULTICAST]}",
+            "says that this host has no NVLink multicast; libraries other than NCCL may still try it",
+            "export " + " ".join(f"{name}={MULTICAST_OFF[name]}" for name in still_on),
+            Blocks.nothing,
+        )
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections not in (None, "1") and torch.gpus[0].compute_capability < _BLACKWELL:
+        yield Finding(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}",
+            "costs tensor and context parallel runs the overlap of communication with matrix products, which needs 1; "
+            "a run sets 1 where the variable is unset",
+            "unset CUDA_DEVICE_MAX_CONNECTIONS",
+            Blocks.nothing,
+        )
+    shared = facts.shared_memory_gib
+    if shared is not None and shared < _SHARED_MEMORY_GIB and len(torch.gpus) > 1:
+        yield Finding(
+            "/dev/shm",
+            f"has {shared * 1024:.0f} MiB: NCCL's ranks and data workers share buffers there and die of a bus "
+            "error when it is full",
+            "docker run --gpus all --ipc=host …",
+            Blocks.nothing,
+        )
+
+
+def _is_taken(problem: str) -> bool:
+    """Whether a GPU fails for what other processes do with it, and no library is to blame."""
+    return "out of memory" in problem or "busy or unavailable" in problem

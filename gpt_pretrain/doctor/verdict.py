@@ -4,16 +4,26 @@ Whether a recipe runs is what training itself asks (`rules.machine_fp8`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torch, TransformerEngine
-from gpt_pretrain.doctor.finding import Blocks, Finding
+from gpt_pretrain.doctor.facts import (
+    Apex,
+    Blocks,
+    Facts,
+    Failure,
+    Finding,
+    FlashAttention,
+    Torch,
+    TransformerEngine,
+)
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.rules.machine_fp8 import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform
 from gpt_pretrain.spec.recipes import RECIPES, Recipe
 
+VERSION = 1
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
 
 
@@ -179,3 +189,22 @@ def give_verdict(facts: Facts) -> Verdict:
         parts=_parts(facts, platform),
         findings=findings,
     )
+
+
+def doctor_document(facts: Facts, verdict: Verdict) -> dict[str, Any]:
+    """The answer as JSON values, for scripts.
+
+    `version` grows when a name changes its meaning or goes away; new names may come. A library in `facts` has either
+    the field `problem` and no other content than `is_missing` and `version`, or what was found of it.
+    """
+    return {
+        "version": VERSION,
+        "trains": verdict.trains,
+        "trains_in_fp8": verdict.trains_in_fp8,
+        "exit_code": verdict.exit_code,
+        "device": verdict.device,
+        "recipes": dict(verdict.recipes),
+        "parts": [asdict(part) for part in verdict.parts],
+        "findings": [{**asdict(finding), "blocks": finding.blocks.value} for finding in verdict.findings],
+        "facts": asdict(facts),
+    }

@@ -10,38 +10,32 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.config.numbers import format_bytes
-from gpt_pretrain.report.fp8_lines import coverage_sentence, fp8_table, plain_coverage_line, plain_fp8_lines
-from gpt_pretrain.report.live import (
-    MAX_WIDTH,
-    LiveStatus,
-    plain_checkpoint_line,
-    plain_experts_line,
-    plain_train_line,
-    plain_validation_line,
-)
+from gpt_pretrain.report.columns import log_line, log_pairs, place_of, screen_columns, screen_line
 from gpt_pretrain.report.metrics_file import Metrics
-from gpt_pretrain.report.numbers import format_loss
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     ExpertsRecord,
-    Fp8CoverageRecord,
     Fp8Record,
+    Fp8Tensor,
     LossSpikeRecord,
     Record,
     RewindRecord,
     SkippedStepRecord,
     SummaryRecord,
     TrainRecord,
-    ValidationRecord,
 )
-from gpt_pretrain.report.summary_lines import plain_summary_lines, summary_panels
+from gpt_pretrain.report.summary import plain_summary_lines, summary_panels
+
+MAX_WIDTH = 100
+# Tensors that FP8 treats worst: few enough to be read at every interval.
+_NUM_TENSORS = 3
 
 
 class RunConsole:
@@ -113,97 +107,40 @@ class RunConsole:
         self._out.print(Panel(table, title=Text(title, style="bold"), title_align="left", width=self._width))
 
     def show(self, record: Record) -> None:
-        """Shows what a run logs while it trains, each kind in its way."""
+        """Shows what a run logs while it trains."""
         match record:
-            case TrainRecord():
-                self.train(record)
-            case ValidationRecord():
-                self.validation(record)
             case SkippedStepRecord() | LossSpikeRecord():
                 self.warning(_bad_step_sentence(record))
             case RewindRecord():
-                self.rewind(record)
-            case CheckpointRecord():
-                self.checkpoint(record)
-            case Fp8CoverageRecord():
-                self.fp8_coverage(record)
+                self._step = record.step
+                for text in (*record.warnings, _rewind_sentence(record)):
+                    self.warning(text)
+            case CheckpointRecord(problem=str() as problem):
+                self.warning(problem)
             case Fp8Record():
-                self.fp8(record)
-            case ExpertsRecord():
-                self.experts(record)
-
-    def train(self, record: TrainRecord) -> None:
-        """Shows a training record."""
-        self._step, self._record = record.step, record
-        if not self.is_terminal:
-            self._print_plain(plain_train_line(record, self._max_steps))
-            return
-        self.start_live()
+                self._show_worst_tensors(record)
+            case TrainRecord() if self.is_terminal:
+                self._step, self._record = record.step, record
+                self.start_live()
+            case ExpertsRecord() if self.is_terminal:
+                self._experts = record
+            case _ if self.is_terminal:
+                self._step = max(self._step, record.step)
+                self._out.print(screen_line(record, self._max_steps))
+            case _:
+                self._print_plain(log_line(record, self._max_steps))
         self._refresh()
 
-    def experts(self, record: ExpertsRecord) -> None:
-        """Shows how a mixture of experts fares."""
-        self._experts = record
-        if self.is_terminal:
-            self._refresh()
-        else:
-            self._print_plain(plain_experts_line(record, self._max_steps))
-
-    def rewind(self, record: RewindRecord) -> None:
-        """Prints where the run went back to, or why it did not."""
-        self._step = record.step
-        for text in (*record.warnings, _rewind_sentence(record)):
-            self.warning(text)
-        self._refresh()
-
-    def validation(self, record: ValidationRecord) -> None:
-        """Prints a validation."""
-        self._step = max(self._step, record.step)
+    def _show_worst_tensors(self, record: Fp8Record) -> None:
+        """The tensors with the largest share of saturated values, and among equals of flushed ones; then warnings."""
+        worst = sorted(record.tensors, key=lambda tensor: (-(tensor.saturated or 0.0), -tensor.flushed))[:_NUM_TENSORS]
+        place = place_of(record, self._max_steps)
         if not self.is_terminal:
-            self._print_plain(plain_validation_line(record, self._max_steps))
-            return
-        self._out.print(
-            Text.assemble(
-                (f"step {record.step}/{self._max_steps}", "dim"),
-                "  validation loss ",
-                (format_loss(record.loss), "bold green"),
-                f"  perplexity {record.perplexity:.2f}",
-                (f"  {record.num_samples} samples in {record.time_s:.1f} s", "dim"),
-            )
-        )
-        self._refresh()
-
-    def checkpoint(self, record: CheckpointRecord) -> None:
-        """Prints that a checkpoint is complete, or why it is not."""
-        if record.problem is not None:
-            self.warning(record.problem)
-        elif not self.is_terminal:
-            self._print_plain(plain_checkpoint_line(record, self._max_steps))
-        else:
-            self._out.print(
-                Text.assemble(
-                    (f"step {record.saved_step}/{self._max_steps}", "dim"),
-                    "  checkpoint ",
-                    (format_bytes(record.num_bytes), "bold green"),
-                    (f"  saved in {record.time_s:.1f} s, training stood still for {record.stall_s:.2f} s", "dim"),
-                )
-            )
-            self._refresh()
-
-    def fp8_coverage(self, record: Fp8CoverageRecord) -> None:
-        """Prints how much of the model runs in FP8."""
-        if self.is_terminal:
-            self._out.print(coverage_sentence(record))
-        else:
-            self._print_plain(plain_coverage_line(record))
-
-    def fp8(self, record: Fp8Record) -> None:
-        """Prints the tensors that FP8 treats worst, and the warnings of the record."""
-        if not self.is_terminal:
-            for line in plain_fp8_lines(record, self._max_steps):
-                self._print_plain(line)
-        elif record.tensors:
-            self._out.print(fp8_table(record, self._max_steps, self._width))
+            for rank, tensor in enumerate(worst, start=1):
+                self._print_plain(f"{record.kind} {place} worst {rank}/{len(record.tensors)} {log_pairs(tensor)}")
+        elif worst:
+            title = Text.assemble((place, "dim"), f"  FP8, worst {len(worst)} of {len(record.tensors)} tensors")
+            self._out.print(_tensor_table(worst, title, self._width))
         for message in record.warnings:
             self.warning(message)
 
@@ -235,8 +172,15 @@ class RunConsole:
     def _width(self) -> int:
         return min(self._out.width, MAX_WIDTH)
 
-    def _status(self) -> LiveStatus:
-        return LiveStatus(self._max_steps, self._step, self._record, self._experts)
+    def _status(self) -> Group:
+        """A progress bar under the newest record, as far as the terminal has room for it."""
+        width = self._width
+        # Room for the "^C" that a terminal echoes behind the bar: on a line of its own it would shift the redraw.
+        bar = ProgressBar(total=self._max_steps, completed=self._step, width=min(width, self._out.width - 2))
+        place = f"step {self._step}/{self._max_steps}"
+        if self._record is None:
+            return Group(Text(f"{place}: waiting for the first record", style="dim"), bar)
+        return Group(_newest_table(place, [self._record, *filter(None, [self._experts])], width), bar)
 
     def _refresh(self) -> None:
         if self._live is not None:
@@ -251,6 +195,36 @@ class RunConsole:
     def _print_plain(self, line: str) -> None:
         # Neither wrapped nor interpreted: a record stays one line, and brackets in a path stay brackets.
         self._out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def _newest_table(place: str, records: list[Record], width: int) -> Table:
+    """The step and as many columns of the records as fit beside each other with two spaces between them."""
+    title, _, step = place.partition(" ")
+    cells = [(-1, title, step, "")]
+    for record in records:
+        columns = screen_columns(type(record))
+        cells += [(column.priority, column.title, column.shown(record), column.style) for column in columns]
+    while len(cells) > 1 and sum(max(len(title), len(text)) + 2 for _, title, text, _ in cells) - 2 > width:
+        cells.remove(max(cells, key=lambda cell: cell[0]))
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", width=width)
+    for index, (_, title, _, style) in enumerate(cells):
+        table.add_column(title, justify="right" if index else "left", no_wrap=True, style=style)
+    table.add_row(*(text for _, _, text, _ in cells))
+    return table
+
+
+def _tensor_table(tensors: list[Fp8Tensor], title: Text, width: int) -> Table:
+    """FP8 tensors, one a line; a value above zero stands out where its column has a style."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", width=width)
+    table.title, table.title_justify, table.title_style = title, "left", ""
+    columns = screen_columns(Fp8Tensor)
+    for index, column in enumerate(columns):
+        table.add_column(column.title, overflow="fold", ratio=None if index else 1, no_wrap=index > 0)
+        table.columns[index].justify = "left" if isinstance(getattr(tensors[0], column.field), str) else "right"
+    for tensor in tensors:
+        styles = [column.style if getattr(tensor, column.field) else "" for column in columns]
+        table.add_row(*(Text(column.shown(tensor), style) for column, style in zip(columns, styles, strict=True)))
+    return table
 
 
 def _bad_step_sentence(record: SkippedStepRecord | LossSpikeRecord) -> str:

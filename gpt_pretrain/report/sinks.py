@@ -15,8 +15,9 @@ from typing import Any, Protocol, Self
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.install import how_to_install
 from gpt_pretrain.config.schema_run import LoggingConfig
+from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.metrics_file import MetricsFile
-from gpt_pretrain.report.records import Fp8Record, Record, RewindRecord, StartRecord, SummaryRecord
+from gpt_pretrain.report.records import Fp8Record, Fp8Tensor, Record, RewindRecord, StartRecord, SummaryRecord
 
 # Positions on the time axis rather than measurements.
 _NOT_PLOTTED = {"step", "time_unix"}
@@ -35,23 +36,13 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
-    """`fp8/amax/decoder.layers.0.mlp.linear_fc1/input`, …: four curves a tensor, and how full the amax histories are.
-
-    Of a tensor with many scales the largest is shown; `metrics.jsonl` has the smallest, too.
-    """
-    named: dict[str, float] = {}
-    for tensor in record.tensors:
-        measured = {
-            "amax": tensor.amax,
-            "scale": tensor.scale_max,
-            "saturated": tensor.saturated,
-            "flushed": tensor.flushed,
-        }
-        named |= {
-            f"{record.kind}/{name}/{tensor.layer}/{tensor.tensor}": value
-            for name, value in measured.items()
-            if value is not None
-        }
+    """`fp8/amax/decoder.layers.0.mlp.linear_fc1/input`, …, and how full the amax histories are."""
+    named: dict[str, float] = {
+        f"{record.kind}/{column.curve}/{tensor.layer}/{tensor.tensor}": value
+        for tensor in record.tensors
+        for column in COLUMNS[Fp8Tensor]
+        if column.curve and (value := getattr(tensor, column.field)) is not None
+    }
     histories = [tensor.amax_history_used for tensor in record.tensors if tensor.amax_history_used is not None]
     if histories:
         named[f"{record.kind}/amax_history_used_min"] = min(histories)

@@ -1,17 +1,43 @@
-"""From a run's history to its last record: first, last and best losses, and the speed without the warm-up."""
+"""The end of a run: its last record, computed from its history, and what the console shows of it.
+
+The console shows what the run reached, where things are, the loss curve, which plotext draws as text (a line for
+training, points for validation), and the sample.
+"""
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss
 from gpt_pretrain.report.metrics_file import Metrics
-from gpt_pretrain.report.records import EndReason, SummaryRecord
+from gpt_pretrain.report.records import EndReason, SummaryRecord, TrainRecord, ValidationRecord
+
+VALIDATION_MARKER = "●"
+_END_REASONS: dict[EndReason, str] = {
+    "max_steps": "all steps done",
+    "max_time": "stopped: trainer.max_time is used up",
+    "interrupted": "stopped by Ctrl-C",
+    "terminated": "stopped by SIGTERM",
+    "warned": "stopped by SIGUSR1",
+    "not_finite": "stopped: loss or gradient is not finite",
+    "loss_spike": "stopped: the loss spikes again and again",
+}
+# What a panel's frame takes of its width.
+_FRAME = 4
+
+type Point = tuple[float, float]
 
 
 def mean_tokens_per_s(metrics: Metrics) -> float | None:
     """Tokens per second over all logged steps but the warm-up; None if nothing else was logged.
 
-    The first record of each start covers compilation, autotuning and allocation, and that after a rewind counts samples
-    that were passed over. Rates are averaged by time, as
-    tokens divided by seconds: the mean of the rates would count a short interval as much as a long one.
+    The first record of each start covers compilation, autotuning and allocation; the first after a rewind counts the
+    samples that were passed over. The result is tokens divided by seconds: the mean of the rates would count a short
+    interval as much as a long one.
     """
     warm_up_steps = {
         min(record.step for record in metrics.train if record.step > start.step)
@@ -85,3 +111,147 @@ def build_summary(
 def _lowest(losses: list[float]) -> float | None:
     # min() would answer a NaN that comes first, and skip one that comes later: leave them out.
     return min((loss for loss in losses if not math.isnan(loss)), default=None)
+
+
+def plain_summary_lines(
+    summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str], *, max_steps: int, width: int
+) -> Iterator[str]:
+    """The summary as text, for a log.
+
+    Args:
+        summary: The run's last record.
+        metrics: Its history, for the loss curve.
+        places: Name → path or command: where things are.
+        max_steps: Steps of the whole run.
+        width: Columns of the loss curve and its frame.
+    """
+    yield f"end step {summary.step}/{max_steps}: {_END_REASONS[summary.end_reason]}"
+    for key, value in (_facts(summary) | dict(places)).items():
+        yield f"  {key}: {value}"
+    chart = draw_loss_chart(metrics.train, metrics.validation, width=width - _FRAME)
+    if chart is not None:
+        yield f"loss over steps (line: train, {VALIDATION_MARKER}: validation)\n{chart}"
+    if summary.sample_text is not None:
+        yield f"sample\n{_printable((summary.sample_prompt or '') + summary.sample_text)}"
+
+
+def summary_panels(
+    summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str], *, max_steps: int, width: int
+) -> Iterator[Panel]:
+    """The same for a terminal."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in (_facts(summary) | dict(places)).items():
+        table.add_row(Text(key), Text(value))
+    chart = draw_loss_chart(metrics.train, metrics.validation, width=width - _FRAME)
+    parts = [table] if chart is None else [_colored(chart), Text(), table]
+    title = Text.assemble(("loss  ", "bold"), ("─ train", "cyan"), (f"  {VALIDATION_MARKER} validation", "green"))
+    end = f"step {summary.step}/{max_steps}, {_END_REASONS[summary.end_reason]}"
+    yield Panel(
+        Group(*parts),
+        title=Text("summary", style="bold") if chart is None else title,
+        title_align="left",
+        subtitle=Text(end, style="bold green" if summary.end_reason == "max_steps" else "bold yellow"),
+        subtitle_align="right",
+        width=width,
+    )
+    if summary.sample_text is not None:
+        sample = Text.assemble(
+            (_printable(summary.sample_prompt or ""), "bold"), _printable(summary.sample_text), overflow="fold"
+        )
+        yield Panel(sample, title=Text("sample", style="bold"), title_align="left", width=width)
+
+
+def _facts(summary: SummaryRecord) -> dict[str, str]:
+    facts = {
+        "train loss": f"{format_loss(summary.first_loss)} → {format_loss(summary.last_loss)}"
+        f"  (best {format_loss(summary.best_loss)})"
+    }
+    if summary.last_validation_loss is not None:
+        facts["validation loss"] = (
+            f"{format_loss(summary.first_validation_loss)} → {format_loss(summary.last_validation_loss)}"
+            f"  (best {format_loss(summary.best_validation_loss)})"
+        )
+    per_gpu = summary.tokens_per_s_per_gpu
+    rate = format_count(summary.tokens_per_s)
+    if rate != UNKNOWN and per_gpu != summary.tokens_per_s:
+        rate += f"  ({format_count(per_gpu)} per GPU)"
+    facts["tokens/s"] = rate
+    facts["tokens"] = format_count(summary.consumed_tokens)
+    facts["time"] = format_duration(summary.wall_time_s)
+    if summary.skipped_steps:
+        facts["skipped steps"] = f"{summary.skipped_steps}, loss or gradient not finite"
+    return facts
+
+
+def _printable(text: str) -> str:
+    """Text with control characters replaced: a model that writes an escape sequence must not steer the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def _colored(chart: str) -> Text:
+    text = Text(chart, style="dim", no_wrap=True, overflow="crop")
+    text.highlight_regex(r"[\u2801-\u28ff]+", "not dim cyan")
+    text.highlight_regex(VALIDATION_MARKER, "not dim bold green")
+    return text
+
+
+def draw_loss_chart(
+    train: Sequence[TrainRecord], validation: Sequence[ValidationRecord], *, width: int, height: int = 14
+) -> str | None:
+    """Draws loss over steps, without colours.
+
+    Args:
+        train: Training records, by step.
+        validation: Validation records, by step.
+        width: Columns of the drawing.
+        height: Lines of the drawing.
+
+    Returns:
+        Lines of at most `width` columns; None with fewer than two finite training losses, which make no curve.
+    """
+    line = [(record.step, record.loss) for record in train if math.isfinite(record.loss)]
+    points = [(record.step, record.loss) for record in validation if math.isfinite(record.loss)]
+    if len(line) < 2:
+        return None
+    # Imported late: it loads a native library that only the end of a run needs.
+    import plotext
+
+    # The width is the console's business, which knows what it writes to; plotext would ask the terminal itself.
+    plotext.terminal.limit(False, False)
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, height)
+    for side_axis in ("x", "y"):
+        figure.axes(False, axis=side_axis, side=1)
+    # A braille character is two dots wide: more points than that would turn noise into a band.
+    steps, losses = zip(*_average_to(line, 2 * width), strict=True)
+    figure.draw(figure.signal(list(steps), list(losses), marker="braille").lines())
+    if points:
+        steps, losses = zip(*points, strict=True)
+        figure.draw(figure.signal(list(steps), list(losses), marker=VALIDATION_MARKER))
+    all_steps = [step for step, _ in (*line, *points)]
+    ticks = _step_ticks(min(all_steps), max(all_steps))
+    figure.ruler("x").ticks(ticks, [str(tick) for tick in ticks])
+    drawn = str(figure.build().string(colorless=True))
+    return "\n".join(row.rstrip() for row in drawn.rstrip("\n").splitlines())
+
+
+def _average_to(points: Sequence[Point], num_points: int) -> list[Point]:
+    """At most `num_points` points, each the mean of as many neighbours."""
+    per_point = math.ceil(len(points) / num_points)
+    groups = [points[start : start + per_point] for start in range(0, len(points), per_point)]
+    # The last step stays where it is, so that the axis ends where the run did.
+    return [(group[-1][0], math.fsum(loss for _, loss in group) / len(group)) for group in groups]
+
+
+def _step_ticks(first: int, last: int, num_intervals: int = 5) -> list[int]:
+    """First and last step, and round numbers (1, 2 or 5 times a power of ten apart) between them."""
+    span = max(last - first, 1)
+    magnitude = 10 ** math.floor(math.log10(span / num_intervals)) if span > num_intervals else 1
+    spacing = next(multiple * magnitude for multiple in (1, 2, 5, 10) if span <= multiple * magnitude * num_intervals)
+    inner = range(math.ceil(first / spacing) * spacing, last, spacing)
+    # A tick closer to an end than half the spacing would print its number over the end's.
+    return [first, *(step for step in inner if min(step - first, last - step) >= spacing / 2), last]

@@ -298,11 +298,12 @@ def _table() -> tuple[NoEffect, ...]:
         # Data.
         *(
             NoEffect(
-                key=f"model.data.{name}",
+                key=f"model.data.{impl.files_key}",
                 why=_unless_data(impl),
-                instead=f"data={impl.name}, or leave {name} empty",
+                instead=f"data={impl.name}, or leave {impl.files_key} empty",
             )
-            for name, impl in (("data_prefix", DataImpl.mmap), ("text_files", DataImpl.text))
+            for impl in DataImpl
+            if impl.files_key is not None
         ),
         NoEffect(
             key="model.tokenizer.model",

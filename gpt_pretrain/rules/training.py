@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, DataImpl, ScheduleName, TokenizerLibrary
+from gpt_pretrain.config.choices import CrossEntropyFusion, ScheduleName, TokenizerLibrary
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.install import how_to_install
@@ -112,11 +112,9 @@ def _prefixes(prefixes: list[Any]) -> Iterator[str]:
 
 def corpus(data: DataConfig) -> Iterator[str]:
     """Each kind of corpus has its own key, and the others' keys would be ignored."""
-    wanted = {"data_prefix": DataImpl.mmap, "text_files": DataImpl.text}
-    for name, impl in wanted.items():
-        given = getattr(data, name)
-        if data.data_impl is impl and not given:
-            yield f"model.data.data_impl={impl.name} needs model.data.{name}=[…]"
+    name = data.data_impl.files_key
+    if name is not None and not getattr(data, name):
+        yield f"model.data.data_impl={data.data_impl.name} needs model.data.{name}=[…]"
     yield from _prefixes(data.data_prefix)
     yield from _at_least(data, "model.data", 0, "num_workers")
     yield from _at_least(data, "model.data", 1, "num_dataset_builder_threads")
@@ -148,13 +146,12 @@ def tokenizer(config: Config) -> Iterator[str]:
     """Which tokenizer goes with which corpus."""
     tok: TokenizerConfig = config.model.tokenizer
     impl = config.model.data.data_impl
-    tokens = impl in (DataImpl.mmap, DataImpl.mock)
-    if tok.library is TokenizerLibrary.none and not tokens:
+    if tok.library is TokenizerLibrary.none and not impl.has_tokens:
         yield (
             f"model.tokenizer.library=none cannot read text, and model.data.data_impl={impl.name} is text; "
             "use bpe, or file"
         )
-    if tok.library is TokenizerLibrary.bpe and tokens:
+    if tok.library is TokenizerLibrary.bpe and impl.has_tokens:
         yield (
             f"model.tokenizer.library=bpe has no text to train on with model.data.data_impl={impl.name}; "
             "use file with the tokenizer that made the tokens, or none"

@@ -5,22 +5,30 @@ beyond the vocabulary or an empty split shows as a crash, an illegal memory acce
 minutes into a run. Here each of them is an error with its numbers. The layout of `.idx` (all little-endian): magic
 (9 bytes), version (uint64), dtype code (uint8), number of sequences n and of document boundaries d (uint64 each),
 lengths (int32 × n), byte offsets (int64 × n), boundaries (int64 × d), and for multimodal data modes (int8 × n).
+
+`model.data.splits_string` divides the documents of every file; `model.data.data_prefix` names the files and, where
+there are several, how much of a batch each contributes. Both are read here, strictly.
 """
 
 import hashlib
 import json
+import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.indexed_dataset import DType
 
-from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.data.cache import file_identity, fingerprint, hold_lock
-from gpt_pretrain.data.progress import Progress
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_lock
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -28,6 +36,7 @@ _CHUNK = 16 * 1024 * 1024
 # Blocks of each file that its fingerprint reads.
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
+_SPLIT_NAMES = ("training", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,3 +222,106 @@ def content_fingerprint(token_file: TokenFile) -> str:
                 file.seek(start)
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitSize:
+    """Documents (sequences of the index) and tokens of one split."""
+
+    num_documents: int
+    num_tokens: int
+
+
+def split_matrix(splits: str) -> list[tuple[float, float] | None]:
+    """Start and end of each split as shares of the documents, by megatron-core's own rule; None for an absent split."""
+    matrix: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(parse_and_normalize_split(splits))
+    return matrix
+
+
+def split_sizes(token_file: TokenFile, splits: str) -> list[SplitSize]:
+    """Documents and tokens of the training, validation and test split of one file, rounded as megatron-core does."""
+    lengths = token_file.lengths()
+    sizes = []
+    for bounds in split_matrix(splits):
+        start, end = (0, 0) if bounds is None else (round(bound * token_file.num_documents) for bound in bounds)
+        num_tokens = int(lengths[start:end].sum(dtype=numpy.int64))
+        sizes.append(SplitSize(num_documents=max(0, end - start), num_tokens=num_tokens))
+    return sizes
+
+
+def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> list[SplitSize]:
+    """Refuses a split that is used and cannot fill one sequence.
+
+    Args:
+        token_file: The file.
+        splits: `model.data.splits_string`.
+        sequence_length: Tokens of a sample; a sample needs one more, the label of its last token.
+        with_validation: Whether the run validates.
+
+    Raises:
+        UserError: Says how many documents and tokens each split has, and what is needed.
+    """
+    sizes = split_sizes(token_file, splits)
+    used = 2 if with_validation else 1
+    needed = sequence_length + 1
+    for name, size in zip(_SPLIT_NAMES[:used], sizes[:used], strict=True):
+        if size.num_tokens >= needed:
+            continue
+        counts = ", ".join(
+            f"{n} {s.num_documents:,} documents with {s.num_tokens:,} tokens"
+            for n, s in zip(_SPLIT_NAMES, sizes, strict=True)
+        )
+        without = " or trainer.limit_val_batches=0 (no validation)" if name == "validation" else ""
+        raise UserError(
+            f"{token_file.prefix}: the {name} split has {size.num_documents:,} documents with {size.num_tokens:,} "
+            f"tokens, one sample of model.encoder_seq_length={sequence_length} needs {needed:,} "
+            f"(model.data.splits_string={splits!r} gives {counts}); use more text, other splits, a shorter "
+            f"sequence{without}. A document is never divided between splits; a .txt file is one document"
+        )
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Token files, and how much of a batch each contributes."""
+
+    prefixes: tuple[str, ...]
+    """Paths of the `.bin/.idx` pairs without suffix."""
+    weights: tuple[float, ...] | None = None
+    """With the sum 1; None: each file counts by its tokens, as if all were one."""
+
+
+def plan_blend(entries: Sequence[Any]) -> Blend:
+    """Reads `model.data.data_prefix`: paths, or weights and paths in turn. The cross-field rules have checked the form.
+
+    Weights are shares: positive, and with the sum 1 or 100 (to one part in a thousand), so that a forgotten or
+    mistyped one is noticed instead of normalised away.
+
+    Raises:
+        ConfigError: The weights have another sum.
+    """
+    if not any(_is_number(entry) for entry in entries):
+        return Blend(tuple(_absolute(entry) for entry in entries))
+    weights, paths = [float(weight) for weight in entries[0::2]], [_absolute(path) for path in entries[1::2]]
+    total = sum(weights)
+    if not (math.isclose(total, 1, rel_tol=1e-3) or math.isclose(total, 100, rel_tol=1e-3)):
+        mended = ",".join(f"{weight / total:.4g},{path}" for weight, path in zip(weights, entries[1::2], strict=True))
+        raise ConfigError(
+            [
+                f"model.data.data_prefix: the weights {', '.join(f'{w:g}' for w in weights)} have the sum {total:g}; "
+                f"they must sum to 1 or 100. In proportion: model.data.data_prefix=[{mended}]"
+            ]
+        )
+    return Blend(tuple(paths), tuple(weight / total for weight in weights))
+
+
+def _absolute(path: Any) -> str:
+    return str(Path(str(path)).expanduser().absolute())
+
+
+def _is_number(entry: Any) -> bool:
+    try:
+        float(entry)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,253 @@
+"""What a measured process reads: the clock of its steps, the kernels of a few of them, and the machine's own ceiling.
+
+The clock is the same for the application's loop and the bare one. The host waits for the device after the first step,
+after the warm-up and after each interval of timed steps, and at no other step; so kernels queue up within an interval
+as they do in a run.
+
+The ceiling says how fast this machine's matrix products are at best. A data sheet's peak is for a clock that no GPU
+keeps under load, so a run's use of the machine is told against what square products reach here and now, in a process
+of its own as the measured runs are.
+"""
+
+import importlib.metadata
+import platform as python_platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, Part, kernel_kind
+from gpt_pretrain.config.schema_run import BenchmarkConfig
+from gpt_pretrain.launch.driver import ask_driver
+from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.training.performance import memory_gib
+from gpt_pretrain.training.step import mean_loss
+
+# Large enough to fill a GPU (the sides that PERFORMANCE tables quote); on a CPU to be done in a second.
+_SIDE_GPU, _SIDE_CPU = 8192, 1024
+# Products between two readings of the clock, and readings, of which the first warms up.
+_PRODUCTS, _READINGS = 20, 6
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core")
+# Kernels that are listed.
+_MOST = 15
+
+
+class StepProfiler:
+    """Profiles the steps between its first and its last call.
+
+    Args:
+        trace: File that receives the trace, for https://ui.perfetto.dev or chrome://tracing; .gz packs it.
+        num_steps: Steps to record.
+        cuda: Whether kernels of a GPU are what counts, rather than operations of torch.
+    """
+
+    def __init__(self, trace: Path, num_steps: int, *, cuda: bool) -> None:
+        self.kernels: tuple[Kernel, ...] = ()
+        self.parts: tuple[Part, ...] = ()
+        self._trace = trace
+        self._num_steps = num_steps
+        self._cuda = cuda
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._profile = profile(activities=activities)
+
+    def after_step(self, number: int) -> None:
+        """Starts behind step 0 and ends, with the trace written, behind step `num_steps`."""
+        if number == 0:
+            self._profile.start()
+        elif number == self._num_steps:
+            torch.cuda.synchronize()
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._trace))
+            self.kernels = longest_kernels(self._profile.key_averages(), self._num_steps, cuda=self._cuda)
+            if self._cuda:
+                self.parts = parts_of_a_step(self._profile.events(), self._num_steps)
+
+
+class Stopwatch:
+    """Counts the steps of a run, and times those behind the warm-up.
+
+    Args:
+        benchmark: How many steps.
+        platform: This machine, for its memory.
+        launched_unix: When this process was started.
+        profiler: Records the steps that follow the timed ones; None where there are none.
+    """
+
+    def __init__(
+        self,
+        benchmark: BenchmarkConfig,
+        *,
+        platform: Platform,
+        launched_unix: float,
+        profiler: StepProfiler | None,
+    ) -> None:
+        self.first_step_s: float | None = None
+        self.step_times_s: list[float] = []
+        self.memory_gib: float | None = None
+        self.loss: float | None = None
+        self.losses: tuple[float, ...] = ()
+        self._benchmark = benchmark
+        self._platform = platform
+        self._launched_unix = launched_unix
+        self._profiler = profiler
+        self._last = benchmark.warmup_steps + benchmark.steps
+        self._began = 0.0
+        self._results: list[StepResult] = []
+
+    def after_step(self, step: int, result: StepResult | None = None) -> None:
+        """Takes note of a step, the first of which is 1.
+
+        Args:
+            step: Its number.
+            result: What it computed, whose loss is then known.
+        """
+        if step == 1:
+            torch.cuda.synchronize()
+            self.first_step_s = time.time() - self._launched_unix
+        if result is not None and step <= self._last:
+            self._results.append(result)
+        timed = step - self._benchmark.warmup_steps
+        if timed == 0:
+            torch.cuda.synchronize()
+            self._began = time.monotonic()
+        elif timed > 0 and step <= self._last:
+            self._time(timed)
+        if self._profiler is not None and step >= self._last:
+            self._profiler.after_step(step - self._last)
+
+    def _time(self, timed: int) -> None:
+        if timed % self._benchmark.interval:
+            return
+        torch.cuda.synchronize()
+        self.step_times_s.append((time.monotonic() - self._began) / self._benchmark.interval)
+        if timed == self._benchmark.steps:
+            self.memory_gib = memory_gib(self._platform)
+            self._read_losses()
+        self._began = time.monotonic()
+
+    def _read_losses(self) -> None:
+        if not self._results:
+            return
+        sums = torch.stack([result.loss_sum_and_tokens for result in self._results]).cpu()
+        self.loss = mean_loss(sums[-self._benchmark.interval :].sum(dim=0))
+        self.losses = tuple(map(mean_loss, sums))
+
+
+def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tuple[Kernel, ...]:
+    """The kernels that took longest, the longest first.
+
+    Args:
+        events: torch's averages by name (`FunctionEventAvg`), whose times are in microseconds.
+        num_steps: Steps that they are the sum of.
+        cuda: Whether the GPU's kernels count, or the processor's operations.
+    """
+    device = DeviceType.CUDA if cuda else DeviceType.CPU
+    times = [
+        (event, event.self_device_time_total if cuda else event.self_cpu_time_total)
+        for event in events
+        # A GPU's annotations span the kernels within them, which are counted themselves.
+        if event.device_type == device and not (cuda and event.is_user_annotation)
+    ]
+    total = sum(time for _, time in times)
+    longest = sorted(times, key=lambda entry: entry[1], reverse=True)[:_MOST]
+    return tuple(
+        Kernel(
+            name=event.key, calls=event.count / num_steps, time_ms=time / num_steps / 1e3, share=time / (total or 1.0)
+        )
+        for event, time in longest
+        if time > 0
+    )
+
+
+def parts_of_a_step(events: Sequence[Any], num_steps: int) -> tuple[Part, ...]:
+    """The time of a GPU's kernels by kind, and the time in which it had none, the longest first.
+
+    Args:
+        events: torch's single events (`FunctionEvent`), whose times are in microseconds.
+        num_steps: Steps that they are the sum of.
+    """
+    kernels = sorted(
+        (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
+        key=lambda event: event.time_range.start,
+    )
+    times: Counter[str] = Counter()
+    end = kernels[0].time_range.start if kernels else 0.0
+    for kernel in kernels:
+        times[kernel_kind(kernel.name)] += kernel.time_range.end - kernel.time_range.start
+        times[IDLE] += max(0.0, kernel.time_range.start - end)
+        end = max(end, kernel.time_range.end)
+    return tuple(Part(kind=kind, time_ms=time / num_steps / 1e3) for kind, time in times.most_common())
+
+
+def _tflops(product: Callable[[], object], side: int, num_products: int) -> float:
+    """Median TFLOP/s of a square product: 2·side³ operations each."""
+    seconds = []
+    for _ in range(_READINGS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(num_products):
+            product()
+        torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - began) / num_products)
+    return 2 * side**3 / statistics.median(seconds[1:]) / 1e12
+
+
+def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
+    """TFLOP/s of square products: BF16, and FP8 where the GPU has it; FP32 and BF16 on a CPU.
+
+    FP8 is E4M3 times E4M3 with one scale per tensor and fast accumulation into BF16, as in a forward pass.
+    """
+    side, num_products = (_SIDE_GPU, _PRODUCTS) if platform.cuda else (_SIDE_CPU, 1)
+    ceilings = []
+    for dtype in (torch.bfloat16,) if platform.cuda else (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(side, side, device=platform.device).to(dtype) for _ in range(2))
+        tflops = _tflops(lambda a=a, b=b: a @ b, side, num_products)  # type: ignore[misc]
+        ceilings.append(GemmCeiling(dtype=str(dtype).removeprefix("torch."), side=side, tflops=tflops))
+    if platform.cuda and platform.has_fp8:
+        a, b = (torch.randn(side, side, device=platform.device).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=platform.device)
+
+        def product() -> torch.Tensor:
+            # The second operand column by column, the only layout that Hopper multiplies.
+            return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        ceilings.append(GemmCeiling(dtype="fp8", side=side, tflops=_tflops(product, side, num_products)))
+    return tuple(ceilings)
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's driver; None where the tool that tells it is not there or fails."""
+    try:
+        return ask_driver()[0]
+    except (OSError, RuntimeError):
+        return None
+
+
+def _processor() -> str:
+    """The processor by its name, which Python knows on few systems."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else python_platform.machine()
+
+
+def describe_machine(platform: Platform) -> Machine:
+    """Device, driver and versions, and the ceilings of its products."""
+    installed = {distribution.name.lower().replace("_", "-") for distribution in importlib.metadata.distributions()}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES if name in installed]
+    return Machine(
+        device=platform.device_name if platform.cuda else _processor(),
+        memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if platform.cuda else None,
+        driver=_driver() if platform.cuda else None,
+        versions=(f"Python {python_platform.python_version()}", *versions),
+        gemms=measure_gemms(platform),
+    )

@@ -1,0 +1,230 @@
+"""How records are shown: one table of columns, which log lines, terminals and TensorBoard's curves read.
+
+A column names a field of a record and says how a log writes its value and how a terminal does. A new measurement is a
+field in `records` and a line here. Logs keep every digit that scripts need, as `name value` pairs; terminals show a few
+significant digits, a unit, and `–` for what was not measured.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from rich.text import Text
+
+from gpt_pretrain.config.numbers import format_bytes
+from gpt_pretrain.report.records import (
+    CheckpointRecord,
+    ExpertsRecord,
+    Fp8CoverageRecord,
+    Fp8Tensor,
+    JsonObject,
+    Record,
+    TrainRecord,
+    ValidationRecord,
+)
+
+UNKNOWN = "–"
+
+
+def format_count(value: float | None) -> str:
+    """A count or a rate with three significant digits: 987, 12.3k, 1.5M, 2.25B."""
+    if value is None:
+        return UNKNOWN
+    if not math.isfinite(value):
+        return str(value)
+    # A value that would round up to 1000 of a unit is written in the next one: 999,960 is 1M, not 1000k.
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit * 0.9995:
+            return _three_digits(value / unit) + name
+    return _three_digits(value)
+
+
+def format_rate(value: float | None) -> str:
+    """A measurement such as TFLOP/s with three significant digits, without a unit: 0.052, 12.3, 712."""
+    if value is None:
+        return UNKNOWN
+    return _three_digits(value) if math.isfinite(value) else str(value)
+
+
+def _three_digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    decimals = 2 - math.floor(math.log10(abs(value)))
+    rounded = round(value, decimals)
+    return f"{rounded:.{max(decimals, 0)}f}".rstrip("0").rstrip(".") if decimals > 0 else f"{rounded:.0f}"
+
+
+def format_loss(value: float | None) -> str:
+    """A loss with four decimals: the noise between runs of the same seed shows in the fifth."""
+    return UNKNOWN if value is None else f"{value:.4f}"
+
+
+def format_percent(share: float | None) -> str:
+    """A share between 0 and 1 as a percentage."""
+    return UNKNOWN if share is None else f"{100 * share:.1f}%"
+
+
+def format_share(share: float | None) -> str:
+    """A share between 0 and 1, however small, as a percentage with two digits: 31%, 0.12%, <0.001%."""
+    if share is None:
+        return UNKNOWN
+    percent = 100 * share
+    if 0 < percent < 1e-3:
+        return "<0.001%"
+    return f"{percent:.1f}%" if percent >= 10 else f"{percent:.2g}%"
+
+
+def format_magnitude(value: float | None) -> str:
+    """A number of any size with three significant digits: 0.0312, 448, 1.2e+06."""
+    return UNKNOWN if value is None else f"{value:.3g}"
+
+
+def format_gib(value: float | None) -> str:
+    """Memory."""
+    return UNKNOWN if value is None else f"{value:.1f} GiB"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Hours, minutes and seconds, with days from the second day on: 0:01:23, 3d 04:05:06."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
+
+
+type _Form = str | Callable[[Any], str]
+"""A format specification, or what writes a value that was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How one field of a record is shown."""
+
+    field: str
+    _: KW_ONLY
+    log: _Form | None = None
+    """In a log; None leaves it out."""
+    log_name: str = ""
+    """In a log, where it is not the field's name."""
+    title: str = ""
+    """On a terminal: a table's heading, or a phrase with `{}` for the value; terminals leave out what has none."""
+    form: _Form = ""
+    """On a terminal."""
+    style: str = ""
+    """On a terminal, of the value; of an FP8 tensor's, where it is above zero."""
+    priority: int = 0
+    """Columns with the highest numbers are the first to go where a terminal is too narrow for all."""
+    curve: str = ""
+    """Name of an FP8 tensor's curve in TensorBoard and W&B; of other records, every number has one."""
+
+    def log_pair(self, record: JsonObject) -> str:
+        """`name value`, with `-` for what was not measured, so that every line of a kind has the same words."""
+        return f"{self.log_name or self.field} {_write(getattr(record, self.field), self.log or '', '-')}"
+
+    def shown(self, record: JsonObject) -> str:
+        """The value on a terminal."""
+        return _write(getattr(record, self.field), self.form, UNKNOWN)
+
+
+def _write(value: Any, form: _Form, unknown: str) -> str:
+    if value is None:
+        return unknown
+    return format(value, form) if isinstance(form, str) else form(value)
+
+
+def _one_word(seconds: float) -> str:
+    return format_duration(seconds).replace(" ", "")
+
+
+def _layer_and_linear(layer: str) -> str:
+    """The number of the transformer layer and the linear layer in it, for narrow terminals."""
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\..*?(\w+)", layer)
+    return f"{match[1]} {match[2]}" if match else layer
+
+
+def _range(bounds: tuple[float | None, float | None]) -> str:
+    smallest, largest = map(format_magnitude, bounds)
+    return smallest if smallest == largest or UNKNOWN in (smallest, largest) else f"{smallest}…{largest}"
+
+
+COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
+    TrainRecord: (
+        Column("loss", log=".4f", title="loss", form=format_loss, style="bold cyan"),
+        Column("lr", log=".3e", title="lr", form=".2e", priority=4),
+        Column("grad_norm", log=".3f", title="grad norm", form=".3f", priority=3),
+        Column("step_time_s", log=".4f"),
+        Column("tokens_per_s", log=".0f", title="tok/s", form=format_count, priority=1),
+        Column("tflops_per_gpu", log=".2f", title="TFLOP/s", form=format_rate, priority=5),
+        Column("mfu", log=".4f", title="MFU", form=format_percent, priority=7),
+        Column("memory_gib", log=".2f", title="memory", form=format_gib, priority=6),
+        Column("eta_s", log=_one_word, log_name="eta", title="ETA", form=format_duration, priority=2),
+    ),
+    ExpertsRecord: (
+        Column("load_balancing_loss", log=".4f"),
+        Column("z_loss", log=".4f"),
+        Column("busiest_expert", log=".2f", title="busiest expert", form="{:.2f}×".format, priority=4),
+        Column("idlest_expert", log=".2f"),
+    ),
+    ValidationRecord: (
+        Column("loss", log=".4f", title="validation loss {}", form=format_loss, style="bold green"),
+        Column("perplexity", log=".2f", title="perplexity {}", form=".2f"),
+        Column("num_samples", log="d", title="{} samples", style="dim"),
+        Column("time_s", log=".2f", title="in {} s", form=".1f", style="dim"),
+    ),
+    CheckpointRecord: (
+        Column("num_bytes", log="d", log_name="bytes", title="checkpoint of {}", form=format_bytes, style="bold green"),
+        Column("stall_s", log=".3f", title="training stood still for {} s", form=".2f", style="dim"),
+        Column("time_s", log=".2f", title="saved in {} s", form=".1f", style="dim"),
+    ),
+    Fp8CoverageRecord: (
+        Column("gemm_flops_share", log=".4f", title="FP8: {} of matrix FLOPs", form=format_share, style="bold"),
+        Column("parameter_bytes_share", log=".4f", title="{} of parameter bytes", form=format_share, style="bold"),
+    ),
+    Fp8Tensor: (
+        Column("layer", log="", title="layer", form=_layer_and_linear),
+        Column("tensor", log="", title="tensor", form=lambda name: name.replace("_", " ")),
+        Column("saturated", log=".3g", title="saturated", form=format_share, style="bold yellow", curve="saturated"),
+        Column("flushed", log=".3g", title="flushed", form=format_share, curve="flushed"),
+        Column("amax", log=".3e", title="amax", form=format_magnitude, curve="amax"),
+        Column("scale_min", log=".3e"),
+        # Of a tensor with many scales the curve shows the largest; `metrics.jsonl` has the smallest, too.
+        Column("scale_max", log=".3e", curve="scale"),
+        Column("scales", title="scale", form=_range),
+        Column("amax_history_used", log="d"),
+    ),
+}
+
+
+def screen_columns(kind: type[JsonObject]) -> list[Column]:
+    """The columns that a terminal shows of a kind of record."""
+    return [column for column in COLUMNS[kind] if column.title]
+
+
+def log_pairs(record: JsonObject) -> str:
+    """All columns that a log has of a record, as `name value` pairs."""
+    return " ".join(column.log_pair(record) for column in COLUMNS[type(record)] if column.log is not None)
+
+
+def place_of(record: Record, max_steps: int) -> str:
+    """The step that a record is about, and how many there are."""
+    step = record.saved_step if isinstance(record, CheckpointRecord) else record.step
+    return f"step {step}/{max_steps}"
+
+
+def log_line(record: Record, max_steps: int) -> str:
+    """A record as one line of `name value` pairs; all but training records begin with their kind."""
+    kind = "" if isinstance(record, TrainRecord) else f"{record.kind} "
+    return f"{kind}{place_of(record, max_steps)} {log_pairs(record)}"
+
+
+def screen_line(record: Record, max_steps: int) -> Text:
+    """The same for people, from columns whose titles are phrases."""
+    line = Text(place_of(record, max_steps), style="dim")
+    for column in screen_columns(type(record)):
+        before, after = column.title.split("{}")
+        line = Text.assemble(line, f"  {before}", (column.shown(record), column.style), after)
+    return line
