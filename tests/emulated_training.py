@@ -70,14 +70,12 @@ class Training:
     def result(self) -> StepResult:
         """Such a step, and all that it leaves."""
         iterators = self.iterators(first_sample=0)
-        return train_step(self.trainable, iterators, self.config.model, self._num_microbatches)
+        return train_step(self.trainable, iterators)
 
     def validate(self) -> float:
         """Loss on other samples, without gradients."""
         iterators = self.iterators(first_sample=self.config.model.global_batch_size)
-        return validate(
-            self.trainable.model, iterators, self.config.model, self._num_microbatches, 1, on_batch=lambda: None
-        )
+        return validate(self.trainable.model, iterators, 1, on_batch=lambda: None)
 
     @property
     def _num_microbatches(self) -> int:

@@ -18,10 +18,9 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.training.dump import Dump, write_dump
-from gpt_pretrain.training.expert_watch import ExpertWatch
-from gpt_pretrain.training.first_bad import named_weights
+from gpt_pretrain.training.dump import Dump, named_weights, write_dump
 from gpt_pretrain.training.guards import BadStep
+from gpt_pretrain.training.watches import ExpertWatch
 from tests.emulated_training import TINY, Training, build_training_of
 
 STEPS = 3
@@ -78,10 +77,7 @@ def config_of(case: str) -> Config:
 def train(config: Config, dumps: Path) -> dict[str, Any]:
     """Takes `STEPS` steps, and one that is looked into; process groups are open."""
     training = build_training_of(config)
-    num_microbatches = (
-        config.model.global_batch_size // config.model.micro_batch_size // parallel_state.get_data_parallel_world_size()
-    )
-    watch = ExpertWatch(config.model, training.trainable.model, num_microbatches, step=0)
+    watch = ExpertWatch(training.trainable.model, step=0)
     seen: dict[str, Any] = {"losses": [], "grad_norms": []}
     for _ in range(STEPS):
         result = training.result()
@@ -97,9 +93,7 @@ def train(config: Config, dumps: Path) -> dict[str, Any]:
             dumps,
             BadStep(step=step, first_sample=0),
             trainable=training.trainable,
-            config=config,
             iterators=training.iterators(first_sample=0),
-            num_microbatches=num_microbatches,
         )
 
     seen["gradient_norms"] = json.loads(dump(STEPS).path.read_text())["gradient_norms"]

@@ -34,11 +34,11 @@ def states(training):
 
 def assert_a_step_that_is_not_finite_changes_no_bit(training):
     """Its gradient is infinite in one place; the step after it, whose gradients are finite, changes some."""
-    trainable, model = training.trainable, training.config.model
+    trainable = training.trainable
     training.step()
     before = states(training)
     for broken in (True, False):
-        report = compute_gradients(trainable, training.iterators(first_sample=0), model, num_microbatches=2)
+        report = compute_gradients(trainable, training.iterators(first_sample=0))
         if broken:
             training.chunks[0].decoder.layers[1].mlp.linear_fc1.weight.main_grad[3, 5] = float("inf")
         assert conditional_update(trainable.optimizer, report).skipped == broken

@@ -157,11 +157,9 @@ def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
             device=detect_platform().device,
         ),
     )
-    model = config.model
-    num_microbatches = model.global_batch_size // model.micro_batch_size // ranks
     seen: dict[str, Any] = {"losses": [], "grad_norms": []}
     for _ in range(STEPS):
-        result = train_step(trainable, iterators, model, num_microbatches)
+        result = train_step(trainable, iterators)
         seen["losses"].append(mean_loss(result.loss_sum_and_tokens))
         seen["grad_norms"].append(float(result.grad_norm))
     # Of one chunk of this rank: others read the same.

@@ -17,7 +17,7 @@ from gpt_pretrain.fp8.statistics import (
     amax_history,
 )
 from gpt_pretrain.spec.resolved import resolve
-from gpt_pretrain.training.fp8_watch import Fp8Watch
+from gpt_pretrain.training.watches import Fp8Watch
 from tests.forked_runs import fork_ranks
 from tests.platforms import spec_of
 

@@ -13,7 +13,7 @@ from gpt_pretrain.checkpoint.source import open_checkpoint
 from gpt_pretrain.commands.export import main as export_main
 from gpt_pretrain.commands.generate import GenerateArguments, main
 from gpt_pretrain.config.choices import CudaGraphImpl
-from gpt_pretrain.training.continuation import continuations, inference_config, loaded_model
+from gpt_pretrain.training.generation import continuations, inference_config, loaded_model
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks
 from tests.launching import REPOSITORY

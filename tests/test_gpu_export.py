@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from gpt_pretrain.commands.export import main as export_main
 from gpt_pretrain.commands.generate import GenerateArguments
-from gpt_pretrain.training.continuation import continuations
+from gpt_pretrain.training.generation import continuations
 from tests.saved_models import saved_model, small_tokenizer
 
 pytestmark = pytest.mark.gpu

@@ -120,7 +120,7 @@ def one_step(config, given=None):
         modules[name].register_forward_hook(partial(take_output, name))
     model.train()
     with observe_products(model.gpt_chunks, take_product):
-        train_step(trainable, data_iterators(model, lambda: batches(config)), config.model, MICROBATCHES)
+        train_step(trainable, data_iterators(model, lambda: batches(config)))
     for name in names:
         tape.add(name, "dw", modules[name].weight.main_grad.clone())
     return tape

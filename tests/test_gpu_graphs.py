@@ -39,7 +39,7 @@ def deterministic(monkeypatch):
 def validation_loss(training):
     model, batches = training.trainable.model, training.batches
     with model.gathered_parameters():
-        return validate(model, [iter(batches)], training.config.model, len(batches), 1, on_batch=lambda: None)
+        return validate(model, [iter(batches)], 1, on_batch=lambda: None)
 
 
 def train(training, steps, *, proven=True):

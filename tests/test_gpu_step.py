@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.data.corpus import prepare_corpus
-from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.megatron.model import build_model
-from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.training.setup import set_up
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import Watchdog
@@ -66,25 +62,9 @@ def test_between_two_records_nothing_waits_for_the_gpu(overrides, tmp_path, comp
         torch.cuda.set_sync_debug_mode("error")
 
     with process_groups(config.model, launch, platform):
-        model = build_model(spec_of(config, platform))
-        optimizer = build_optimizer(model)
-        corpus = prepare_corpus(config, show_progress=False)
-        train_data, _ = build_datasets(config, corpus, num_train_samples=8 * 4, num_valid_samples=0)
-        trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
-        trainer = Trainer(
-            config,
-            launch=launch,
-            platform=platform,
-            trainable=trainable,
-            train_data=train_data,
-            valid_data=None,
-            progress=Progress(step=0, consumed_samples=0),
-            saver=CheckpointSaver(tmp_path / "checkpoints", trainable, config, corpus.fingerprints),
-            rewinds=None,
-            dumps=tmp_path / "dumps",
-            log=log,
-            watchdog=Watchdog(None, learning_steps=1, launch=launch, run_dir=tmp_path),
-        )
+        setup = set_up(spec_of(config, platform), prepare_corpus(config, show_progress=False), tmp_path)
+        watchdog = Watchdog(None, learning_steps=1, launch=launch, run_dir=tmp_path)
+        trainer = Trainer(setup, log=log, watchdog=watchdog)
         try:
             with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation") as waited:
                 trainer.train(StopRequest(None))

@@ -1,12 +1,10 @@
 """The first scales of delayed scaling: the first step has BF16's gradient, and nothing was trained for it."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
-from gpt_pretrain.training import first_scales as module
-from gpt_pretrain.training.first_scales import find_first_scales
+from gpt_pretrain.training.first_step import find_first_scales, settle_scales
 from gpt_pretrain.training.step import mean_loss
 from tests.emulated_training import emulate, emulated_training
 from tests.runs import run_small
@@ -14,6 +12,13 @@ from tests.runs import run_small
 # 8,192 tokens a step, whose gradients are so small that a scale of 1 flushes many.
 BATCH = "model.global_batch_size=256"
 ONE, TWO = "model.micro_batch_size=256", "model.micro_batch_size=128"
+
+
+@pytest.fixture
+def single_process():
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 class Batches:
@@ -27,9 +32,8 @@ class Batches:
 
 
 def first_scales(training):
-    model = training.config.model
     batches = [None if each is None else Batches(each) for each in training.iterators(first_sample=0)]
-    return find_first_scales(training.trainable, batches, model, model.global_batch_size // model.micro_batch_size)
+    return find_first_scales(training.trainable, batches)
 
 
 def first_steps(*overrides, passes=None):
@@ -70,12 +74,11 @@ def test_first_step_trains_on_what_bf16_trains_on(micro_batch):
         pytest.param(1, [[1, 7e9]], 0, id="known"),
     ],
 )
-def test_passes_go_on_until_scales_have_settled(monkeypatch, num_microbatches, scales, passes):
+def test_passes_go_on_until_scales_have_settled(single_process, num_microbatches, scales, passes):
     shown = iter([torch.tensor(each) for each in scales])
-    monkeypatch.setattr(module, "gradient_scales", lambda chunks: next(shown))
-    monkeypatch.setattr(module, "compute_gradients", lambda *args: None)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
-    assert find_first_scales(Mock(), [], None, num_microbatches) == passes
+    run = []
+    assert settle_scales(lambda: next(shown), lambda: run.append("a pass"), num_microbatches) == passes
+    assert len(run) == passes
     assert next(shown, None) is None
 
 

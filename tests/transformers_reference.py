@@ -238,7 +238,7 @@ class Training:
 
     def step(self) -> StepResult:
         """One optimizer step on the global batch, the same every time."""
-        return train_step(self.trainable, [iter(self.batches)], self.config.model, len(self.batches))
+        return train_step(self.trainable, [iter(self.batches)])
 
 
 @contextmanager

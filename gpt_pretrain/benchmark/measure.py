@@ -27,7 +27,7 @@ from gpt_pretrain.config.schema_run import BenchmarkConfig
 from gpt_pretrain.launch.driver import ask_driver
 from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.training.performance import memory_gib
+from gpt_pretrain.training.meter import memory_gib
 from gpt_pretrain.training.step import mean_loss
 
 # Large enough to fill a GPU (the sides that PERFORMANCE tables quote); on a CPU to be done in a second.

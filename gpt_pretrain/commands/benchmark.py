@@ -18,9 +18,9 @@ from gpt_pretrain.commands.command_line import check_request, parse_command_line
 from gpt_pretrain.commands.door import exit_code, print_error
 from gpt_pretrain.commands.help import BENCHMARK
 from gpt_pretrain.config.errors import ConfigError, RunError
+from gpt_pretrain.launch.process import ended_by_signals
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.launch.run_dir import check_run_dir
-from gpt_pretrain.launch.signals import ended_by_signals
 
 FAILED = 1
 

@@ -78,7 +78,7 @@ def generate(arguments: GenerateArguments) -> None:
     from gpt_pretrain.megatron.cpu import install_cpu_device
 
     install_cpu_device()
-    from gpt_pretrain.training.continuation import continuations
+    from gpt_pretrain.training.generation import continuations
 
     for number, text in enumerate(continuations(**asdict(arguments))):
         if arguments.num_samples > 1:

@@ -37,10 +37,9 @@ from gpt_pretrain.commands.door import (
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
+from gpt_pretrain.launch.process import ended_by_signals
 from gpt_pretrain.launch.ranks import Launch, read_launch
-from gpt_pretrain.launch.run_dir import check_run_dir
-from gpt_pretrain.launch.run_lock import check_run_lock
-from gpt_pretrain.launch.signals import ended_by_signals
+from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
 from gpt_pretrain.launch.slurm import submit
 from gpt_pretrain.rules.gate import Job, read_job
 

@@ -1,14 +1,35 @@
-"""The run directory: the one that the user gave, or one named by the time of the start."""
+"""The run directory: the one that the user gave, or one named by the time of the start; one run at a time holds it.
 
-import contextlib
+`RUN_DIR/lock` is a small JSON file that names the process that writes there. Whoever judges or changes it holds
+`filelock`'s lock on `RUN_DIR/.lock` for that moment, so of two starts one wins. That lock cannot stand for the whole
+run: a node that is lost keeps its locks on a network file system, and no one could say whose they are. So the file is
+believed as long as its process lives:
+
+- On the same host the process is looked up, with the time of its start, since numbers are used again.
+- Another host cannot be asked. There the file's time counts, which its run renews every RENEW_S: after STALE_S the file
+  is left over. Both times are the file system's, so clocks of hosts do not matter.
+- A job that Slurm has restarted takes over the file of its own earlier life at once.
+"""
+
 import itertools
 import os
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.process import Process, this_process
+
+RENEW_S = 20.0
+STALE_S = 120.0
+# To read and write a small file takes milliseconds, also with several starts at once.
+_JUDGE_S = 30.0
 
 
 def check_run_dir(config: Config) -> None:
@@ -59,7 +80,127 @@ def _new_directory(path: Path) -> Path:
     """The path, or the first of path_2, path_3, …: two runs that start in one second are two runs."""
     for number in itertools.count(1):
         candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             candidate.mkdir(parents=True)
             return candidate
-    raise AssertionError("itertools.count ends never")
+    raise AssertionError("itertools.count never ends")
+
+
+def lock_path(run_dir: Path) -> Path:
+    """Where the file is that names the process which holds a run directory."""
+    return run_dir / "lock"
+
+
+def check_run_lock(run_dir: Path) -> None:
+    """Whether no living run holds the directory; takes nothing.
+
+    Raises:
+        UserError: One does; names its host and process.
+    """
+    with suppress(FileNotFoundError):
+        _check_left_over(lock_path(run_dir), this_process())
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[str | None]:
+    """Holds the directory; yields what to tell of a lock that was left over and taken over.
+
+    Args:
+        run_dir: The run directory; it exists.
+
+    Raises:
+        UserError: A living run holds it; names its host and process.
+    """
+    path, note = lock_path(run_dir), None
+    with _judging(path):
+        with suppress(FileNotFoundError):
+            note = f"took over {_check_left_over(path, this_process())}"
+            # A new file: the process that wrote the old one may live after all, and renews and deletes its own alone.
+            path.unlink()
+        path.write_text(this_process().to_json() + "\n", encoding="utf-8")
+        file = os.open(path, os.O_RDWR)
+        os.fsync(file)
+    released = threading.Event()
+
+    def renew() -> None:
+        while not released.wait(RENEW_S):
+            # The file system may be away for a while; the next time may do.
+            with suppress(OSError):
+                os.utime(file)
+
+    renewal = threading.Thread(target=renew, name="renew-run-lock", daemon=True)
+    renewal.start()
+    try:
+        yield note
+    finally:
+        released.set()
+        renewal.join()
+        # Somebody may have deleted it, as errors offer, and another run may have made its own.
+        with suppress(OSError, UserError), _judging(path):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                path.unlink()
+                _guard_path(path).unlink(missing_ok=True)
+        os.close(file)
+
+
+def _guard_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
+
+
+@contextmanager
+def _judging(path: Path) -> Iterator[None]:
+    """While the lock file is read, judged and replaced.
+
+    Raises:
+        UserError: The file system has no locks, or a process that is stuck holds this one.
+    """
+    guard, place = FileLock(_guard_path(path), timeout=_JUDGE_S), _guard_path(path)
+    try:
+        guard.acquire()
+    except Timeout:
+        raise UserError(
+            f"run_dir={path.parent}: another start has held {place} for {_JUDGE_S:.0f} s; if there is none, delete it"
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"run_dir={path.parent}: its file system gives no lock on {place} ({error.strerror or error}), without "
+            "which two runs may write there; give a run_dir on another one"
+        ) from error
+    try:
+        yield
+    finally:
+        guard.release()
+
+
+def _check_left_over(path: Path, me: Process) -> str:
+    """Whose lock it is, and why it can be taken over.
+
+    Raises:
+        FileNotFoundError: There is none.
+        UserError: It cannot.
+    """
+    holder = Process.read(path.read_bytes())
+    if holder is None:
+        whose, known = "an unreadable lock", "one whose lock is unreadable"
+    else:
+        whose, known = f"the lock of {holder}", str(holder)
+        if holder.job is not None and holder.job == me.job and holder.restarts < me.restarts:
+            return f"{whose}: Slurm has restarted that job"
+        if holder.host == me.host and holder.boot != me.boot:
+            return f"{whose}: its host has been booted since"
+        if me.can_see(holder):
+            if holder.has_ended():
+                return f"{whose}: that process is gone"
+            raise UserError(
+                f"run_dir={path.parent} is in use by another run: {known}; wait for its end, end it, or give "
+                "another run_dir"
+            )
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        age_s = os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+    if age_s > STALE_S:
+        return f"{whose}: it was not renewed for {age_s:.0f} s"
+    raise UserError(
+        f"run_dir={path.parent} is in use by another run: {known}; its lock was "
+        f"renewed {max(0.0, age_s):.0f} s ago. End that run or give another run_dir; if it is gone, start again in "
+        f"{STALE_S:.0f} s or delete {path}"
+    )

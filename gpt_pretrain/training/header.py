@@ -1,4 +1,4 @@
-"""What the header says of a run: model, layout, precision, batch, data, kernels, places; and what a resume changes."""
+"""What a run says before it trains: model, layout, precision, batch, data, kernels, places, and what is unusual."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +17,13 @@ from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.typed import written
-from gpt_pretrain.data.corpus import Corpus
-from gpt_pretrain.data.datasets import SampleDataset
+from gpt_pretrain.report.console import RunConsole
+from gpt_pretrain.rules.machine import machine_notes
 from gpt_pretrain.spec.core_fields import params_dtype
 from gpt_pretrain.spec.kernels import describe_kernels
 from gpt_pretrain.spec.products import ROUTER
 from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.training.setup import Setup
 
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8
@@ -30,9 +31,35 @@ _MAX_CHANGES = 8
 _OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.")
 
 
-def describe_steps(done: int, max_steps: int) -> str:
-    """From which step to which a run goes."""
-    return f"{done} → {max_steps}" if done < max_steps else f"{done} done, trainer.max_steps={max_steps}"
+def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
+    """Prints the header of a run and what the user should know of its start; for rank 0.
+
+    Args:
+        setup: The run.
+        lock_note: What to tell of the run directory's lock.
+    """
+    config, start, done = setup.config, setup.start, setup.progress.step
+    console = RunConsole(max_steps=config.trainer.max_steps, start_step=done)
+    console.print_header(config.name, describe_run(setup))
+    for warning in (*machine_notes(setup.spec), *(() if start is None else start.warnings)):
+        console.warning(warning)
+    for note in (*(() if start is None else start.notes), *setup.notes):
+        console.note(note)
+    if start is not None and not start.weights_only:
+        changes = describe_changes(config, start.checkpoint.path)
+        if changes is not None:
+            console.note(changes)
+        if config.checkpoint.reset_fp8_state:
+            console.warning("FP8 scales and amax histories start anew at every resume: checkpoint.reset_fp8_state=true")
+    if setup.corpus.tokenizer is None and config.sample.max_new_tokens > 0:
+        console.note("no text sample at the end: model.tokenizer.library=none has no text")
+    if lock_note is not None:
+        console.note(lock_note)
+    if done >= config.trainer.max_steps:
+        console.note(
+            f"the run has done {done} steps, and trainer.max_steps={config.trainer.max_steps}; raise it to go on"
+        )
+    return console
 
 
 def describe_changes(config: Config, checkpoint: Path) -> str | None:
@@ -64,19 +91,30 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
     return f"changed since the last start: {', '.join(changes[:_MAX_CHANGES])}{more}"
 
 
-def describe_data(config: Config, corpus: Corpus, train_data: SampleDataset) -> dict[str, str]:
+def _describe_data(setup: Setup) -> dict[str, str]:
     """The corpus, its tokenizer, and how often the run will see it."""
+    model, corpus = setup.spec.model, setup.corpus
     if corpus.is_mock:
         return {"corpus": "random tokens"}
     described = {
-        "corpus": f"{config.model.data.data_impl.name}, {len(corpus.prefixes)} file pair(s)",
+        "corpus": f"{model.data.data_impl.name}, {len(corpus.prefixes)} file pair(s)",
         "training": f"{corpus.train.num_tokens:,} tokens in {corpus.train.num_documents:,} documents, "
-        f"{train_data.num_epochs:.2f} epochs",
+        f"{setup.train_data.num_epochs:.2f} epochs",
         "validation": f"{corpus.valid.num_tokens:,} tokens in {corpus.valid.num_documents:,} documents",
     }
     if corpus.tokenizer is not None:
-        described["tokenizer"] = f"{config.model.tokenizer.library.name}, {corpus.tokenizer.vocab_size:,} tokens"
+        described["tokenizer"] = f"{model.tokenizer.library.name}, {corpus.tokenizer.vocab_size:,} tokens"
     return described
+
+
+def _describe_places(setup: Setup) -> dict[str, str]:
+    """The run directory, from which step to which the run goes, and the checkpoint that it starts from."""
+    done, max_steps, start = setup.progress.step, setup.config.trainer.max_steps, setup.start
+    steps = f"{done} → {max_steps}" if done < max_steps else f"{done} done, trainer.max_steps={max_steps}"
+    places = {"directory": str(setup.run_dir), "steps": steps}
+    if start is not None:
+        places["weights from" if start.weights_only else "resumed from"] = str(start.checkpoint.path)
+    return places
 
 
 def _describe_mlp(model: ModelConfig) -> str:
@@ -111,14 +149,9 @@ def describe_states(model: ModelConfig) -> str:
     return f"masters {masters}, moments {optim.exp_avg_dtype.name} and {optim.exp_avg_sq_dtype.name}"
 
 
-def describe_run(
-    spec: RunSpec,
-    *,
-    num_parameters: int,
-    data: Mapping[str, str],
-    places: Mapping[str, str],
-) -> dict[str, Mapping[str, str]]:
+def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
     """Section → name → value, in the order of the header."""
+    spec = setup.spec
     model, launch, platform = spec.model, spec.launch, spec.platform
     vp = model.virtual_pipeline_model_parallel_size
     layout = {
@@ -136,7 +169,7 @@ def describe_run(
             "attention": f"{model.num_attention_heads} heads, {num_query_groups(model)} key/value groups, "
             f"{model.position_embedding_type.name}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
-            "parameters": f"{num_parameters:,}",
+            "parameters": f"{setup.trainable.model.num_parameters:,}",
             "FLOPs per token": f"{flops_per_token(model):.3g} (causal attention halved)",
         },
         "layout": {
@@ -154,7 +187,7 @@ def describe_run(
             f"= {tokens_per_step:,} tokens per step",
             "per rank": f"{spec.layout.num_microbatches} microbatches of {model.micro_batch_size}",
         },
-        "data": data,
+        "data": _describe_data(setup),
         "kernels": describe_kernels(spec.kernels, platform),
-        "run": places,
+        "run": _describe_places(setup),
     }

@@ -4,33 +4,47 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.update import StepResult
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.training.performance import memory_gib, peak_tflops
+from gpt_pretrain.spec.run_spec import RunSpec
 from gpt_pretrain.training.step import mean_loss
+
+# Dense BF16 tensor-core peaks in TFLOP/s, from NVIDIA's data sheets (half of the figures quoted with sparsity).
+# The first name that the device's own name contains counts, so longer names come first.
+_PEAK_BF16_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "H20": 148.0,
+    "H800": 989.4,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
 
 
 class Meter:
     """Adds up steps on the device and reads them at the logging interval, where alone the host waits for it.
 
     Args:
-        config: The run's configuration.
-        launch: Number of ranks.
-        platform: The GPU, for its peak and its memory.
+        spec: The run; its GPU says its peak and its memory.
     """
 
-    def __init__(self, config: Config, launch: Launch, platform: Platform) -> None:
-        self._config = config
-        self._num_gpus = launch.world_size
-        self._platform = platform
-        self._peak_tflops = config.logging.peak_tflops or peak_tflops(platform)
+    def __init__(self, spec: RunSpec) -> None:
+        self._config = spec.config
+        self._num_gpus = spec.launch.world_size
+        self._platform = spec.platform
+        self._peak_tflops = spec.config.logging.peak_tflops or peak_tflops(spec.platform)
         self.restart()
 
     def restart(self) -> None:
@@ -88,3 +102,16 @@ class Meter:
             eta_s=(self._config.trainer.max_steps - progress.step) * step_time_s,
             time_unix=time.time(),
         )
+
+
+def peak_tflops(platform: Platform) -> float | None:
+    """Dense BF16 peak of this GPU in TFLOP/s; None without a GPU, or for one that is not in the table."""
+    if not platform.cuda:
+        return None
+    return next((peak for name, peak in _PEAK_BF16_TFLOPS.items() if name in platform.device_name), None)
+
+
+def memory_gib(platform: Platform) -> float:
+    """Peak memory that tensors took on this GPU, or the resident memory of the process without one, in GiB."""
+    used = torch.cuda.max_memory_allocated() if platform.cuda else psutil.Process().memory_info().rss
+    return float(used) / 2**30

@@ -8,7 +8,6 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gpt_pretrain.checkpoint.state import Trainable
-from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
@@ -69,14 +68,8 @@ def _forward_step(
     return output, lambda losses: _loss(tensors["loss_mask"], losses)
 
 
-def _run_schedule(
-    model: Model,
-    iterators: Sequence[Iterator[Batch] | None],
-    config: ModelConfig,
-    num_microbatches: int,
-    *,
-    forward_only: bool,
-) -> torch.Tensor:
+def _run_schedule(model: Model, iterators: Sequence[Iterator[Batch] | None], *, forward_only: bool) -> torch.Tensor:
+    config, num_microbatches = model.spec.model, model.spec.layout.num_microbatches
     reports = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, model=model, num_microbatches=num_microbatches),
         data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
@@ -91,28 +84,18 @@ def _run_schedule(
     return torch.stack(reports).sum(dim=0)
 
 
-def train_step(
-    trainable: Trainable,
-    iterators: Sequence[Iterator[Batch] | None],
-    config: ModelConfig,
-    num_microbatches: int,
-) -> StepResult:
+def train_step(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]) -> StepResult:
     """Forward and backward over all microbatches of this rank, and one optimizer update if all of it is finite.
 
     The schedule advances first, so that step n trains with the learning rate of n and the first step does not train
     with that of zero. It advances in a step that updates nothing, too: the learning rate is a function of the step.
     """
-    report = compute_gradients(trainable, iterators, config, num_microbatches)
+    report = compute_gradients(trainable, iterators)
     trainable.scheduler.step(1)
     return conditional_update(trainable.optimizer, report)
 
 
-def compute_gradients(
-    trainable: Trainable,
-    iterators: Sequence[Iterator[Batch] | None],
-    config: ModelConfig,
-    num_microbatches: int,
-) -> torch.Tensor:
+def compute_gradients(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]) -> torch.Tensor:
     """Forward and backward over all microbatches of this rank.
 
     Returns:
@@ -121,18 +104,12 @@ def compute_gradients(
     for chunk in trainable.model.chunks:
         chunk.zero_grad_buffer()
     trainable.optimizer.zero_grad()
-    return _run_schedule(trainable.model, iterators, config, num_microbatches, forward_only=False)
+    return _run_schedule(trainable.model, iterators, forward_only=False)
 
 
 @torch.no_grad()
 def validate(
-    model: Model,
-    iterators: Sequence[Iterator[Batch] | None],
-    config: ModelConfig,
-    num_microbatches: int,
-    num_batches: int,
-    *,
-    on_batch: Callable[[], None],
+    model: Model, iterators: Sequence[Iterator[Batch] | None], num_batches: int, *, on_batch: Callable[[], None]
 ) -> float:
     """Mean loss in nats per token over `num_batches` global batches; the same number on all ranks.
 
@@ -142,7 +119,7 @@ def validate(
     total = torch.zeros(2, device=torch.cuda.current_device())
     for _ in range(num_batches):
         on_batch()
-        total += _run_schedule(model, iterators, config, num_microbatches, forward_only=True)
+        total += _run_schedule(model, iterators, forward_only=True)
     model.train()
     torch.distributed.all_reduce(total)
     return mean_loss(total)

@@ -1,125 +1,107 @@
 """The training loop: step, log, validate, save, until the steps or the time are used up."""
 
 import gc
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Progress, Trainable
-from gpt_pretrain.config.derived import data_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator, build_validation_iterator
-from gpt_pretrain.data.datasets import SampleDataset
+from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.optimizer import learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.megatron.update import StepResult
-from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.training.dump import write_dump
-from gpt_pretrain.training.expert_watch import ExpertWatch
-from gpt_pretrain.training.first_bad import weights_are_finite
+from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord, ValidationRecord
+from gpt_pretrain.training.dump import weights_are_finite, write_dump
 from gpt_pretrain.training.first_step import FirstStep
-from gpt_pretrain.training.fp8_watch import Fp8Watch
 from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.rewind import GoBack, Rewinds
 from gpt_pretrain.training.saves import Saves
-from gpt_pretrain.training.step import data_iterators, train_step
+from gpt_pretrain.training.setup import Setup
+from gpt_pretrain.training.step import data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
-from gpt_pretrain.training.validation import Validation
 from gpt_pretrain.training.watchdog import Watchdog
+from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
 
 type AfterStep = Callable[[int, StepResult], None]
 
 
 class Trainer:
-    """Trains what it is given from where it stands.
+    """Trains a run from where it stands.
 
     Args:
-        config: The run's configuration.
-        launch: This process's place in the run.
-        platform: This machine.
-        trainable: Model, optimizer and schedule; restored already if the run is resumed.
-        train_data: Samples of the whole run.
-        valid_data: Samples of one validation; None for no validation.
-        progress: Steps and samples behind the run.
-        saver: Saves what is trained; closed when the training ends.
-        rewinds: Takes the run back behind a loss spike; None where `trainer.max_spike_rewinds` is null.
-        dumps: Receives a file where the run gives up.
+        setup: The run, restored already if it is resumed.
         log: Receives every record, on every rank.
-        watchdog: Hears what the loop does.
+        watchdog: Is told what the loop does.
         after_step: Called at the end of each step with its number and result; a benchmark reads its clock there.
     """
 
     def __init__(
         self,
-        config: Config,
+        setup: Setup,
         *,
-        launch: Launch,
-        platform: Platform,
-        trainable: Trainable,
-        train_data: SampleDataset,
-        valid_data: SampleDataset | None,
-        progress: Progress,
-        saver: CheckpointSaver,
-        rewinds: Rewinds | None,
-        dumps: Path,
         log: Callable[[Record], None],
         watchdog: Watchdog,
         after_step: AfterStep | None = None,
     ) -> None:
-        self.config = config
-        self.trainable = trainable
-        self.progress = progress
-        self._saver = saver
-        self._rewinds = rewinds
-        self._dumps = dumps
-        self._saved_step: int | None = None
+        spec, trainable, fingerprints = setup.spec, setup.trainable, setup.corpus.fingerprints
+        config = self.config = setup.config
+        self.progress = setup.progress
+        self.problem: str | None = None
+        """Why the run has given up, for people."""
+        self._setup = setup
+        self._trainable = trainable
         self._log = log
         self._watchdog = watchdog
         self._after_step = after_step
-        self._meter = Meter(config, launch, platform)
-        self._saves = Saves(saver, trainable.model, config.checkpoint, log=log, watchdog=watchdog, meter=self._meter)
-        self._fp8_watch = Fp8Watch(trainable.model)
-        self._guard = self._new_guard()
-        self.problem: str | None = None
-        """Why the run has given up, for people."""
-        self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
-        self._num_microbatches = num_microbatches(config.model, launch.world_size)
-        self._expert_watch = ExpertWatch(config.model, trainable.model, self._num_microbatches, step=progress.step)
-        source: dict[str, Any] = {
-            "config": config,
-            "data_parallel_rank": data_parallel_rank(),
-            "data_parallel_size": data_parallel_size(config.model, launch.world_size),
-            "device": platform.device,
-        }
-
-        def batches_from(consumed_samples: int) -> list[BatchIterator | None]:
-            return data_iterators(
-                trainable.model, lambda: build_batch_iterator(train_data, consumed_samples=consumed_samples, **source)
-            )
-
-        self._batches_from = batches_from
-        self._train_batches = batches_from(progress.consumed_samples)
-        self._validation = (
-            None
-            if valid_data is None
-            else Validation(
-                config,
-                trainable.model,
-                data_iterators(trainable.model, lambda: build_validation_iterator(valid_data, **source)),
-                self._num_microbatches,
-                log=log,
-                meter=self._meter,
-                watchdog=watchdog,
-            )
+        self._meter = Meter(spec)
+        self._saver = CheckpointSaver(setup.checkpoints, trainable, config, fingerprints)
+        self._saves = Saves(
+            self._saver, trainable.model, config.checkpoint, log=log, watchdog=watchdog, meter=self._meter
         )
+        self._saved_step: int | None = None
+        self._rewinds: Rewinds | None = None
+        if config.trainer.max_spike_rewinds is not None:
+            num_samples = len(setup.train_data)
+            self._rewinds = Rewinds(setup.checkpoints, trainable, config, fingerprints, num_samples=num_samples)
+        self._guard = self._new_guard()
+        self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
+        self._fp8_watch = Fp8Watch(trainable.model)
+        self._expert_watch = ExpertWatch(trainable.model, step=self.progress.step)
+        self._train_batches = self._batches_from(self.progress.consumed_samples)
+        self._valid_batches = self._batches_of_validation()
+
+    def _batches_from(self, consumed_samples: int) -> list[BatchIterator | None]:
+        """The training batches of this rank after so many samples."""
+        setup = self._setup
+
+        def build() -> BatchIterator:
+            return build_batch_iterator(setup.train_data, consumed_samples=consumed_samples, **self._source)
+
+        return data_iterators(self._trainable.model, build)
+
+    def _batches_of_validation(self) -> list[Iterator[Batch] | None] | None:
+        """The same samples at each validation; None for no validation."""
+        valid_data = self._setup.valid_data
+        if valid_data is None:
+            return None
+        return data_iterators(self._trainable.model, lambda: build_validation_iterator(valid_data, **self._source))
+
+    @property
+    def _source(self) -> dict[str, Any]:
+        spec = self._setup.spec
+        return {
+            "config": self.config,
+            "data_parallel_rank": data_parallel_rank(),
+            "data_parallel_size": spec.layout.dp,
+            "device": spec.platform.device,
+        }
 
     def train(self, stop: StopRequest) -> EndReason:
         """Trains to the last step, or to the first reason to stop; every rank calls it.
@@ -134,8 +116,8 @@ class Trainer:
             self._saves.reserve()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
-            self.trainable.model.train()
-            self._first_step.find_scales(self._train_batches, self._num_microbatches)
+            self._trainable.model.train()
+            self._first_step.find_scales(self._train_batches)
             try:
                 reason = self._steps_and_rewinds(stop)
                 self._log_fp8()
@@ -163,19 +145,7 @@ class Trainer:
     def _steps(self, stop: StopRequest) -> EndReason:
         trainer = self.config.trainer
         while self.progress.step < trainer.max_steps:
-            step = self.progress.step + 1
-            self._watchdog.step_begins(step)
-            with self._first_step.proven(step), self._fp8_watch.step(step):
-                result = train_step(self.trainable, self._train_batches, self.config.model, self._num_microbatches)
-            self.progress = replace(
-                self.progress,
-                step=step,
-                consumed_samples=self.progress.consumed_samples + self.config.model.global_batch_size,
-            )
-            self._meter.add(result)
-            first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
-            self._log_guarded(self._guard.add(self.progress.step, first_sample, result))
-            self._saves.poll(self.progress.step)
+            result = self._step()
             if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
@@ -191,11 +161,39 @@ class Trainer:
                 return reason
         return "max_steps"
 
+    def _step(self) -> StepResult:
+        """Trains on the next global batch, and tells what became known of the step before and of a save."""
+        step, first_sample = self.progress.step + 1, self.progress.consumed_samples
+        self._watchdog.step_begins(step)
+        with self._first_step.proven(step), self._fp8_watch.step(step):
+            result = train_step(self._trainable, self._train_batches)
+        consumed_samples = first_sample + self.config.model.global_batch_size
+        self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
+        self._meter.add(result)
+        self._log_guarded(self._guard.add(step, first_sample, result))
+        self._saves.poll(step)
+        return result
+
     def validate(self) -> None:
-        """Logs the loss on the validation split, where there is one."""
-        if self._validation is not None:
-            self._log_fp8()
-            self._validation.run(self.progress.step)
+        """Logs the loss over the first `trainer.limit_val_batches` batches of the validation split, if there is one."""
+        if self._valid_batches is None:
+            return
+        self._log_fp8()
+        model, num_batches = self._trainable.model, self.config.trainer.limit_val_batches
+        with self._meter.paused(), model.gathered_parameters():
+            began = time.monotonic()
+            on_batch = partial(self._watchdog.progress, "a batch of the validation")
+            loss = validate(model, self._valid_batches, num_batches, on_batch=on_batch)
+            self._watchdog.progress("what follows the validation")
+            self._log(
+                ValidationRecord(
+                    step=self.progress.step,
+                    loss=loss,
+                    perplexity=math.inf if loss > 700 else math.exp(loss),
+                    num_samples=num_batches * self.config.model.global_batch_size,
+                    time_s=time.monotonic() - began,
+                )
+            )
 
     def save(self) -> None:
         """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones.
@@ -207,7 +205,7 @@ class Trainer:
         # A spike is no state to save, and the losses up to here tell a resumed run what one is.
         self._log_guarded(self._guard.read())
         self._log_fp8()
-        if not weights_are_finite(self.trainable.model.gpt_chunks):
+        if not weights_are_finite(self._trainable.model.gpt_chunks):
             first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
             raise NotFiniteError(
                 BadStep(step=self.progress.step, first_sample=first_sample),
@@ -225,7 +223,7 @@ class Trainer:
 
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics are read, which waits, and logged after them: a log's steps only rise.
-        record = self._meter.read(result, self.progress, learning_rate(self.trainable.optimizer))
+        record = self._meter.read(result, self.progress, learning_rate(self._trainable.optimizer))
         guarded = self._guard.read()
         self._log_fp8()
         self._log_guarded(guarded)
@@ -242,7 +240,7 @@ class Trainer:
         """
         for record in records:
             if isinstance(record, SkippedStepRecord):
-                forget_non_finite_amaxes(self.trainable.model.gpt_chunks)
+                forget_non_finite_amaxes(self._trainable.model.gpt_chunks)
             self._log(record)
         self._guard.check()
         for record in records:
@@ -259,7 +257,7 @@ class Trainer:
         """Makes the run what it was at a checkpoint, but for the samples that come next."""
         assert self._rewinds is not None
         self._log_fp8()
-        with self._watchdog.busy("going back behind a loss spike"), self.trainable.model.gathered_parameters():
+        with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
             rewound = self._rewinds.go_back(request, self.progress)
         self.progress = rewound.progress
         self._saved_step = self.progress.step
@@ -288,12 +286,10 @@ class Trainer:
         self._log_fp8()
         with self._watchdog.busy("looking for the first bad tensor"):
             dump = write_dump(
-                self._dumps,
+                self._setup.run_dir / "dumps",
                 error.bad_step,
-                trainable=self.trainable,
-                config=self.config,
+                trainable=self._trainable,
                 iterators=self._batches_from(error.bad_step.first_sample),
-                num_microbatches=self._num_microbatches,
             )
         return f"{error}; {dump.finding}. No checkpoint was written of it; all that was found: {dump.path}"
 

@@ -16,9 +16,9 @@ import torch
 
 from gpt_pretrain.checkpoint import save
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.training import peers, rewind, trainer, watchdog
+from gpt_pretrain.training import peers, rewind, setup, trainer, watchdog
 from gpt_pretrain.training import run as training_run
-from gpt_pretrain.training.first_bad import named_weights
+from gpt_pretrain.training.dump import named_weights
 
 
 def end_soon():
@@ -220,13 +220,13 @@ class _Renumbered:
 
 
 def _renumber_samples(number):
-    build = training_run.build_datasets
+    build = setup.build_datasets
 
     def renumbered(*arguments, **options):
         training, validation = build(*arguments, **options)
         return _Renumbered(training, number), validation
 
-    training_run.build_datasets = renumbered
+    setup.build_datasets = renumbered
 
 
 def note_samples(path):

@@ -42,16 +42,16 @@ def swap_te_recipe():
 
 def replace_emulated_layers():
     """Plain local layers where emulated ones were planned."""
-    from gpt_pretrain.training import run
+    from gpt_pretrain.training import setup
 
-    run.emulated_layers = lambda *arguments: None
+    setup.emulated_layers = lambda *arguments: None
 
 
 def _change_emulated(**changes):
-    from gpt_pretrain.training import run
+    from gpt_pretrain.training import setup
 
-    build = run.emulated_layers
-    run.emulated_layers = lambda config, settings: build(config, dataclasses.replace(settings, **changes))
+    build = setup.emulated_layers
+    setup.emulated_layers = lambda config, settings: build(config, dataclasses.replace(settings, **changes))
 
 
 def swap_emulated_recipe():

@@ -1,11 +1,14 @@
-"""Watching a mixture of experts in the training loop: its auxiliary losses, and how evenly tokens are spread.
+"""What the loop watches beside the loss: FP8's tensors at chosen steps, and the experts of a mixture.
 
-Everything adds up on the device, microbatch by microbatch, and is read where a step is logged, in one collective. What
-it says does not depend on the parallel layout: a router's loss comes in parts from the ranks that share a sequence
-(megatron-core's `MoEMetricsTracker`), and each of them counts the tokens that it routes itself.
+A mixture's auxiliary losses and the spread of its tokens add up on the device, microbatch by microbatch, and are read
+where a step is logged, in one collective. The numbers do not depend on the parallel layout: a router's loss comes in
+parts from the ranks that share a sequence (megatron-core's `MoEMetricsTracker`), and each of them counts the tokens
+that it routes itself.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,29 +17,63 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 
-from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.fp8.alarms import Alarms
+from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.report.records import ExpertsRecord
+from gpt_pretrain.report.records import ExpertsRecord, Fp8Record, Fp8Tensor
 
 # The tracker's names; a run has at most one of the two.
 _BALANCE = ("load_balancing_loss", "seq_load_balancing_loss")
 _Z_LOSS = "z_loss"
 
 
+class Fp8Watch:
+    """Observes every `logging.fp8_statistics_interval`-th step; does nothing where it is null or FP8 is off.
+
+    Args:
+        model: This rank's model.
+    """
+
+    def __init__(self, model: Model) -> None:
+        spec = model.spec
+        settings, logging = spec.fp8, spec.config.logging
+        interval = logging.fp8_statistics_interval
+        self._interval: int | None = None
+        if settings is not None and interval is not None:
+            self._interval = interval
+            self._collector = StatisticsCollector(spec.linears, model.gpt_chunks, spec.platform.device)
+            self._alarms = Alarms(settings, logging.fp8_saturation_threshold, interval)
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """What the training step of this number runs in; every rank calls it."""
+        if self._interval is None or step % self._interval:
+            return nullcontext()
+        return self._collector.observe(step)
+
+    def records(self) -> Iterator[Fp8Record]:
+        """A record of each step observed since the last call; waits for the device if there are any."""
+        if self._interval is None:
+            return
+        for statistics in self._collector.read():
+            yield Fp8Record(
+                step=statistics.step,
+                tensors=tuple(Fp8Tensor(**asdict(tensor)) for tensor in statistics.tensors),
+                warnings=tuple(self._alarms.check(statistics)),
+            )
+
+
 class ExpertWatch:
     """Follows all routers of a model from here on; does nothing where there are none.
 
     Args:
-        config: The model's configuration.
         model: This rank's model.
-        num_microbatches: Of a training step and data-parallel rank.
         step: Steps done.
     """
 
-    def __init__(self, config: ModelConfig, model: Model, num_microbatches: int, *, step: int) -> None:
-        self._num_layers = config.num_layers
-        self._num_experts = config.num_moe_experts
-        self._num_microbatches = num_microbatches
+    def __init__(self, model: Model, *, step: int) -> None:
+        self._num_layers = model.spec.model.num_layers
+        self._num_experts = model.spec.model.num_moe_experts
+        self._num_microbatches = model.spec.layout.num_microbatches
         self._step = step
         if self._num_experts is None:
             return

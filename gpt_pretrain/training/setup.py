@@ -1,0 +1,94 @@
+"""What a run is made of once its ranks are connected: model, optimizer and schedule, its data, and where it stands."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt_pretrain.checkpoint.load import Restored, load_checkpoint, load_weights
+from gpt_pretrain.checkpoint.start import Start, choose_start
+from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.config.derived import num_train_samples
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.corpus import Corpus
+from gpt_pretrain.data.datasets import SampleDataset, build_datasets
+from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
+from gpt_pretrain.spec.run_spec import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A run that is ready to train, on this rank."""
+
+    spec: RunSpec
+    corpus: Corpus
+    run_dir: Path
+    start: Start | None
+    """The checkpoint that it goes on from or takes its weights from; None where it begins anew."""
+    trainable: Trainable
+    progress: Progress
+    """Where it stands."""
+    notes: Sequence[str]
+    """What is otherwise than in the checkpoint, for the user."""
+    train_data: SampleDataset
+    valid_data: SampleDataset | None
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration."""
+        return self.spec.config
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where it saves."""
+        return self.run_dir / "checkpoints"
+
+
+def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
+    """Builds a run and restores what it goes on from; every rank calls it.
+
+    Args:
+        spec: The run, resolved.
+        corpus: Its tokens and tokenizer.
+        run_dir: Its directory, held by this run.
+
+    Raises:
+        UserError: There is no such checkpoint, it is damaged, or it does not fit the run.
+    """
+    config = spec.config
+    start = choose_start(config.checkpoint, run_dir / "checkpoints")
+    model = build_model(spec, emulated_layers(spec))
+    optimizer = build_optimizer(model)
+    trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
+    restored = _restore(start, trainable, config, corpus)
+    progress = restored.progress
+    train_data, valid_data = build_datasets(
+        config,
+        corpus,
+        num_train_samples=num_train_samples(
+            config,
+            step=progress.step,
+            consumed_samples=progress.consumed_samples,
+            passed_over=sum(num_samples for _, num_samples in progress.passed_over),
+        ),
+        num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
+    )
+    return Setup(
+        spec=spec,
+        corpus=corpus,
+        run_dir=run_dir,
+        start=start,
+        trainable=trainable,
+        progress=progress,
+        notes=restored.notes,
+        train_data=train_data,
+        valid_data=valid_data,
+    )
+
+
+def _restore(start: Start | None, trainable: Trainable, config: Config, corpus: Corpus) -> Restored:
+    if start is None:
+        return Restored(progress=Progress(step=0, consumed_samples=0), notes=())
+    load = load_weights if start.weights_only else load_checkpoint
+    return load(start.checkpoint, trainable, config, corpus.fingerprints)
