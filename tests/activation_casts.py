@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from gpt_pretrain.kernels.activation_triton import launch_activation, launch_gradient
-from gpt_pretrain.kernels.cast_into import CastInto
+from gpt_pretrain.kernels.fp8_codes import CastInto
 
 # Neither is a multiple of a tile.
 ROWS, WIDTH = 200, 208

@@ -3,16 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from megatron.core import parallel_state
 
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.spec import products
+from gpt_pretrain.megatron.loss import LossHead
 from tests.emulated_training import Training, build_training_of
 
 _LINEAR = {"cross_entropy_fusion_impl": CrossEntropyFusion.linear}
@@ -26,8 +24,8 @@ _VARIANTS = {
     "embedding": _EMBEDDING,
     "linear embedding": _LINEAR | _EMBEDDING,
 }
-# Microbatches of 64 tokens go through the head in pieces of 16.
-_CHUNK_LOGITS = 16 * 128
+# Of the 64 tokens of a microbatch that go through the head together.
+_TOKENS_AT_ONCE = 16
 
 
 def compare_variants(
@@ -43,16 +41,16 @@ def compare_variants(
     Returns:
         By variant: losses of three steps and of a validation, and main gradients as the first step left them here.
     """
-    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
-    # Other tests of this process look at the real one.
-    with patch.object(products, "_CHUNK_LOGITS", _CHUNK_LOGITS // num_ranks):
-        return {name: _trained(config, name, masked=masked) for name in variants}
+    return {name: _trained(config, name, masked=masked) for name in variants}
 
 
 def _trained(config: Config, name: str, *, masked: bool) -> dict[str, Any]:
     training = build_training_of(replace(config, model=replace(config.model, **_VARIANTS[name])))
     if masked:
         training = _Masked(config=training.config, trainable=training.trainable)
+    for chunk in training.trainable.model.gpt_chunks:
+        if isinstance(getattr(chunk, "output_layer", None), LossHead):
+            chunk.output_layer.tokens_at_once = _TOKENS_AT_ONCE
     losses = [training.step()]
     gradients = _main_gradients(training)
     losses += [training.step(), training.step()]

@@ -5,9 +5,8 @@ from functools import partial
 
 import torch
 
-from gpt_pretrain.kernels.adam import AdamState, AdamStep, update
-from gpt_pretrain.kernels.adam_states import Master, Moment
-from gpt_pretrain.megatron.update import conditional_update
+from gpt_pretrain.kernels.adam import AdamState, AdamStep, Master, Moment, update
+from gpt_pretrain.megatron.optimizer import conditional_update
 from gpt_pretrain.training.step import compute_gradients
 
 LEAN = (

@@ -45,7 +45,7 @@ from gpt_pretrain.commands.benchmark import main
 from gpt_pretrain.commands.picture import main as draw_picture
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform

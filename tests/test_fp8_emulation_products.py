@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_pretrain.fp8.emulation.products import LinearProducts
-from gpt_pretrain.fp8.emulation.recipes import stateless_cast
+from gpt_pretrain.fp8.emulation.casts import stateless_cast
+from gpt_pretrain.fp8.emulation.layers import LinearProducts
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.spec.fp8 import resolve_fp8
 

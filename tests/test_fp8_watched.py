@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product
-from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.fp8.watched import WatchedProducts, differences_of_ranks
+from gpt_pretrain.fp8.observer import WatchedProducts, differences_of_ranks, observe_products
 from gpt_pretrain.spec.products import EXPERT_FC1, QKV
 from gpt_pretrain.spec.resolved import resolve
 from tests.emulated_training import emulated_training
@@ -126,7 +125,8 @@ def grouped_linear(monkeypatch):
         setattr(module, function, type(function, (), {"forward": staticmethod(len), "backward": staticmethod(len)}))
     parent = types.ModuleType(package)
     parent.linear, parent.layernorm_linear, parent.grouped_linear = linear, layernorm_linear, grouped
-    for module in (types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch"), parent):
+    packages = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch"), parent
+    for module in (*packages, linear, layernorm_linear, grouped):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return GroupedLinear
 

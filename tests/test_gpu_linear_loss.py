@@ -4,9 +4,8 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.megatron import linear_loss
-from gpt_pretrain.megatron.linear_loss import linear_cross_entropy
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
@@ -41,10 +40,9 @@ def distance(ours, expected):
 
 # What rounding the logits, and their gradient, to BF16 costs: 2.1e-3 and 1.3e-3 of the gradients' norms.
 @pytest.mark.parametrize(("dtype", "loss", "gradient"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 6e-3, 3e-3)])
-def test_losses_and_gradients_are_those_of_fp64(dtype, loss, gradient, one_rank, monkeypatch):
+def test_losses_and_gradients_are_those_of_fp64(dtype, loss, gradient, one_rank):
     """Three chunks, columns that no block divides, tokens that do not count; and the same bits each time."""
     tokens, width, vocabulary = 640, 256, 50_304
-    monkeypatch.setattr(linear_loss, "_CHUNK_LOGITS", 256 * vocabulary)
     generator = torch.Generator("cuda").manual_seed(3)
     hidden = torch.randn(tokens, width, generator=generator, device="cuda").to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, width, generator=generator, device="cuda")
@@ -56,7 +54,7 @@ def test_losses_and_gradients_are_those_of_fp64(dtype, loss, gradient, one_rank,
     for _ in range(2):
         hidden.grad = weight.grad = None
         weight.main_grad.zero_()
-        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, chunk=256, accumulate=True)
         losses.backward(loss_gradient)
         runs.append((losses.detach(), hidden.grad, weight.main_grad.clone()))
     assert all(torch.equal(first, again) for first, again in zip(*runs, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.megatron.embedding_gradient import AccumulatingEmbedding
+from gpt_pretrain.megatron.fused_layers import AccumulatingEmbedding
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.emulated_training import emulated_training

@@ -7,13 +7,12 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
+from gpt_pretrain.kernels.main_gradient import accumulate_weight_gradient
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.linear_loss import linear_cross_entropy
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.weight_gradient import accumulate_weight_gradient
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec import products
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import chunk_tokens
 from tests.emulated_training import TINY
@@ -21,6 +20,8 @@ from tests.launching import run_ranks
 from tests.linear_loss_training import compare_variants, differences
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 96
+# Four chunks, the last of them smaller.
+CHUNK = 16
 TIED = "model.share_embeddings_and_output_weights=true"
 PER_TOKEN = "model.data.eod_mask_loss=true"
 BF16 = "trainer.precision=bf16"
@@ -39,9 +40,8 @@ def one_rank():
 
 
 @pytest.fixture
-def head(monkeypatch):
-    """Hidden states, weight, labels and the gradient of each token's loss; four chunks, the last of them smaller."""
-    monkeypatch.setattr(products, "_CHUNK_LOGITS", 16 * VOCABULARY)
+def head():
+    """Hidden states, weight, labels and the gradient of each token's loss."""
     generator = torch.Generator().manual_seed(3)
     return (
         torch.randn(TOKENS, WIDTH, generator=generator).requires_grad_(),
@@ -61,7 +61,7 @@ def reference(hidden, weight, labels, loss_gradient):
 
 def test_losses_and_gradients_are_those_of_fp64(one_rank, head):
     hidden, weight, labels, loss_gradient = head
-    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True)
     losses.backward(loss_gradient)
     for ours, expected in zip((losses, hidden.grad, weight.grad), reference(*head), strict=True):
         assert torch.allclose(ours.detach().double(), expected, rtol=1e-5, atol=1e-6)
@@ -74,10 +74,10 @@ def test_the_main_gradient_grows_once_for_each_backward_pass(tied, one_rank, hea
     weight.main_grad = torch.ones(VOCABULARY, WIDTH)
     weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
     for _ in range(2):
-        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True)
         losses.backward(loss_gradient)
     with torch.no_grad():
-        without = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+        without = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True)
     expected = 1 + 2 * reference(*head)[2]
     assert torch.allclose(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-6)
     assert weight.grad_added_to_main_grad
@@ -86,18 +86,16 @@ def test_the_main_gradient_grows_once_for_each_backward_pass(tied, one_rank, hea
         assert weight.grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_a_main_gradient_in_bf16_is_rounded_once_for_each_backward_pass(chunks, one_rank, head, monkeypatch):
+@pytest.mark.parametrize("chunk", [TOKENS, CHUNK])
+def test_a_main_gradient_in_bf16_is_rounded_once_for_each_backward_pass(chunk, one_rank, head):
     hidden, weight, labels, loss_gradient = head
-    if chunks == 1:
-        monkeypatch.setattr(products, "_CHUNK_LOGITS", 64 * VOCABULARY)
     hidden = hidden.detach().bfloat16().requires_grad_()
     weight = torch.nn.Parameter(weight.detach().bfloat16())
     sums = {}
     for dtype in (torch.float32, torch.bfloat16):
         # So large that what single chunks add would be lost.
         weight.main_grad = torch.full((VOCABULARY, WIDTH), 64.0, dtype=dtype)
-        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
+        losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, chunk=chunk, accumulate=True)
         losses.backward(loss_gradient)
         sums[dtype] = weight.main_grad
     assert torch.equal(sums[torch.bfloat16], sums[torch.float32].bfloat16())
@@ -105,8 +103,8 @@ def test_a_main_gradient_in_bf16_is_rounded_once_for_each_backward_pass(chunks, 
 
 def test_another_gradient_than_was_told_is_an_error(one_rank, head):
     hidden, weight, labels, loss_gradient = head
-    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, accumulate=True)
-    with pytest.raises(RuntimeError, match="is another than the LM head was told"):
+    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True)
+    with pytest.raises(RuntimeError, match="differs from the one that the LM head was given"):
         losses.backward(loss_gradient * 1.001)
 
 

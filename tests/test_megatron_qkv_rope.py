@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.qkv_rope import split_and_rotate
+from gpt_pretrain.megatron.fused_layers import split_and_rotate
 from gpt_pretrain.rules.gate import load_config
 from tests.launching import run_ranks
 from tests.platforms import H200, spec_of

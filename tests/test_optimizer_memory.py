@@ -13,10 +13,9 @@ from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.kernels import SCALED_BLOCK
-from gpt_pretrain.kernels.adam import AdamState, AdamStep, update
-from gpt_pretrain.kernels.adam_states import SCALED, Master, Moment, StoredValues
-from gpt_pretrain.megatron.adam import PrecisionAwareAdam, _kernel
+from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Moment, StoredValues, update
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, _kernel
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
 from tests.launching import run_ranks
 from tests.optimizer_states import FP32, LEAN, SMALLEST, assert_a_step_that_is_not_finite_changes_no_bit, states

@@ -10,9 +10,8 @@ import torch
 
 from gpt_pretrain.commands.train import main
 from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.fp8.histories import forget_non_finite_amaxes
-from gpt_pretrain.fp8.statistics import amax_history
-from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.fp8.statistics import amax_history, forget_non_finite_amaxes
+from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import LossSpikeRecord, SkippedStepRecord
 from gpt_pretrain.training import step as step_module

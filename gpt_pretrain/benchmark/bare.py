@@ -3,7 +3,7 @@
 The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration; the
 loop is as bare as it gets: one batch of random tokens that stays on the device, no data loading, no logging, no
 validation, no schedule, no signal handling. The optimizer is megatron-core's as it comes, and so is the loss, without
-`linear_loss.py`: what ours bring shows in the comparison, unless both are told to have the plain loss. The model is the
+`megatron.loss`: what ours bring shows in the comparison, unless both are told to have the plain loss. The model is the
 application's otherwise, with the kernels that `spec.kernels` chooses: what those bring does not show, and
 `model.activation_cast_fusion=false` or another key leaves one out. One model chunk, no context parallelism.
 """

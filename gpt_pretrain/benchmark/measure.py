@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, Part, kernel_kind
 from gpt_pretrain.config.schema_run import BenchmarkConfig
 from gpt_pretrain.launch.driver import ask_driver
-from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.training.meter import memory_gib
 from gpt_pretrain.training.step import mean_loss

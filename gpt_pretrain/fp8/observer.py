@@ -1,25 +1,39 @@
-"""Watches the matrix products of live linear layers, for the proof and for the statistics.
+"""Watches the matrix products of live linear layers, for the proof and the statistics, and compares them with the plan.
 
 Emulated layers report their products themselves. Transformer Engine's are watched where they are computed: its linear
-modules call `general_gemm` three times, those of experts `general_grouped_gemm` with one product for each expert, and
-what these are handed is what runs, whatever was configured. While nobody watches, nothing is changed.
+modules call `general_gemm` three times, those of experts `general_grouped_gemm` with one product per expert, and what
+these functions are given is what runs, whatever was configured. While nobody watches, nothing is changed.
+
+A rank must have computed every planned product itself, with one exception: its experts, where no token came to any of
+them. It has then called their grouped product for no rows, which computes nothing in any format. The ranks whose
+experts had tokens prove that product; if there are none, nobody does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Operand, Phase, Product, ProductListener, Role
+from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.layers import whole_model_modules
+from gpt_pretrain.megatron.patches import patched
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import Linear
 
 # A module's name in the whole model, and a product right before it is computed. Must not wait for the device.
 Listener = Callable[[str, Product], None]
 # The same of a grouped product that has no rows: no token came to any of this rank's experts.
 IdleListener = Callable[[str, Phase], None]
+
+# A linear layer's name in the whole model, and one of its products.
+type _Key = tuple[str, Phase]
+type _Formats = tuple[str, str]
 
 # How general_gemm's layout tells the three products apart (TE 2.12, pytorch/module/linear.py).
 _PHASES = {"TN": Phase.forward, "NN": Phase.dgrad, "NT": Phase.wgrad}
@@ -35,7 +49,7 @@ _CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_g
 
 @contextmanager
 def observe_products(
-    chunks: Sequence[GPTModel],
+    chunks: Sequence[MegatronModule],
     listener: Listener,
     *,
     idle_listener: IdleListener | None = None,
@@ -44,7 +58,7 @@ def observe_products(
     """Tells the listener of every product that the linear layers of these model chunks compute inside.
 
     Args:
-        chunks: This rank's GPTModels.
+        chunks: This rank's model chunks.
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
         idle_listener: Receives the layer's name and which product of it, where experts compute nothing.
         measure_amax: Take the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
@@ -96,8 +110,6 @@ def is_te_linear(module: torch.nn.Module) -> bool:
 def _watch_transformer_engine(
     modules: dict[str, torch.nn.Module], listener: Listener, idle_listener: IdleListener | None, *, measure_amax: bool
 ) -> Iterator[None]:
-    from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, linear
-
     # The module whose product comes next: set when its forward pass begins, and when its backward pass does.
     current: list[str] = [""]
 
@@ -144,14 +156,20 @@ def _watch_transformer_engine(
     with ExitStack() as stack:
         for name, module in modules.items():
             stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
-        for place, function, name, watched in (
-            (linear, linear._Linear, "general_gemm", watched_gemm),
-            (layernorm_linear, layernorm_linear._LayerNormLinear, "general_gemm", watched_gemm),
-            (grouped_linear, grouped_linear._GroupedLinear, "general_grouped_gemm", watched_grouped_gemm),
+        for products, passes, watched in (
+            (patches.LINEAR_PRODUCTS, patches.LINEAR_PASSES, watched_gemm),
+            (patches.NORM_LINEAR_PRODUCTS, patches.NORM_LINEAR_PASSES, watched_gemm),
+            (patches.GROUPED_PRODUCTS, patches.GROUPED_PASSES, watched_grouped_gemm),
         ):
-            stack.enter_context(_replaced(place, name, watched(getattr(place, name))))
-            stack.enter_context(_replaced(function, "forward", staticmethod(watched_forward(function.forward))))
-            stack.enter_context(_replaced(function, "backward", staticmethod(watched_backward(function.backward))))
+            (name,), place, function = products.names, products.owner(), passes.owner()
+            stack.enter_context(patched(products, **{name: watched(getattr(place, name))}))
+            stack.enter_context(
+                patched(
+                    passes,
+                    forward=staticmethod(watched_forward(function.forward)),
+                    backward=staticmethod(watched_backward(function.backward)),
+                )
+            )
         yield
 
 
@@ -161,8 +179,6 @@ def observe_attention(listener: Callable[[Phase, str], None]) -> Iterator[None]:
 
     Attention by another backend (flash-attn, unfused) is not reported: neither computes in FP8.
     """
-    from transformer_engine.pytorch.attention.dot_product_attention import backends
-
     # Where the queries are among the arguments.
     places = {"fused_attn_fwd": (Phase.forward, 5), "fused_attn_bwd": (Phase.dgrad, 4)}
 
@@ -173,20 +189,10 @@ def observe_attention(listener: Callable[[Phase, str], None]) -> Iterator[None]:
 
         return run
 
-    with ExitStack() as stack:
-        for name, (phase, queries) in places.items():
-            stack.enter_context(_replaced(backends, name, watched(getattr(backends, name), phase, queries)))
+    backends = patches.ATTENTION_PASSES.owner()
+    watching = {name: watched(getattr(backends, name), phase, queries) for name, (phase, queries) in places.items()}
+    with patched(patches.ATTENTION_PASSES, **watching):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _product(phase: Phase, a: Any, b: Any, *, measure_amax: bool) -> Product:
@@ -232,3 +238,96 @@ def _stored(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if tensor._rowwise_data is not None:
         return tensor._rowwise_data, tensor._rowwise_scale_inv
     return tensor._columnwise_data, tensor._columnwise_scale_inv
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One thing that is not as planned."""
+
+    module: str
+    what: str
+    planned: str
+    live: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """What a rank's products are against the plan."""
+
+    differences: tuple[Difference, ...]
+    as_planned: frozenset[_Key]
+    """Products that this rank has computed, in the planned formats."""
+    idle: Mapping[_Key, Difference]
+    """Products that it has called for no rows alone: what differs if no other rank has computed them."""
+
+
+class WatchedProducts:
+    """Notes what the linear layers of this rank compute.
+
+    Args:
+        settings: The FP8 of the run.
+        high: Type of what is not in FP8: "bfloat16".
+    """
+
+    def __init__(self, settings: Fp8Settings, high: str) -> None:
+        self._settings = settings
+        self._high = high
+        self._formats: dict[_Key, set[_Formats]] = defaultdict(set)
+        self._idle: set[_Key] = set()
+
+    def note(self, module: str, product: Product) -> None:
+        """A product that is computed."""
+        self._formats[module, product.phase].add(product.formats)
+
+    def note_idle(self, module: str, phase: Phase) -> None:
+        """A grouped product that is called for no rows."""
+        self._idle.add((module, phase))
+
+    def compare(self, planned: Mapping[str, Linear]) -> Compared:
+        """Compares with the linear layers of this rank, by their names in the whole model."""
+        differences, as_planned, idle = [], set(), {}
+        for name, linear in planned.items():
+            for phase, formats in self._planned_formats(linear).items():
+                live = self._formats.get((name, phase), set())
+                difference = Difference(module=name, what=phase.value, planned=_listed({formats}), live=_listed(live))
+                if live == {formats}:
+                    as_planned.add((name, phase))
+                elif live:
+                    differences.append(difference)
+                elif (name, phase) in self._idle:
+                    idle[name, phase] = difference
+                # Layers that never compute in FP8 need not report what they do.
+                elif linear.precision == "fp8":
+                    differences.append(difference)
+        differences += self._unplanned(planned)
+        return Compared(differences=tuple(differences), as_planned=frozenset(as_planned), idle=idle)
+
+    def _unplanned(self, planned: Mapping[str, Linear]) -> Iterator[Difference]:
+        for (name, phase), formats in self._formats.items():
+            if name not in planned and any(part in CODE_TYPES for pair in formats for part in pair):
+                yield Difference(module=name, what=phase.value, planned="not in FP8", live=_listed(formats))
+
+    def _planned_formats(self, linear: Linear) -> dict[Phase, _Formats]:
+        forward, gradient = self._settings.forward_format, self._settings.gradient_format
+        if linear.precision != "fp8":
+            forward = gradient = self._high
+        formats = {
+            Phase.forward: (forward, forward),
+            Phase.dgrad: (gradient, forward),
+            Phase.wgrad: (gradient, forward),
+        }
+        if linear.wgrad_precision != "fp8":
+            formats[Phase.wgrad] = (self._high, self._high)
+        return formats
+
+
+def differences_of_ranks(ranks: Sequence[Compared]) -> list[Difference]:
+    """What differs on any rank, each once; an idle product only where no rank has computed it as planned."""
+    computed = {key for rank in ranks for key in rank.as_planned}
+    found = [difference for rank in ranks for difference in rank.differences]
+    found += [difference for rank in ranks for key, difference in rank.idle.items() if key not in computed]
+    return list(dict.fromkeys(found))
+
+
+def _listed(formats: set[_Formats]) -> str:
+    return " and ".join(sorted(f"{first} × {second}" for first, second in formats)) or "no such product"

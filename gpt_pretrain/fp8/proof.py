@@ -3,36 +3,46 @@
 Each rank watches every matrix product of its linear layers during one step, reads back their recipe objects and how
 their weights are stored, and compares all of it with the plan (`spec/products.py`, `spec/fp8.py`). Any difference on
 any rank ends the run on all of them, with a table. After that step nothing of it is left in the way. What a product of
-experts is where a rank's had no tokens, the other ranks tell (`fp8/watched.py`).
+experts is where a rank's had no tokens, the other ranks tell (`fp8/observer.py`).
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.masters import MasterCheck
-from gpt_pretrain.fp8.observer import observe_attention, observe_products
-from gpt_pretrain.fp8.readback import NOT_IN_FP8, live_recipe, parameter_bytes, planned_recipe, weight_storage
-from gpt_pretrain.fp8.watched import Difference, WatchedProducts, differences_of_ranks
+from gpt_pretrain.fp8.observer import (
+    Difference,
+    WatchedProducts,
+    differences_of_ranks,
+    observe_attention,
+    observe_products,
+)
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
+from gpt_pretrain.spec.recipes import RECIPES
 from gpt_pretrain.spec.run_spec import RunSpec
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
 )
+
+
+_NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +156,7 @@ class Proof:
                 continue
             yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
-            live = weight_storage(module)
+            live = _weight_storage(module)
             if live != planned:
                 yield Difference(module=name, what="weight stored in", planned=planned, live=live)
         yield from self._attention_differences()
@@ -167,21 +177,21 @@ class Proof:
     def _parameter_bytes(self) -> tuple[int, int]:
         total = in_fp8 = 0
         for group, parameters in parameters_by_group(self._chunks):
-            sums = torch.tensor(parameter_bytes(parameters), dtype=torch.float64, device=torch.cuda.current_device())
+            sums = torch.tensor(_parameter_bytes(parameters), dtype=torch.float64, device=torch.cuda.current_device())
             sum_over(group, sums)
             total, in_fp8 = total + int(sums[0].item()), in_fp8 + int(sums[1].item())
         return total, in_fp8
 
 
-def _linears_of(spec: RunSpec, chunks: list[GPTModel]) -> Iterator[Linear]:
+def _linears_of(spec: RunSpec, chunks: list[MegatronModule]) -> Iterator[Linear]:
     """The linear layers of the transformer layers that these chunks hold."""
     held = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
     return (linear for linear in spec.linears if linear.layer in held)
 
 
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
-    planned = planned_recipe(settings) if linear.precision == "fp8" else NOT_IN_FP8
-    live = live_recipe(module)
+    planned = _planned_recipe(settings) if linear.precision == "fp8" else _NOT_IN_FP8
+    live = _live_recipe(module)
     # Another recipe has other fields, which say nothing more.
     same = planned["recipe"] == live["recipe"]
     for what in sorted({*planned, *live}) if same else ["recipe"]:
@@ -189,3 +199,67 @@ def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Se
             yield Difference(
                 module=linear.module, what=what, planned=planned.get(what, "none"), live=live.get(what, "none")
             )
+
+
+def _planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
+    """What `_live_recipe` says of a layer that does as the settings say."""
+    recipe = settings.recipe
+    said = {"recipe": recipe.te_class, "format": "HYBRID" if settings.hybrid else "E4M3"}
+    if recipe.keeps_history:
+        said |= {
+            "margin": str(settings.margin),
+            "amax history": str(settings.amax_history_len),
+            "amax of the history": settings.amax_compute_algo.value,
+            "amax reduced over ranks": "True",
+        }
+    if recipe.scales_flag is not None:
+        said["scales"] = recipe.scales
+    return said | {"FP8 attention": str(settings.dot_product_attention)}
+
+
+def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
+    """The recipe of the last forward pass: of an emulated layer, of a Transformer Engine layer, or none."""
+    settings = getattr(module, "fp8_settings", None)
+    if isinstance(settings, Fp8Settings):
+        return _planned_recipe(settings)
+    if not getattr(module, "fp8", False):
+        return _NOT_IN_FP8
+    meta: Any = module.fp8_meta
+    recipe = meta["recipe"]
+    name = next(cls.__name__ for cls in type(recipe).__mro__ if cls.__module__.startswith("transformer_engine."))
+    said = {"recipe": name, "format": recipe.fp8_format.name}
+    known = next((each for each in RECIPES.values() if each.te_class == name), None)
+    if known is not None and known.keeps_history:
+        # The history that is there, not the one that the recipe asks for.
+        said |= {
+            "margin": str(recipe.margin),
+            "amax history": str(meta["scaling_fwd"].amax_history.shape[0]),
+            "amax of the history": str(recipe.amax_compute_algo),
+            "amax reduced over ranks": str(recipe.reduce_amax),
+        }
+    if known is not None and known.scales_flag is not None:
+        flag, if_true, if_false = known.scales_flag
+        said["scales"] = if_true if getattr(recipe, flag) else if_false
+    return said | {"FP8 attention": str(recipe.fp8_dpa)}
+
+
+def _weight_storage(module: torch.nn.Module) -> str:
+    """How a linear layer stores its weights: "fp8", or their type. One of experts has several: weight0, weight1, …."""
+    stored = {
+        "fp8" if is_float8tensor(parameter) else str(parameter.dtype).removeprefix("torch.")
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.startswith("weight")
+    }
+    return " and ".join(sorted(stored))
+
+
+def _parameter_bytes(parameters: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
+    """Bytes of all these parameters, and of those stored in FP8; scales are left out."""
+    total = in_fp8 = 0
+    for parameter in parameters:
+        if is_float8tensor(parameter):
+            total += parameter.numel()
+            in_fp8 += parameter.numel()
+        else:
+            total += parameter.numel() * parameter.element_size()
+    return total, in_fp8

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
 from gpt_pretrain.fp8.observer import observe_products
@@ -75,11 +75,11 @@ class StatisticsCollector:
 
     Args:
         linears: The linear layers of the whole model, the rows of the table.
-        chunks: This rank's GPTModels.
+        chunks: This rank's model chunks.
         device: Where they are.
     """
 
-    def __init__(self, linears: Sequence[Linear], chunks: Sequence[GPTModel], device: torch.device) -> None:
+    def __init__(self, linears: Sequence[Linear], chunks: Sequence[MegatronModule], device: torch.device) -> None:
         names = [linear.module for linear in linears]
         self._rows = {key: row for row, key in enumerate((name, role) for name in names for role in Role)}
         self._chunks = chunks
@@ -182,6 +182,35 @@ def delayed_scale(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
 def _state_of(module: torch.nn.Module, role: Role) -> tuple[Any, int]:
     name, column = _HISTORY_OF[role]
     return getattr(module, "fp8_meta", {}).get(name), column
+
+
+@torch.no_grad()
+def forget_non_finite_amaxes(chunks: Sequence[MegatronModule]) -> None:
+    """Takes NaN and infinity out of all amax histories; recipes without histories have none.
+
+    Nothing was updated in such a step, but its amaxes would stay for `model.fp8_amax_history_len` steps, in which
+    Transformer Engine would leave the scales where they are: no scale follows from an infinite amax.
+    """
+    for module in _modules(chunks):
+        for role in Role:
+            history = amax_history(module, role)
+            if history is not None:
+                history.masked_fill_(~torch.isfinite(history), 0.0)
+
+
+def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
+    """Scales that the gradients of layers' outputs are cast with next, fp32 [FP8 layers of this rank].
+
+    1 where no pass has shown an amax: a largest code over an amax is not.
+    """
+    found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
+    scales = [scale for scale in found if scale is not None]
+    # What is stacked stays when Transformer Engine writes the next ones in place.
+    return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
+
+
+def _modules(chunks: Sequence[MegatronModule]) -> Iterator[torch.nn.Module]:
+    return (module for chunk in chunks for module in chunk.modules())
 
 
 def _finite_or_inf(values: torch.Tensor) -> torch.Tensor:

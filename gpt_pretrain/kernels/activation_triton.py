@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpt_pretrain.kernels.cast_into import CastInto
+from gpt_pretrain.kernels.fp8_codes import CastInto
 
 # A tile, its rows in pairs: of thirteen on an H200 none was faster by more than 1%.
 _PAIRS = 32

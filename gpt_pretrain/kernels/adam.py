@@ -1,17 +1,235 @@
-"""One update of Adam on states that take as few bytes as they are told to (`adam_states`).
+"""One update of Adam, on states that take fewer bytes than fp32.
 
-A block of gradient, master and moments is read, computed in fp32 and written back: no state is ever copied whole. The
-arithmetic is that of Transformer Engine's FusedAdam, with decoupled weight decay (Loshchilov and Hutter 2019).
-`adam_triton` does the same in one kernel.
+`update` reads a block of gradient, master and moments, computes in fp32 and writes the block back: no state is ever
+copied whole. The arithmetic is that of Transformer Engine's FusedAdam, with decoupled weight decay (Loshchilov and
+Hutter 2019). Everything here works on any device; `adam_triton` computes the same on a GPU in one kernel.
+
+**Moments** are fp32, BF16, FP16 or E4M3. FP16 and E4M3 span too little: squares of gradients lie below FP16's smallest
+number. So every `SCALED_BLOCK` values share a scale, a power of two that puts the largest of them into the type's upper
+range. A power of two adds no rounding error, and a value that was stored once comes out the same: dequantised, saved,
+loaded and quantised again, it keeps every bit. (Transformer Engine's FusedAdam has one scale for a whole tensor and
+quantises in a separate pass, so at the peak of a step it holds all states of a group in fp32: 12 bytes per parameter.)
+A second moment above zero never becomes zero, because the update divides by its root.
+
+**Masters** are fp32, FP16, or 16-bit remainders beside a BF16 weight. A remainder is a signed number; added to the bits
+of the weight it gives the fp32 master exactly, and the weight is the master rounded to the nearest. Updates of an FP16
+master are rounded at random, up as often as the value lies nearer to the upper neighbour: most updates are smaller than
+half the distance between two FP16 numbers, and rounding to the nearest would lose them all (Gupta et al. 2015).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from gpt_pretrain.kernels import SCALED_BLOCK
-from gpt_pretrain.kernels.adam_states import Master, Moment, rounded_to_fp16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledFormat:
+    """A type whose blocks have scales."""
+
+    mantissa_bits: int
+    headroom: int
+    """The largest value of a block, divided by the scale, is at least 2 to this and below twice that."""
+    smallest: float
+    """Smallest positive number."""
+    saved_as: torch.dtype
+    """The smallest type that holds a value times a power of two exactly."""
+
+
+SCALED = {
+    torch.float16: ScaledFormat(mantissa_bits=10, headroom=14, smallest=2.0**-24, saved_as=torch.float32),
+    torch.float8_e4m3fn: ScaledFormat(mantissa_bits=3, headroom=7, smallest=2.0**-9, saved_as=torch.bfloat16),
+}
+# Multipliers of a hash, below 2 to the 32.
+_HASH = (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35)
+_LOWER = 0xFFFFFFFF
+# Biased exponent, in fp32, of 2^-14: what is smaller lies as dense as that.
+_SMALLEST_NORMAL_FP16 = 113
+# Biased exponent of the smallest scale: what it is multiplied with stays a normal number of fp32 and bf16.
+SMALLEST_EXPONENT = 32
+
+
+def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
+    """A power of two for each block.
+
+    What the largest value is rounded to decides, so that it decides the same when it is quantised again.
+
+    Args:
+        largest: fp32, the largest magnitudes.
+        scaled: The type.
+    """
+    rounded_up = largest.view(torch.int32) + (1 << (22 - scaled.mantissa_bits))
+    exponents = ((rounded_up >> 23) - scaled.headroom).clamp(min=SMALLEST_EXPONENT)
+    return (exponents << 23).view(torch.float32)
+
+
+def rounded_to_fp16(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
+    """Values between two fp16 numbers, moved at random so that the nearest is right in the mean; the same for a seed.
+
+    Args:
+        values: fp32 [n].
+        start: Index of the first in the rank's part of its parameter; every parameter draws the same.
+        seed: Another in each step.
+    """
+    index = torch.arange(start, start + values.numel(), device=values.device)
+    # fmix32 (Appleby's MurmurHash3) of index and seed, in the lower half of 64 bits.
+    mixed = (index * _HASH[0] + seed * _HASH[1]) & _LOWER
+    for shift, factor in ((16, _HASH[1]), (13, _HASH[2])):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _LOWER
+    chance = ((mixed ^ (mixed >> 16)) >> 8).float() * 2.0**-24
+    exponents = ((values.view(torch.int32) >> 23) & 0xFF).clamp(min=_SMALLEST_NORMAL_FP16)
+    spacing = ((exponents - SCALED[torch.float16].mantissa_bits) << 23).view(torch.float32)
+    return values + (chance - 0.5) * spacing
+
+
+@dataclass(slots=True)
+class Moment:
+    """One of Adam's moments of one parameter, zeros at first."""
+
+    values: torch.Tensor
+    """[n], as stored."""
+    scales: torch.Tensor | None
+    """fp32 [blocks]; None for types without."""
+    keeps_positive: bool
+    """Whether what is not zero stays so: of a moment that is divided by."""
+
+    @classmethod
+    def zeros(cls, like: torch.Tensor, dtype: torch.dtype, *, keeps_positive: bool) -> "Moment":
+        """The moment of a parameter before its first update."""
+        values = torch.zeros(like.numel(), dtype=dtype, device=like.device)
+        blocks = -(-like.numel() // SCALED_BLOCK)
+        return cls(values, torch.zeros(blocks, device=like.device) if dtype in SCALED else None, keeps_positive)
+
+    @property
+    def saved_as(self) -> torch.dtype:
+        """A plain type that holds the values exactly."""
+        scaled = SCALED.get(self.values.dtype)
+        return self.values.dtype if scaled is None else scaled.saved_as
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Values in fp32, [end - start]."""
+        values = self.values[start:end].float()
+        if self.scales is None:
+            return values
+        first = start // SCALED_BLOCK
+        each = self.scales[first : -(-end // SCALED_BLOCK)].repeat_interleave(SCALED_BLOCK)
+        return values.mul_(each[start - first * SCALED_BLOCK :][: end - start])
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Stores values from `start`, the first of a block, on: whole blocks, or all to the end.
+
+        Args:
+            start: Index of the first.
+            values: fp32 [n].
+        """
+        target = self.values[start : start + values.numel()]
+        if self.scales is None:
+            target.copy_(values)
+            return
+        scaled = SCALED[self.values.dtype]
+        blocks = torch.nn.functional.pad(values, (0, -values.numel() % SCALED_BLOCK)).view(-1, SCALED_BLOCK)
+        scales = _scales(blocks.abs().amax(dim=1), scaled)
+        self.scales[start // SCALED_BLOCK :][: scales.numel()] = scales
+        divided = (blocks / scales[:, None]).view(-1)[: values.numel()]
+        if self.keeps_positive:
+            divided = torch.where(values > 0, divided.clamp(min=scaled.smallest), divided)
+        target.copy_(divided)
+
+
+@dataclass(slots=True)
+class Master:
+    """The master of one parameter."""
+
+    values: torch.Tensor
+    """[n]: fp32, fp16, or int16, which are the remainders of `weight`."""
+    weight: torch.Tensor | None
+    """BF16 [n], the parameter, which changes with its master; None where it is cast later, or is the master."""
+
+    @property
+    def saved_as(self) -> torch.dtype:
+        """A plain type that holds the values exactly."""
+        return torch.float32 if self.values.dtype is torch.int16 else self.values.dtype
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Values in fp32, [end - start]."""
+        values = self.values[start:end]
+        if values.dtype is not torch.int16:
+            return values.float()
+        assert self.weight is not None
+        high = self.weight[start:end].view(torch.int16).int() << 16
+        return (high + values).view(torch.float32)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Stores values from `start` on, and the weight that they make.
+
+        Args:
+            start: Index of the first.
+            values: fp32 [n].
+        """
+        place = slice(start, start + values.numel())
+        if self.values.dtype is torch.int16:
+            assert self.weight is not None
+            bits = values.view(torch.int32)
+            high = (bits + 0x8000) >> 16
+            self.values[place] = (bits - (high << 16)).short()
+            self.weight[place] = high.short().view(torch.bfloat16)
+            return
+        self.values[place] = values
+        if self.weight is not None:
+            # What the master says, and not what it was rounded from: so it comes out again of a checkpoint.
+            self.weight[place] = self.values[place]
+
+
+class StoredValues(torch.Tensor):
+    """Values of a state that take memory only where they are read: to be saved, box by box.
+
+    A tensor by shape and type alone, which can be cut (`view`, slices of what is flat); `dequantize` reads it.
+    """
+
+    _read: Callable[[int, int], torch.Tensor]
+    _start: int
+
+    def __new__(
+        cls, read: Callable[[int, int], torch.Tensor], start: int, shape: torch.Size, like: torch.Tensor
+    ) -> "StoredValues":
+        """Args are how to read values from one index to another, the first index, shape, and type and device."""
+        made: StoredValues = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made._read, made._start = read, start
+        return made
+
+    @classmethod
+    def of(cls, state: Moment | Master) -> "StoredValues":
+        """All values of a state, [n]."""
+        like = torch.empty(0, dtype=state.saved_as, device=state.values.device)
+        return cls(state.read, 0, state.values.shape, like)
+
+    def dequantize(self) -> torch.Tensor:
+        """The values."""
+        return self._read(self._start, self._start + self.numel()).to(self.dtype).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # declared as the function that turns it off
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Cuts, and what a checkpoint's planner asks."""
+        values, *rest = args
+        like = torch.empty(0, dtype=values.dtype, device=values.device)
+        match func:
+            case torch.ops.aten.is_pinned.default:
+                return False
+            case torch.ops.aten.detach.default | torch.ops.aten.alias.default:
+                return cls(values._read, values._start, values.shape, like)
+            case torch.ops.aten.view.default:
+                shape = torch.empty(values.shape, device="meta").view(rest[0]).shape
+                return cls(values._read, values._start, shape, like)
+            case torch.ops.aten.slice.Tensor if values.dim() == 1:
+                start, end, _ = slice(*rest[1:]).indices(values.numel())
+                return cls(values._read, values._start + start, torch.Size([end - start]), like)
+        raise NotImplementedError(f"{func} of optimizer states that are to be saved")
+
 
 # Values updated at once: what bounds the memory of a step.
 _CHUNK = 4096 * SCALED_BLOCK

@@ -1,7 +1,4 @@
-"""The kernel behind `PrecisionAwareAdam` on GPUs; a module of its own, as Triton is not installed everywhere.
-
-What `adam.update` and `adam_states` do in many steps, in one: every value is read and written once.
-"""
+"""`adam.update` as one Triton kernel, which reads and writes every value once. Imported on a GPU only."""
 
 # Triton reads annotations and takes none but its own, and kernels are called with everything by place.
 # ruff: noqa: ANN001, ANN202, PLR0917
@@ -11,8 +8,7 @@ import triton
 import triton.language as tl
 
 from gpt_pretrain.kernels import SCALED_BLOCK
-from gpt_pretrain.kernels.adam import AdamState, AdamStep
-from gpt_pretrain.kernels.adam_states import SCALED, SMALLEST_EXPONENT, Moment
+from gpt_pretrain.kernels.adam import SCALED, SMALLEST_EXPONENT, AdamState, AdamStep, Moment
 
 _BLOCK = tl.constexpr(SCALED_BLOCK)
 _SMALLEST_EXPONENT = tl.constexpr(SMALLEST_EXPONENT)
@@ -58,7 +54,7 @@ def _write_moment(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded_to_fp16(values, offsets, number):  # type: ignore[no-untyped-def]
-    # `adam_states.rounded_to_fp16`; products of 32 bits without a sign keep their lower half.
+    # `adam.rounded_to_fp16`; products of 32 bits without a sign keep their lower half.
     mixed = offsets.to(tl.uint32) * 0x9E3779B9 + number.to(tl.uint32) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35

@@ -1,11 +1,132 @@
-"""Cross entropy of rows of logits that tensor parallel ranks share out by columns, and its gradient in their place.
+"""The LM head and its cross entropy in one: hidden states to losses, without the logits of all tokens.
 
-Everything about a row is in three numbers: its largest logit, the sum of exponentials below it, and the logit of its
-label. Each rank finds them for its columns, the ranks merge them, and each overwrites its logits by their gradient.
-Triton computes both on a GPU (`loss_triton.py`), torch's own operations elsewhere: the same arithmetic in fp32.
+A chunk of tokens at a time goes through the head. Their logits are computed into one buffer, reduced to a loss each,
+overwritten by their gradient, and multiplied at once into the gradients of the hidden states and of the head's weight.
+
+The columns of the logits are shared out over ranks. Three numbers say everything about a row: its largest logit, the
+sum of exponentials relative to it, and the logit of its label. Each rank finds them for its columns, the ranks merge
+them, and each overwrites its logits by their gradient. On a GPU `cross_entropy_triton` does both, elsewhere torch's own
+operations: the same arithmetic in fp32.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+
+from gpt_pretrain.kernels.main_gradient import accumulate_weight_gradient
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    loss_gradient: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    *,
+    chunk: int,
+    accumulate: bool,
+) -> torch.Tensor:
+    """Cross entropy of each token, [tokens] in fp32; differentiable in hidden states and weight.
+
+    With gradients enabled, this has already added the weight's gradient to the main gradient when it returns: the
+    backward pass must follow.
+
+    Args:
+        hidden: [tokens, h], the same on all ranks of the group; so are labels and gradients.
+        weight: [vocab / ranks, h], of the hidden states' type.
+        labels: [tokens], in the whole vocabulary.
+        loss_gradient: [tokens], fp32: what the backward pass will be given.
+        group: The ranks that share the vocabulary, in its order.
+        chunk: Tokens whose logits are held at once, at most `tokens`.
+        accumulate: Add the weight's gradient to its main gradient, where it has one.
+    """
+    task = _Task(
+        labels=labels - group.rank() * weight.size(0),
+        loss_gradient=loss_gradient,
+        group=group,
+        chunk=chunk,
+        accumulate=accumulate and hasattr(weight, "main_grad"),
+        wants_gradient=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
+    )
+    losses: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, task)  # type: ignore[no-untyped-call]
+    return losses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    """What `_LinearCrossEntropy` does with hidden states and weight."""
+
+    labels: torch.Tensor
+    """[tokens], counted from the first column of this rank."""
+    loss_gradient: torch.Tensor
+    group: torch.distributed.ProcessGroup
+    chunk: int
+    """Tokens whose logits are held at once."""
+    accumulate: bool
+    """Add to the weight's main gradient."""
+    wants_gradient: bool
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: Any, task: _Task) -> torch.Tensor:
+        num_tokens, num_columns, chunk = hidden.size(0), weight.size(0), task.chunk
+        buffer = hidden.new_empty(chunk, num_columns)
+        losses = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden) if task.wants_gradient else None
+        weight_gradient = _gradient_of(weight, task, several=chunk < num_tokens) if task.wants_gradient else None
+        for start in range(0, num_tokens, chunk):
+            here = slice(start, min(start + chunk, num_tokens))
+            logits, labels = buffer[: here.stop - start], task.labels[here]
+            torch.mm(hidden[here], weight.t(), out=logits)
+            losses[here], log_sum = merge_statistics(_of_all_ranks(row_statistics(logits, labels), task.group))
+            if hidden_gradient is not None and weight_gradient is not None:
+                turn_into_gradient(logits, labels, log_sum, task.loss_gradient[here])
+                torch.mm(logits, weight, out=hidden_gradient[here])
+                accumulate_weight_gradient(hidden[here], logits, weight_gradient)
+        if weight_gradient is not None and task.accumulate and weight_gradient is not weight.main_grad:
+            weight.main_grad.add_(weight_gradient)
+        ctx.weight, ctx.task = weight, task
+        ctx.save_for_backward(hidden_gradient, None if task.accumulate else weight_gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (given,), (hidden_gradient, weight_gradient) = gradients, ctx.saved_tensors
+        weight: torch.Tensor = ctx.weight
+        torch._assert_async(
+            torch.isclose(given, ctx.task.loss_gradient, rtol=1e-5, atol=0.0).all(),
+            "the gradient of the tokens' losses differs from the one that the LM head was given",
+        )
+        if weight_gradient is not None:
+            return hidden_gradient, weight_gradient.to(weight.dtype), None
+        # Data parallelism waits for some gradient of each weight. megatron-core's adds this one only where the gradient
+        # of a tied embedding comes with it (`zero_out_wgrad`).
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        tied = getattr(weight, "zero_out_wgrad", False)
+        return hidden_gradient, torch.zeros_like(weight) if tied else torch.empty_like(weight), None
+
+
+def _gradient_of(weight: Any, task: _Task, *, several: bool) -> torch.Tensor:
+    """Where the weight's gradient is summed over the chunks.
+
+    With several chunks that is never a BF16 main gradient, which is rounded once per microbatch, as without chunks.
+    """
+    if task.accumulate and not (several and weight.main_grad.dtype is not torch.float32):
+        main_grad: torch.Tensor = weight.main_grad
+        return main_grad
+    return torch.zeros_like(weight, dtype=torch.float32)
+
+
+def _of_all_ranks(statistics: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """[3, rows] of each rank as [ranks, 3, rows]."""
+    if group.size() == 1:
+        return statistics[None]
+    numbers, rows = statistics.shape
+    gathered = statistics.new_empty(group.size() * numbers, rows)
+    torch.distributed.all_gather_into_tensor(gathered, statistics, group=group)
+    return gathered.view(group.size(), numbers, rows)
 
 
 def row_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `loss_kernels`: one program per row, its columns in blocks.
+"""The Triton kernels behind `cross_entropy`: one program per row, its columns in blocks.
 
 Both kernels are bound by memory: the first reads the logits, the second reads and writes them. Imported on a GPU only.
 """
@@ -55,7 +55,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """See `loss_kernels.row_statistics`."""
+    """See `cross_entropy.row_statistics`."""
     num_rows, num_columns = logits.shape
     statistics = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device)
     _statistics_kernel[(num_rows,)](
@@ -67,7 +67,7 @@ def launch_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 def launch_gradient(
     logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, loss_gradient: torch.Tensor
 ) -> None:
-    """See `loss_kernels.turn_into_gradient`."""
+    """See `cross_entropy.turn_into_gradient`."""
     num_rows, num_columns = logits.shape
     _gradient_kernel[(num_rows,)](
         logits, labels, log_sum, loss_gradient, num_columns, BLOCK=_BLOCK, num_warps=_GRADIENT_WARPS

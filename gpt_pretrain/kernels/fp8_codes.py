@@ -1,10 +1,32 @@
-"""How many FP8 codes are zero, how many are the largest, and which is: what the statistics ask of each tensor.
+"""FP8 codes: where a kernel writes them, and how many are zero or saturated.
 
-Together one pass over the codes on a GPU (`counting_cuda.py`). torch's own operations make ten of them, one byte at a
-time, which took as long as the step that was watched.
+The statistics count the codes of every tensor. On a GPU `fp8_codes_triton` does so in one pass; torch's own operations
+take ten, and made the watched step twice as long.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CastInto:
+    """Where an FP8 tensor is written, and with which scale."""
+
+    codes: torch.Tensor
+    """[rows, columns], float8_e4m3fn or float8_e5m2."""
+    transposed: torch.Tensor | None
+    """[columns, rows], the same codes; None where no weight gradient will read them."""
+    scale: torch.Tensor
+    """[1], fp32: what values are multiplied by, unless `scale_from_amax`."""
+    inverse_scale: torch.Tensor
+    """[1], fp32: receives the inverse."""
+    amax: torch.Tensor
+    """[1], fp32: receives the largest magnitude if that is larger."""
+    scale_from_amax: bool
+    """The scale takes the largest magnitude to the largest code."""
+    amax_epsilon: float
+    """The smallest amax that a scale comes from."""
 
 
 def count_codes(codes: torch.Tensor, largest: int) -> torch.Tensor:

@@ -9,12 +9,14 @@ which device it is on.
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from gpt_pretrain.megatron import patches
+from gpt_pretrain.megatron.patches import patch
 
 _CPU = torch.device("cpu")
 
@@ -82,6 +84,15 @@ def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def _random_state(*_: object, **__: object) -> torch.Tensor:
+    """Dropout draws from the CPU generator, so its state is the one that the tracker must switch."""
+    return torch.get_rng_state()
+
+
+def _set_random_state(state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(state)
+
+
 _installed = False
 
 
@@ -95,43 +106,32 @@ def install_cpu_device() -> None:
         return
     _installed = True
 
-    # megatron-core takes Transformer Engine's and apex's optimizers wherever they import, and those are CUDA kernels.
-    for library in ("transformer_engine", "apex"):
-        sys.modules.setdefault(library, None)  # type: ignore[arg-type]  # None makes an import fail
-
-    from megatron.core.tensor_parallel import random as megatron_random
-    from megatron.core.transformer.moe import token_dispatcher
-
-    # nn.Module.to and friends accept a torch.device here as they do an index.
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
-    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
-    torch.cuda.default_stream = lambda *_: _Stream()  # type: ignore[assignment]
-    torch.cuda.stream = _stream_context  # type: ignore[assignment]
-    torch.cuda.synchronize = _do_nothing
-    torch.cuda.empty_cache = _do_nothing
-
-    # Dropout draws from the CPU generator here, so its state is the one that the tracker must switch.
-    get_state = lambda *_, **__: torch.get_rng_state()  # noqa: E731
-    torch.cuda.get_rng_state = get_state
-    torch.cuda.random.get_rng_state = get_state
-    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    patches.hide_libraries("transformer_engine", "apex")
+    patch(
+        patches.CPU_DEVICE,
+        # nn.Module.to and friends accept a torch.device here as they do an index.
+        current_device=lambda: _CPU,
+        Stream=_Stream,
+        current_stream=lambda *_: _Stream(),
+        default_stream=lambda *_: _Stream(),
+        stream=_stream_context,
+        synchronize=_do_nothing,
+        empty_cache=_do_nothing,
+        get_rng_state=_random_state,
+        set_rng_state=_set_random_state,
+        manual_seed=torch.manual_seed,
+    )
+    patch(patches.CPU_RANDOM_STATE, get_rng_state=_random_state)
+    patch(patches.CPU_TRACKED_STATE, _set_cuda_rng_state=_set_random_state)
     # It warns that the CPU generator changed inside a forked state: here that is the point.
-    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
-
-    # The dispatcher of experts leaves counts that are on the CPU already what they are; collectives take numbers.
-    token_dispatcher.maybe_move_tensor_to_cpu = _numbers
-
-    # torch switches a mode off while its handler runs, and a backward pass runs inside of one: what is computed anew in
-    # it needs a mode of its own.
-    recompute = megatron_random.CheckpointFunction.backward
+    logging.getLogger(patches.CPU_TRACKED_STATE.place).setLevel(logging.ERROR)
+    patch(patches.CPU_DISPATCHER, maybe_move_tensor_to_cpu=_numbers)
+    recompute = patches.CPU_RECOMPUTATION.owner().backward
 
     def recompute_on_cpu(*arguments: Any) -> Any:
         with _CudaMeansCpu():
             return recompute(*arguments)
 
-    megatron_random.CheckpointFunction.backward = staticmethod(recompute_on_cpu)
+    patch(patches.CPU_RECOMPUTATION, backward=staticmethod(recompute_on_cpu))
 
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from megatron.core.fp8_utils import quantize_param_shard
-from megatron.core.optimizer import distrib_optimizer
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.megatron.patches import WEIGHT_CAST, patch
 from gpt_pretrain.spec.fp8 import FORMAT_MAX
 
 # What is used of TE, with the parameters that it is given by name; compiled functions do not tell theirs.
@@ -173,4 +173,4 @@ def install_weight_cast() -> None:
             "model.fp8_params=true casts weights with parts of Transformer Engine (tested: 2.12) that the installed "
             f"{version} has not: {', '.join(missing)}; use another version, or false"
         )
-    distrib_optimizer.quantize_param_shard = cast_masters
+    patch(WEIGHT_CAST, quantize_param_shard=cast_masters)

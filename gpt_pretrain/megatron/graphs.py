@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
+from gpt_pretrain.megatron.patches import GRAPH_MEMORY, GRAPH_RECORDING, patch
 
 # megatron-core's own, and the pool that it took memory from, once for each time.
 _allocate = cuda_graphs.alloc_tensor_from_graph_mempool
@@ -44,10 +44,8 @@ def prepare_graphs(seed: int) -> None:
     An earlier job of a sweep may have left graphs of its own. megatron-core wants random states that graphs can hold.
     """
     cuda_graphs.delete_cuda_graphs()
-    # The console belongs to the run.
-    cuda_graphs.HAVE_TQDM = False
-    schedules.create_cudagraphs = _create_graphs
-    cuda_graphs.alloc_tensor_from_graph_mempool = _allocate_in_pool
+    patch(GRAPH_RECORDING, create_cudagraphs=_create_graphs)
+    patch(GRAPH_MEMORY, HAVE_TQDM=False, alloc_tensor_from_graph_mempool=_allocate_in_pool)
     track_random_states(in_graphs=True)
     seed_dropout(seed)
 

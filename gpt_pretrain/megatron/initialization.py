@@ -23,6 +23,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.megatron.patches import FIRST_VALUES, patched
 
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -46,7 +47,7 @@ def initialize_weights(chunks: Sequence[MegatronModule], model: ModelConfig) -> 
     """Draws every weight matrix of this rank's model chunks.
 
     Args:
-        chunks: GPTModels of this rank, before they are wrapped.
+        chunks: Model chunks of this rank, before they are wrapped.
         model: Gives seed, standard deviation and depth.
     """
     for chunk in chunks:
@@ -124,14 +125,8 @@ def built_without_first_values(*, fp8_params: bool) -> Iterator[None]:
     if not fp8_params:
         yield
         return
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    asks = FP8GlobalStateManager.__dict__["with_high_precision_init_val"]
-    FP8GlobalStateManager.with_high_precision_init_val = classmethod(lambda cls: False)
-    try:
+    with patched(FIRST_VALUES, with_high_precision_init_val=classmethod(lambda cls: False)):
         yield
-    finally:
-        FP8GlobalStateManager.with_high_precision_init_val = asks
 
 
 def _put(

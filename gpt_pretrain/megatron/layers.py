@@ -14,7 +14,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
@@ -24,6 +23,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from gpt_pretrain.megatron.activation_cast import CastingMLP
+from gpt_pretrain.megatron.fused_layers import CastingMLP
 from gpt_pretrain.megatron.graphs import GraphedLayer
 from gpt_pretrain.spec.kernels import Kernels
 
@@ -70,7 +70,7 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
             return FusedLayerNorm  # type: ignore[no-any-return]
         return TorchNorm
 
-    def attach(self, chunk: GPTModel) -> None:
+    def attach(self, chunk: MegatronModule) -> None:
         """Called with each model chunk that was built from these layers; for layers that follow its passes."""
 
 
@@ -114,7 +114,7 @@ def _layer_name(layer: int) -> str:
     return f"decoder.layers.{layer}"
 
 
-def whole_model_modules(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module]]:
+def whole_model_modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules of a model chunk by their names in the whole model.
 
     Layers are counted over all pipeline stages, experts over all ranks that share them out.
@@ -134,7 +134,7 @@ def whole_model_modules(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Module]
         yield in_whole_model(name), module
 
 
-def apply_quantization_overrides(chunk: GPTModel) -> None:
+def apply_quantization_overrides(chunk: MegatronModule) -> None:
     """Takes the modules of `model.fp8_exclude` out of FP8 by their names in the whole model.
 
     megatron-core matches the names within the chunk, which start at layer 0 on every pipeline stage.

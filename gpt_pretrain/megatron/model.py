@@ -13,16 +13,18 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.derived import padded_vocab_size
-from gpt_pretrain.megatron.embedding_gradient import install_embeddings
+from gpt_pretrain.megatron.fused_layers import (
+    install_embeddings,
+    install_rotation,
+    install_split,
+    install_weight_gradients,
+)
 from gpt_pretrain.megatron.graphs import prepare_graphs
 from gpt_pretrain.megatron.initialization import built_without_first_values, initialize_weights
-from gpt_pretrain.megatron.kernels import install_split
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
-from gpt_pretrain.megatron.linear_loss import install_loss_heads, losses_from_head
+from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
-from gpt_pretrain.megatron.qkv_rope import install_rotation
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
-from gpt_pretrain.megatron.weight_gradient import install_weight_gradients
 from gpt_pretrain.spec.run_spec import RunSpec
 
 
@@ -88,7 +90,7 @@ class Model:
     transformer_config: TransformerConfig
     output_processor: Callable[..., torch.Tensor] | None
     """What GPTModel hands hidden states to, for losses; it is to be given the gradient of each token's loss as its
-    context (`linear_loss.losses_from_head`). None: GPTModel computes logits and losses itself."""
+    context (`loss.losses_from_head`). None: GPTModel computes logits and losses itself."""
     num_parameters: int
     """Parameters of the whole model, over all ranks; tied embeddings counted once."""
 

@@ -1,10 +1,12 @@
 """Process groups: from the launcher's ranks to megatron-core's tensor, pipeline, context and data parallel groups."""
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -17,8 +19,10 @@ from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.megatron.agreement import check_ranks_agree
 from gpt_pretrain.spec.platform import Platform
+
+# Differences between ranks that an error names.
+_KEYS_SHOWN = 5
 
 
 @contextmanager
@@ -63,6 +67,42 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
 def _close() -> None:
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+def check_ranks_agree(values: Mapping[str, Any]) -> None:
+    """Raises an error unless all ranks run the same configuration; every rank calls it.
+
+    Each rank composes its own, from files and an environment that may differ. A rank with another layout, batch or
+    recipe would leave the others waiting in a collective, or train something that nobody asked for.
+
+    Args:
+        values: Dotted keys and plain values.
+
+    Raises:
+        UserError: They differ; names the keys, the values and a rank that has them.
+    """
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    world_size = torch.distributed.get_world_size()
+    digests = [""] * world_size
+    torch.distributed.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    everybody: list[Mapping[str, Any]] = [{}] * world_size
+    torch.distributed.all_gather_object(everybody, values)
+    different = list(_differences(everybody))
+    more = f" and {len(different) - _KEYS_SHOWN} more" if len(different) > _KEYS_SHOWN else ""
+    raise UserError(
+        f"the ranks do not run the same configuration: {'; '.join(different[:_KEYS_SHOWN])}{more}. Give all of them "
+        "the same command line, and the same files where --config-dir or --config-path names some"
+    )
+
+
+def _differences(everybody: list[Mapping[str, Any]]) -> Iterator[str]:
+    for key in dict.fromkeys(key for values in everybody for key in values):
+        value = everybody[0].get(key)
+        other = next((rank for rank, values in enumerate(everybody) if values.get(key) != value), None)
+        if other is not None:
+            yield f"{key}={json.dumps(value)} on rank 0 and {json.dumps(everybody[other].get(key))} on rank {other}"
 
 
 def lay_out_ranks(model: ModelConfig) -> None:

@@ -22,7 +22,7 @@ from gpt_pretrain.spec.run_spec import RunSpec
 # benchmarks/lm_head_h200.md): the GEMM writes BF16, the loss reads and writes fp32 for the maximum, the
 # shift, the exponential, the sum, the division and the gradient.
 LOSS_BYTES_PER_LOGIT = 43
-# With `megatron.linear_loss`: one kernel reads the BF16 logits, another reads them and writes the gradient.
+# With `megatron.loss`: one kernel reads the BF16 logits, another reads them and writes the gradient.
 LINEAR_LOSS_BYTES_PER_LOGIT = 6
 # Kernels of one layer, forward and backward, beside products, attention and casts.
 ELEMENTWISE_KERNELS = 10

@@ -96,7 +96,7 @@ def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
 
 
 def _optimizer_items(spec: RunSpec, stage: Stage, storage: Storage) -> dict[str, float]:
-    """Masters and moments (`kernels.adam_states`)."""
+    """Masters and moments (`kernels.adam`)."""
     model, optim = spec.model, spec.model.optim
     updated = stage.optimizer_parameters(spec.layout, sharded=uses_distributed_optimizer(model))
     if not optim.use_precision_aware_optimizer:
@@ -148,7 +148,7 @@ def _logits_bytes(spec: RunSpec, stage: Stage, storage: Storage) -> float:
 
     In the run's precision as the LM head makes them, as the fp32 softmax that is kept for the gradient, and, compiled
     (fusions/fused_cross_entropy.py), as a second fp32 tensor: what the code changes in place the compiler writes anew.
-    `megatron.linear_loss` has the logits of one chunk and the gradients of all hidden states, and the head's in fp32
+    `megatron.loss` has the logits of one chunk and the gradients of all hidden states, and the head's in fp32
     unless it goes into the main gradient, which of several chunks it does where that is fp32, too.
     """
     model, kernels, head = spec.model, spec.kernels, stage.linears[-1]

@@ -1,7 +1,7 @@
 """The optimizers: one record each, read by the rules, the translation and the plan.
 
 A new optimizer is a member of `config.choices.OptimizerName`, a record here, `conf/optimizer/NAME.yaml`, and what
-builds it in `megatron.update`.
+builds it in `megatron.optimizer`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """The FP8 recipes: one record each, read by the rules, the proof, the plan, the emulation and the doctor.
 
 A new recipe is a member of `config.choices.Fp8RecipeName`, a record here, `conf/fp8/NAME.yaml` and its casts in
-`fp8.emulation.recipes`. What the columns say was read in Transformer Engine (TE) 2.12 and megatron-core 0.19.2.
+`fp8.emulation.casts`. What the columns say was read in Transformer Engine (TE) 2.12 and megatron-core 0.19.2.
 """
 
 from collections.abc import Mapping

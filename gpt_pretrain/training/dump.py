@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 
 from gpt_pretrain.checkpoint.durable import write_durably
 from gpt_pretrain.checkpoint.state import Trainable
@@ -80,10 +79,10 @@ class FirstBad:
     """Looks for it on this rank, and settles it among all.
 
     Args:
-        chunks: This rank's GPTModels.
+        chunks: This rank's model chunks.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel]) -> None:
+    def __init__(self, chunks: Sequence[MegatronModule]) -> None:
         self._chunks = chunks
         self._found: BadTensor | None = None
         self._num_events = 0
@@ -156,7 +155,7 @@ class FirstBad:
         )
 
 
-def named_weights(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The weights of a model chunk by their names in the whole model, each once."""
     for module_name, module in whole_model_modules(chunk):
         for name, parameter in module.named_parameters(recurse=False):
@@ -164,7 +163,7 @@ def named_weights(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 @torch.no_grad()
-def weights_are_finite(chunks: Sequence[GPTModel]) -> bool:
+def weights_are_finite(chunks: Sequence[MegatronModule]) -> bool:
     """Whether no weight of any rank is NaN or infinite; waits for the device, and every rank calls it."""
     total = torch.zeros(1, device=torch.cuda.current_device())
     for chunk in chunks:

@@ -19,8 +19,8 @@ import torch
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import BatchIterator
-from gpt_pretrain.fp8.histories import gradient_scales
 from gpt_pretrain.fp8.proof import Proof
+from gpt_pretrain.fp8.statistics import gradient_scales
 from gpt_pretrain.megatron.optimizer import learning_rate
 from gpt_pretrain.report.records import Fp8CoverageRecord, Record
 from gpt_pretrain.training.meter import Meter

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from gpt_pretrain.config.schema_run import TrainerConfig
-from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
 
 # Losses that tell how much a loss usually varies: enough for a median, short against a run.

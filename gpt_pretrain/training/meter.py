@@ -9,7 +9,7 @@ import torch
 
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.megatron.update import StepResult
+from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.run_spec import RunSpec

@@ -9,38 +9,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
-from gpt_pretrain.megatron.update import StepResult, conditional_update
 
 
 def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], Batches]) -> list[Batches | None]:
     """One iterator for each model chunk that sees tokens or labels: those with the embedding or the loss."""
     return [build() if chunk.pre_process or chunk.post_process else None for chunk in model.gpt_chunks]
-
-
-def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum over unmasked tokens, their number, and both as a report.
-
-    Args:
-        loss_mask: [b, s], 1 where a token counts.
-        losses: [b, s], cross entropy of each token in nats.
-    """
-    mask = loss_mask.reshape(-1).float()
-    loss_sum = torch.dot(losses.reshape(-1).float(), mask)
-    num_tokens = mask.sum()
-    report = torch.stack([loss_sum.detach(), num_tokens])
-    return loss_sum, num_tokens.to(torch.int), report
-
-
-def _loss_gradient(loss_mask: torch.Tensor, num_microbatches: int, *, per_token: bool) -> torch.Tensor:
-    """What the schedules will hand back as the gradient of each token's loss, [b, s] in fp32.
-
-    megatron-core's forward_step_calc_loss divides `_loss`'s sum by the number of tokens, which is at least 1, and of
-    microbatches; with `calculate_per_token_loss` gradients are divided once they are summed up.
-    """
-    mask = loss_mask.float()
-    return mask if per_token else mask / num_microbatches / mask.sum().clamp(min=1)
 
 
 def _forward_step(
@@ -61,11 +38,11 @@ def _forward_step(
     computes_loss: dict[str, Any] = {}
     if model.output_processor is not None:
         per_token = model.transformer_config.calculate_per_token_loss
-        gradient = _loss_gradient(tensors["loss_mask"], num_microbatches, per_token=per_token)
+        gradient = loss_gradient(tensors["loss_mask"], num_microbatches, per_token=per_token)
         computes_loss = {"output_processor": model.output_processor, "output_processor_context": gradient}
     # No mask tensor: causal attention is part of the layer spec.
     output = chunk(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"], **computes_loss)
-    return output, lambda losses: _loss(tensors["loss_mask"], losses)
+    return output, lambda losses: summed_loss(tensors["loss_mask"], losses)
 
 
 def _run_schedule(model: Model, iterators: Sequence[Iterator[Batch] | None], *, forward_only: bool) -> torch.Tensor:

@@ -1,18 +1,27 @@
-r"""Casts to FP8: values times a scale, saturated, rounded to the nearest code; and back.
+r"""Casts to FP8 and back, and which cast each recipe makes of a linear layer's tensors.
 
-An FP8 number has few values: E4M3 ±448 with three bits of mantissa, E5M2 ±57,344 with two. A scale moves a tensor, or
-a block of it, into that range:
+**A cast** multiplies values by a scale, saturates, and rounds to the nearest code. An FP8 number has few values: E4M3
+±448 with three bits of mantissa, E5M2 ±57,344 with two. A scale moves a tensor, or a block of it, into that range:
 
     code = round(saturate(x · scale))        x ≈ code / scale
 
-The product x · scale is taken in fp32, what lies beyond the largest code becomes the largest code, infinities too, and
-rounding goes to the nearest code, ties to even; NaN stays NaN. Values below half the smallest subnormal code
-(2^-9 in E4M3, 2^-16 in E5M2) become zero.
+The product x · scale is taken in fp32. What lies beyond the largest code becomes the largest code, infinities too;
+rounding goes to the nearest code, ties to even; NaN stays NaN. Values below half the smallest subnormal code (2^-9 in
+E4M3, 2^-16 in E5M2) become zero.
 
-Where the scale comes from makes the recipe. From the tensor itself (`scale_from_amax`) it is the largest code over the
+**A recipe** is where the scale comes from. From the tensor itself (`scale_from_amax`) it is the largest code over the
 largest magnitude, "amax". From blocks of the tensor it is one per block, kept to powers of two, so that scaling is
 exact: rounded down from the same quotient on Hopper (`power_of_two_scale`), or stored as an exponent alone
 (`e8m0_scale`). Delayed scaling brings its own (`delayed.py`).
+
+**Directions.** A tensor takes part in two products, which sum over different dimensions of it:
+
+    input x [tokens, in]              over in (forward, x·wᵀ) and over tokens (wgrad, dyᵀ·x)
+    weight w [out, in]                over in (forward) and over out (dgrad, dy·w)
+    gradient of the output dy [tokens, out]    over out (dgrad) and over tokens (wgrad)
+
+One scale for the tensor serves both. Blocks with one scale each must lie along the dimension that is summed over, so
+such a tensor is cast twice, both times from the values themselves.
 
 The rules are those of Transformer Engine 2.12's kernels: common/recipe/recipe_common.cuh (`compute_scale_from_amax`),
 common/transpose/quantize_transpose_*_blockwise.cu, common/cast/mxfp8 and `float_to_e8m0` of common/util/ptx.cuh. As
@@ -21,11 +30,13 @@ there, amax passes over NaN. Nothing here waits for the device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
-from gpt_pretrain.spec.fp8 import FORMAT_MAX
+from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Role, spread_over_blocks
+from gpt_pretrain.spec.fp8 import FORMAT_MAX, Fp8Settings
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -33,6 +44,9 @@ FP32_MAX = torch.finfo(torch.float32).max
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = 0x007FFFFF
 _LARGEST_E8M0 = 254
+
+# Values of one scale under Float8BlockScaling and MXFP8BlockScaling.
+_BLOCK, _MICRO_BLOCK = 128, 32
 
 # (amax of each block, format, type of the values) → scale of each block, fp32.
 ScaleRule = Callable[[torch.Tensor, str, torch.dtype], torch.Tensor]
@@ -147,3 +161,90 @@ def cast_blocks(x: torch.Tensor, format: str, block: tuple[int, int], rule: Scal
         amax=amax.amax().reshape(1),
         block=block,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """A matrix [rows, columns] in FP8, as the products need it."""
+
+    along_rows: Quantised
+    """For the product that sums over its columns: blocks lie within rows."""
+    along_columns: Quantised
+    """For the product that sums over its rows: blocks lie within columns."""
+
+
+class Cast(Protocol):
+    """How a layer's tensors become FP8."""
+
+    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
+        """Casts a matrix [rows, columns], whole over the tensor parallel ranks where these split its rows."""
+
+
+def role_format(settings: Fp8Settings, role: Role) -> str:
+    """Format of a role's codes: "e4m3" or "e5m2"."""
+    return settings.gradient_format if role is Role.output_gradient else settings.forward_format
+
+
+class CurrentScaling:
+    """One scale per tensor, from the tensor itself (TE: Float8CurrentScaling).
+
+    Split over the sequence, TE reduces the amax over the tensor parallel ranks: here the tensor comes whole. Weights,
+    inputs of row-parallel layers and gradients of column-parallel ones are scaled by each rank's own part, there as
+    here.
+    """
+
+    def __init__(self, settings: Fp8Settings) -> None:
+        self._settings = settings
+
+    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
+        """Casts a matrix."""
+        format, amax = role_format(self._settings, role), tensor_amax(x)
+        quantised = cast_tensor(x, format, scale_from_amax(amax, format), amax)
+        return Directions(quantised, quantised)
+
+
+class BlockScaling:
+    """One scale, a power of two, per 1×128 values of inputs and gradients, per 128×128 of weights.
+
+    TE: Float8BlockScaling with its defaults, on Hopper. Where ranks split the sequence TE casts the parts, of multiples
+    of 128 tokens, and gathers codes; that gives the blocks of the whole.
+    """
+
+    def __init__(self, settings: Fp8Settings) -> None:
+        self._settings = settings
+
+    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
+        """Casts a matrix."""
+        format = role_format(self._settings, role)
+        if role is Role.weight:
+            quantised = cast_blocks(x, format, (_BLOCK, _BLOCK), power_of_two_scale)
+            return Directions(quantised, quantised)
+        return _cast_both_ways(x, format, _BLOCK, power_of_two_scale)
+
+
+class MicroScaling:
+    """One scale, an exponent in eight bits, per 32 values (TE: MXFP8BlockScaling)."""
+
+    def __init__(self, settings: Fp8Settings) -> None:
+        self._settings = settings
+
+    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
+        """Casts a matrix."""
+        return _cast_both_ways(x, role_format(self._settings, role), _MICRO_BLOCK, e8m0_scale)
+
+
+def _cast_both_ways(x: torch.Tensor, format: str, length: int, rule: ScaleRule) -> Directions:
+    return Directions(
+        along_rows=cast_blocks(x, format, (1, length), rule),
+        along_columns=cast_blocks(x, format, (length, 1), rule),
+    )
+
+
+def stateless_cast(settings: Fp8Settings) -> Cast:
+    """The cast of a recipe whose scales come from the tensors alone: all but delayed."""
+    casts: dict[Fp8RecipeName, Callable[[Fp8Settings], Cast]] = {
+        Fp8RecipeName.tensorwise: CurrentScaling,
+        Fp8RecipeName.blockwise: BlockScaling,
+        Fp8RecipeName.mxfp8: MicroScaling,
+    }
+    return casts[Fp8RecipeName[settings.recipe.name]](settings)

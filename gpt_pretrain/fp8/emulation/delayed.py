@@ -31,8 +31,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
-from gpt_pretrain.fp8.emulation.casts import FP32_MAX, cast_tensor, tensor_amax
-from gpt_pretrain.fp8.emulation.recipes import Directions, role_format
+from gpt_pretrain.fp8.emulation.casts import FP32_MAX, Directions, cast_tensor, role_format, tensor_amax
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.spec.fp8 import FORMAT_MAX, Fp8Settings
 

@@ -1,34 +1,153 @@
 """Emulated FP8 in megatron-core's local layers: what `model.fp8_emulate` builds the model from.
 
-The column- and row-parallel layers keep megatron-core's weights, communication and checkpoint keys; only the products
-are ours. Where ranks split the sequence, the input is gathered before it is cast, and megatron-core gathers the
-gradient of a row-parallel output likewise. Transformer Engine casts first and gathers codes, with an amax that it has
-reduced over these ranks, or blocks that end where the parts do: the same codes for fewer bytes.
+The column- and row-parallel layers keep megatron-core's weights, communication and checkpoint keys. Only their three
+products are ours:
+
+    forward  y  = x·wᵀ + b     over codes of x and w
+    dgrad    dx = dy·w         over codes of dy and w
+    wgrad    dw = dyᵀ·x        over codes of dy and x; of the values themselves with `model.fp8_wgrad=false`
+
+Products of codes are summed in fp32 and rounded once, to the run's precision. The bias is added before that rounding,
+and its gradient comes from the values, as in Transformer Engine (TE).
+
+Where ranks split the sequence, the input is gathered before it is cast; megatron-core gathers the gradient of a
+row-parallel output likewise. TE casts first and gathers codes, with an amax that it has reduced over these ranks, or
+with blocks that end where the parts do: the same codes for fewer bytes.
 
 Attention, embeddings and the LM head stay as they are. With delayed scaling TE computes the norm before a
 column-parallel layer and its cast in one kernel, which takes amax and codes from values that were never rounded to BF16
-(TE 2.12, pytorch/csrc/extensions/normalization.cpp); such a norm hands on fp32 here. The other recipes cast what was
+(TE 2.12, pytorch/csrc/extensions/normalization.cpp); such a norm passes on fp32 here. The other recipes cast what was
 rounded.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.module import MegatronModule
 
+from gpt_pretrain.fp8.emulation.casts import Cast, Directions, Quantised, stateless_cast
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
-from gpt_pretrain.fp8.emulation.products import LinearProducts
-from gpt_pretrain.fp8.emulation.recipes import Cast, stateless_cast
-from gpt_pretrain.fp8.gemms import ProductListener
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role
 from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
+
+
+class LinearProducts:
+    """What one layer's products share: how its tensors are cast, and the codes of its weight.
+
+    The weight is cast in the first microbatch of a step and its codes serve the others (TE's `get_weight_workspace`,
+    told by megatron-core's `set_is_first_microbatch`), so that with delayed scaling a step has one scale of it.
+    """
+
+    def __init__(self, settings: Fp8Settings, cast: Cast) -> None:
+        self._cast = cast
+        self._wgrad_fp8 = settings.wgrad
+        self._weight: Directions | None = None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        is_first_microbatch: bool,
+        listener: Callable[[], ProductListener | None],
+    ) -> torch.Tensor:
+        """The layer's output.
+
+        Args:
+            x: [..., in], whole over the ranks that split the sequence; in the weight's type, or fp32 where what comes
+                before hands it on unrounded.
+            weight: [out, in]; the output is of its type.
+            bias: [out], added to the product.
+            is_first_microbatch: The weight has changed.
+            listener: Who is told of the products, at the time of each.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        input_codes = self._cast(rows.detach(), Role.input)
+        if is_first_microbatch or self._weight is None:
+            self._weight = self._cast(weight.detach(), Role.weight)
+        call = _Call(self._cast, self._wgrad_fp8, input_codes, self._weight, listener)
+        y: torch.Tensor = _Linear.apply(rows, weight, bias, call)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], -1)
+
+
+class _Call:
+    """One forward pass of a layer: its codes, until the backward pass has read them."""
+
+    def __init__(
+        self,
+        cast: Cast,
+        wgrad_fp8: bool,
+        x: Directions,
+        weight: Directions,
+        listener: Callable[[], ProductListener | None],
+    ) -> None:
+        self.cast = cast
+        self.wgrad_fp8 = wgrad_fp8
+        self.x = x
+        self.weight = weight
+        self.ends_backward = isinstance(cast, LayerScaling) and cast.ends_backward
+        self._listener = listener
+
+    def tell(self, phase: Phase, *operands: Quantised | torch.Tensor) -> None:
+        """Reports a product that is about to be computed."""
+        listener = self._listener()
+        if listener is not None:
+            first, second = (_operand(role, data) for role, data in zip(OPERANDS[phase], operands, strict=True))
+            listener(Product(phase=phase, operands=(first, second)))
+
+
+def _operand(role: Role, data: Quantised | torch.Tensor) -> Operand:
+    if isinstance(data, torch.Tensor):
+        return Operand(role=role, format=str(data.dtype).removeprefix("torch."), codes=None, scale=None, amax=None)
+    return Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
+    ) -> torch.Tensor:
+        ctx.call = call
+        ctx.has_bias = bias is not None
+        ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        # Codes take the place of the values, unless the weight's gradient is to come from these.
+        ctx.save_for_backward(None if call.wgrad_fp8 else x)
+        call.tell(Phase.forward, call.x.along_rows, call.weight.along_rows)
+        y = call.x.along_rows.values() @ call.weight.along_rows.values().t()
+        if bias is not None:
+            y += bias.float()
+        return y.to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,), call = gradients, ctx.call
+        (x,) = ctx.saved_tensors
+        codes = call.cast(dy.detach(), Role.output_gradient)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            call.tell(Phase.dgrad, codes.along_rows, call.weight.along_columns)
+            dx = (codes.along_rows.values() @ call.weight.along_columns.values()).to(dy.dtype).to(ctx.input_dtype)
+        if ctx.needs_input_grad[1] and call.wgrad_fp8:
+            call.tell(Phase.wgrad, codes.along_columns, call.x.along_columns)
+            product = codes.along_columns.values().t() @ call.x.along_columns.values()
+            dw = product.to(ctx.weight_dtype)
+        elif ctx.needs_input_grad[1]:
+            rounded = x.to(dy.dtype)
+            call.tell(Phase.wgrad, dy, rounded)
+            dw = dy.t() @ rounded
+        if call.ends_backward:
+            call.cast.end_backward()
+        return dx, dw, dy.sum(dim=0) if ctx.has_bias else None, None
 
 
 class _EmulatedLinear(torch.nn.Module):
@@ -149,7 +268,7 @@ class EmulatedLayers(LocalLayers):
         """The norm's class."""
         return _Norm
 
-    def attach(self, chunk: GPTModel) -> None:
+    def attach(self, chunk: MegatronModule) -> None:
         """Follows the passes of a model chunk that was built from these layers."""
         if self._scaling is None:
             return

@@ -1,0 +1,289 @@
+"""Parts of a transformer that pass over memory fewer times than megatron-core's: all of them are bound by memory.
+
+**`CastingMLP`**: an MLP of Transformer Engine layers whose activation is computed and cast to FP8 in one kernel, and so
+is its gradient (`model.activation_cast_fusion`). megatron-core writes the activation in BF16, and Transformer Engine
+reads it again to write it as FP8 and as transposed FP8. On the way back the gradient of the first projection's output,
+the widest tensor of a layer, goes the same way. The kernels (`activation_triton`) use the scales and amaxes of the
+casts that they replace: the quantizers are the projections' own, and so are the codes.
+
+**`split_and_rotate`**: queries, keys and values split out of one projection and rotated in one kernel, their gradients
+in another (`model.fused_single_qkv_rope`). megatron-core splits the projection of grouped heads, copies the queries
+into a tensor of their own and rotates them, then the keys; the attention copies keys or values whose layout does not
+suit it. Backward, gradients are rotated back one by one and then concatenated, so that each element is read and written
+up to three times each way. The kernel (`qkv_rope_triton`) does so once.
+
+**`AccumulatingEmbedding`**: gradients of looked-up embeddings, added in fp32 to the rows of the main gradient that they
+belong to (`model.embedding_gradient_fusion`). Otherwise each microbatch's gradient of the whole table is written in
+BF16, with zeros for every token that did not occur, read again and added to the main gradient: 12 bytes per weight of
+the table, 2.8 ms for Llama 3's on an H200.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP
+
+from gpt_pretrain.kernels.fp8_codes import CastInto
+from gpt_pretrain.kernels.main_gradient import accumulate_rows, accumulate_weight_gradient
+from gpt_pretrain.megatron.patches import ROTATION, SPLIT, WEIGHT_GRADIENTS, patch
+
+
+class CastingMLP(MLP):  # type: ignore[misc]
+    """megatron-core's MLP, its activation fused with the casts around it wherever both projections multiply in FP8."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[s, b, h] to [s, b, h], and the bias of the second projection, which is not added yet."""
+        first, second = self.linear_fc1, self.linear_fc2
+        if not _multiply_in_fp8(first, second):
+            return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
+        check_arguments({"per_token_scale": per_token_scale, **kwargs})
+        # In two dimensions: Transformer Engine drops the transpose of a tensor that it reshapes.
+        inputs, bias = first(hidden_states.view(-1, hidden_states.size(-1)))
+        # Before its own first pass the second projection has no quantizers.
+        second.init_fp8_metadata()
+        with_backward = torch.is_grad_enabled()
+        activated = _ActivationCast.apply(inputs, bias, self, with_backward)  # type: ignore[no-untyped-call]
+        output, output_bias = second(activated)
+        if with_backward:
+            # The backward pass reads the transpose alone.
+            activated.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return output.view(*hidden_states.shape[:-1], -1), output_bias
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Asserts that all are None: the fused activation has no scales of tokens and no mask of experts."""
+    given = [name for name, value in arguments.items() if value is not None]
+    assert not given, f"the fused activation does not know {given}"
+
+
+def _multiply_in_fp8(*layers: Any) -> bool:
+    """Whether all of these layers are Transformer Engine's and compute in FP8: not where `model.fp8_exclude` names one.
+
+    Layers that should be its and are not are the proof's to tell of (`gpt_pretrain.fp8`), after the first step.
+    """
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    enabled = FP8GlobalStateManager.is_fp8_enabled()
+    return all(
+        isinstance(layer, TransformerEngineBaseModule) and layer.will_execute_quantized(enabled) for layer in layers
+    )
+
+
+def _input_quantizer(layer: Any) -> Any:
+    from transformer_engine_torch import FP8FwdTensors
+
+    return layer.quantizers["scaling_fwd"][FP8FwdTensors.GEMM1_INPUT]
+
+
+def _gradient_quantizer(layer: Any) -> Any:
+    from transformer_engine_torch import FP8BwdTensors
+
+    return layer.quantizers["scaling_bwd"][FP8BwdTensors.GRAD_OUTPUT1]
+
+
+def allocate(
+    quantizer: Any, shape: tuple[int, ...], like: torch.Tensor, *, columnwise: bool = True
+) -> tuple[Any, CastInto]:
+    """A Transformer Engine tensor of this quantizer, not yet written, and where to write it.
+
+    Args:
+        quantizer: Of delayed scaling (Float8Quantizer) or of tensorwise (Float8CurrentScalingQuantizer).
+        shape: Of the tensor, [rows, columns].
+        like: Has its device, and the type that it stands for.
+        columnwise: Also as the transpose, which weight gradients read.
+    """
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine_torch import DType
+
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
+    tensor = quantizer.make_empty(shape, dtype=like.dtype, device=like.device)
+    dtype = torch.float8_e4m3fn if quantizer.dtype == DType.kFloat8E4M3 else torch.float8_e5m2
+    current = isinstance(quantizer, Float8CurrentScalingQuantizer)
+    if current:
+        assert not quantizer.with_amax_reduction, "this tensor is no rank's part of a larger one"
+        assert not quantizer.force_pow_2_scales, "refused where the recipe is chosen"
+        quantizer.amax.zero_()
+    return tensor, CastInto(
+        codes=tensor._data.view(dtype),
+        transposed=tensor._transpose.view(dtype) if columnwise else None,
+        scale=quantizer.scale,
+        inverse_scale=tensor._scale_inv,
+        amax=quantizer.amax,
+        scale_from_amax=current,
+        amax_epsilon=quantizer.amax_epsilon if current else 0.0,
+    )
+
+
+class _ActivationCast(torch.autograd.Function):
+    """The activation of [rows, columns] as an FP8 tensor; the gradient of its input is one, too."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: CastingMLP, with_backward: bool) -> Any:
+        from gpt_pretrain.kernels.activation_triton import launch_activation
+
+        rows, columns = inputs.shape
+        width = columns // 2 if mlp.config.gated_linear_unit else columns
+        quantizer = _input_quantizer(mlp.linear_fc2)
+        activated, into = allocate(quantizer, (rows, width), inputs, columnwise=with_backward)
+        launch_activation(inputs, bias, into)
+        ctx.save_for_backward(inputs, bias)
+        ctx.quantizer = _gradient_quantizer(mlp.linear_fc1)
+        return activated
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from gpt_pretrain.kernels.activation_triton import launch_gradient
+
+        inputs, bias = ctx.saved_tensors
+        of_inputs, into = allocate(ctx.quantizer, inputs.shape, inputs)
+        of_bias = launch_gradient(gradients, inputs, bias, into)
+        return of_inputs, None if of_bias is None else of_bias.to(bias.dtype), None, None
+
+
+def split_and_rotate(
+    mixed: torch.Tensor, query_angles: torch.Tensor, key_angles: torch.Tensor, widths: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stands for Transformer Engine's `apply_fused_qkv_rotary_pos_emb`, as megatron-core calls it.
+
+    Args:
+        mixed: [s, b, groups, (heads of a group + 2) · width]: of each group its queries, its key and its value.
+        query_angles: Of each position, fp32 [≥ s, 1, 1, turned], the second half as the first, as megatron-core's
+            `RotaryEmbedding` has them. Elements of a head beyond `turned` stay as they are.
+        key_angles: The same tensor.
+        widths: Elements of a group's queries, of its key, of its value.
+
+    Returns:
+        Queries [s, b, heads, width], keys and values [s, b, groups, width], each contiguous: what Transformer Engine's
+        attention takes as it is. Rotated in fp32 and rounded once.
+    """
+    assert query_angles is key_angles, "queries and keys are rotated alike"
+    assert query_angles.dtype is torch.float32, "angles in BF16 would be off by whole turns"
+    assert query_angles.size(0) >= mixed.size(0), "each position has its angles"
+    assert query_angles.is_contiguous(), "read as they lie"
+    assert mixed.is_contiguous(), "read as it lies"
+    return _SplitAndRotate.apply(mixed, query_angles, widths[-1])  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    """Queries, keys and values of a projection."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: torch.Tensor, angles: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+        from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
+
+        length, batch, groups, of_group = mixed.shape
+        shapes = [(length, batch, heads, width) for heads in (groups * (of_group // width - 2), groups, groups)]
+        parts = tuple(mixed.new_empty(shape) for shape in shapes)
+        launch_qkv_rope(mixed, parts, angles, joins=False)
+        ctx.save_for_backward(angles)
+        ctx.shape = mixed.shape
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
+
+        (angles,) = ctx.saved_tensors
+        # Attention may give them as parts of one tensor, which are read where they are.
+        parts = [each if each.stride(-1) == 1 else each.contiguous() for each in gradients]
+        mixed = parts[0].new_empty(ctx.shape)
+        launch_qkv_rope(mixed, parts, angles, joins=True)
+        return mixed, None, None
+
+
+class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
+    """megatron-core's embedding, its backward pass adding to the main gradient."""
+
+    is_tied: bool
+    """The LM head of the same model chunk has the same weight, and tells data parallelism of its gradient."""
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Tokens [b, s] to embeddings [b, s, h], or [s / TP, b, h] where they are scattered at once."""
+        if not torch.is_grad_enabled():
+            return super().forward(input_)  # type: ignore[no-any-return]
+        rows = input_ - self.vocab_start_index
+        shared = self.tp_group.size() > 1
+        if shared:
+            elsewhere = (rows < 0) | (rows >= self.num_embeddings_per_partition)
+            rows = rows.masked_fill(elsewhere, -1)
+        embeddings: torch.Tensor = _Lookup.apply(rows, self.weight, self.is_tied, shared)  # type: ignore[no-untyped-call]
+        if shared:
+            embeddings = embeddings.masked_fill(elsewhere[..., None], 0.0)
+        if self.reduce_scatter_embeddings:
+            scattered = embeddings.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(scattered, group=self.tp_group)  # type: ignore[no-any-return]
+        return reduce_from_tensor_model_parallel_region(embeddings, group=self.tp_group)  # type: ignore[no-any-return]
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a weight, the first for -1 where it is shared out; their gradients go to its main gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: Any, is_tied: bool, is_shared: bool) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.weight, ctx.is_tied = weight, is_tied
+        return torch.nn.functional.embedding(rows.clamp(min=0) if is_shared else rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
+        (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
+        accumulate_rows(weight.main_grad, rows.flatten(), given.flatten(0, 1))
+        weight.grad_added_to_main_grad = True
+        # megatron-core's data parallelism waits for some gradient of each weight, and does not read this one.
+        return None, None if ctx.is_tied else torch.empty_like(weight), None, None
+
+
+def install_embeddings(chunks: Sequence[Any]) -> None:
+    """Makes the token embedding of these models an `AccumulatingEmbedding`; its weight stays.
+
+    Main gradients must be fp32: BF16 would round every single token's.
+    """
+    for chunk in chunks:
+        if not chunk.pre_process:
+            continue
+        embedding = chunk.embedding.word_embeddings
+        assert type(embedding) is VocabParallelEmbedding, "the embedding that was read"
+        embedding.__class__ = AccumulatingEmbedding
+        embedding.is_tied = chunk.post_process and chunk.share_embeddings_and_output_weights
+        if embedding.is_tied:
+            # What is left of the head's gradient beside the main one is not to be added to it.
+            embedding.weight.zero_out_wgrad = False
+
+
+def install_rotation() -> None:
+    """Makes attention use `split_and_rotate` where `TransformerConfig.fused_single_qkv_rope` says so."""
+    patch(ROTATION, apply_fused_qkv_rotary_pos_emb=split_and_rotate, HAVE_FUSED_QKV_ROPE=True)
+
+
+def install_split() -> None:
+    """Gives attention Transformer Engine's split of queries, keys and values, unless it found one itself."""
+    if SPLIT.owner().SplitAlongDim is None:
+        from transformer_engine.pytorch.utils import SplitAlongDim
+
+        patch(SPLIT, SplitAlongDim=SplitAlongDim.apply)
+
+
+class _WeightGradients:
+    """Stands for apex's module: its two functions, by the type of the main gradient."""
+
+    wgrad_gemm_accum_fp32 = staticmethod(accumulate_weight_gradient)
+    wgrad_gemm_accum_fp16 = staticmethod(accumulate_weight_gradient)
+
+
+def install_weight_gradients() -> None:
+    """Makes column- and row-parallel layers, the LM head among them, add weight gradients to the main gradient.
+
+    Transformer Engine's layers do so themselves where `gradient_accumulation_fusion` is set. apex's kernels stay where
+    they are installed.
+    """
+    if not WEIGHT_GRADIENTS.owner()._grad_accum_fusion_available:
+        patch(WEIGHT_GRADIENTS, fused_weight_gradient_mlp_cuda=_WeightGradients, _grad_accum_fusion_available=True)

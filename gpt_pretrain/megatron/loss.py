@@ -1,0 +1,124 @@
+"""Where the loss is computed: from hidden states to the loss of each token, and from there to that of a microbatch.
+
+megatron-core writes the logits of a microbatch, keeps them as an fp32 softmax and passes over them some ten times.
+`LossHead` takes the place of its LM head (`model.cross_entropy_loss_fusion` with `cross_entropy_fusion_impl=linear`):
+`kernels.cross_entropy` sends a few thousand tokens at a time through the head and never holds the logits of all of
+them. It computes gradients in the forward pass, so that each logit is computed once. For that it needs the gradient of
+each token's loss in advance: `loss_gradient` predicts it, and the backward pass checks the one that arrives.
+
+With another loss than the linear one, megatron-core computes logits and token losses itself. Either way `summed_loss`
+reduces token losses to what its schedules expect.
+
+Under tensor parallelism each rank holds a part of the vocabulary. The ranks exchange three numbers per token for the
+loss; megatron-core's mappings sum the gradients of the hidden states over the ranks, as they do for its own head.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
+from gpt_pretrain.spec.products import chunk_tokens
+
+
+def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss of a microbatch as the schedules take it.
+
+    Args:
+        loss_mask: [b, s], 1 where a token counts.
+        losses: [b, s], cross entropy of each token in nats.
+
+    Returns:
+        The sum over the tokens that count, their number, and both as a report, fp32 [2].
+    """
+    mask = loss_mask.reshape(-1).float()
+    loss_sum = torch.dot(losses.reshape(-1).float(), mask)
+    num_tokens = mask.sum()
+    report = torch.stack([loss_sum.detach(), num_tokens])
+    return loss_sum, num_tokens.to(torch.int), report
+
+
+def loss_gradient(loss_mask: torch.Tensor, num_microbatches: int, *, per_token: bool) -> torch.Tensor:
+    """The gradient of each token's loss that the schedules will hand back, [b, s] in fp32.
+
+    megatron-core's `forward_step_calc_loss` divides the sum of `summed_loss` by the number of tokens, at least 1, and
+    by the number of microbatches. With `calculate_per_token_loss` it divides the gradients after they are summed.
+    """
+    mask = loss_mask.float()
+    return mask if per_token else mask / num_microbatches / mask.sum().clamp(min=1)
+
+
+class LossHead(ColumnParallelLinear):  # type: ignore[misc]
+    """megatron-core's LM head, which continues to the losses where it is given labels.
+
+    Both the logits and the losses come out of this module's forward pass, so that whatever waits for gathered weights
+    or looks at results can hang on it.
+    """
+
+    tokens_at_once: int | None = None
+    """Tokens that go through the head together; None: as `spec.products.chunk_tokens` says."""
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels: torch.Tensor | None = None,
+        loss_gradient: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Losses in nats, [b, s] in fp32, and no bias; without labels megatron-core's logits.
+
+        Args:
+            input_: [s, b, h] (s / TP under sequence parallelism).
+            weight: The embedding's where the two are tied, [vocab / TP, h]; None: the head's own.
+            runtime_gather_output: For logits.
+            labels: [b, s].
+            loss_gradient: [b, s], fp32: the gradient of the step's loss with respect to each token's loss.
+        """
+        if labels is None or loss_gradient is None:
+            return super().forward(input_, weight, runtime_gather_output)  # type: ignore[no-any-return]
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        rows, weight = hidden.flatten(0, 1), self.weight if weight is None else weight
+        losses = linear_cross_entropy(
+            rows,
+            weight,
+            labels.t().reshape(-1),
+            loss_gradient.t().reshape(-1),
+            self.tp_group,
+            chunk=self.tokens_at_once or chunk_tokens(rows.size(0), weight.size(0)),
+            accumulate=self.gradient_accumulation_fusion,
+        )
+        return losses.view(labels.size(1), labels.size(0)).t().contiguous(), None
+
+
+def install_loss_heads(chunks: Sequence[Any]) -> None:
+    """Turns the LM heads of these model chunks into `LossHead`s; weights and all else stay."""
+    for chunk in chunks:
+        if chunk.post_process:
+            assert type(chunk.output_layer) is ColumnParallelLinear, "LossHead was written for this very class"
+            chunk.output_layer.__class__ = LossHead
+
+
+def losses_from_head(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    labels: torch.Tensor,
+    context: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """megatron-core's `output_processor`: losses [b, s] from a `LossHead`; the context is its `loss_gradient`."""
+    losses: torch.Tensor
+    losses, _bias = output_layer(hidden_states, output_weight, labels=labels, loss_gradient=context)
+    return losses

@@ -1,0 +1,291 @@
+"""Every change to another library's globals: what is replaced, why, and the upstream version that makes it unnecessary.
+
+The replacements live with their subjects and are put in place by `patch`, or `patched` for a while. Nothing else in the
+package assigns to what it imports from another library. A library that no longer has the patched name raises an error
+before the run starts, instead of ignoring what nobody reads any more. When raising the version of a library, read the
+records' `until`.
+
+One change to torch replaces no attribute and is not listed: without a GPU, `cpu.py` enters a `TorchFunctionMode`.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+type _Parameters = tuple[str, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """Names of one module or class that are replaced together."""
+
+    place: str
+    """The module, or "module:Class"."""
+    names: Mapping[str, _Parameters]
+    """Each name with the parameters of the function that it stands for; None for values, classes and what is not
+    written in Python."""
+    absent_without: str | None = None
+    """A library that brings the functions among the names; without it they do not exist before they are patched."""
+    what: str
+    why: str
+    until: str
+    """The version, or the condition, that ends the patch."""
+
+    def owner(self) -> Any:
+        """The module or class, imported."""
+        module, _, name = self.place.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, name) if name else found
+
+
+def patch(record: Patch, **values: Any) -> None:
+    """Replaces names of a record for the life of the process; repeating it with the same values changes nothing.
+
+    Raises:
+        RuntimeError: The installed library does not have the name.
+    """
+    owner = record.owner()
+    for name, value in values.items():
+        _check(record, owner, name)
+        setattr(owner, name, value)
+
+
+@contextmanager
+def patched(record: Patch, **values: Any) -> Iterator[None]:
+    """Replaces names of a record while the context lasts, whatever ends it.
+
+    Raises:
+        RuntimeError: The installed library does not have the name.
+    """
+    owner = record.owner()
+    before = {}
+    for name in values:
+        _check(record, owner, name)
+        # Not getattr, which would unwrap static and class methods.
+        before[name] = vars(owner)[name]
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def hide_libraries(*names: str) -> None:
+    """Makes imports of these libraries fail from now on, unless they were imported already (see `CPU_LIBRARIES`)."""
+    for name in names:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes an import fail
+
+
+def _check(record: Patch, owner: Any, name: str) -> None:
+    assert name in record.names, f"megatron/patches.py does not list {record.place}.{name}"
+    if name not in vars(owner) and record.absent_without is None:
+        raise RuntimeError(
+            f"{record.place} has no {name}, which is replaced because {record.why}; install the versions of "
+            "constraints.txt, or adapt gpt_pretrain/megatron/patches.py"
+        )
+
+
+_NO_CUDA = "megatron-core 0.19 calls torch.cuda on every machine, and this one has no CUDA device"
+_UNTIL_CPU = "megatron-core asks for its device instead of naming CUDA"
+
+CPU_LIBRARIES = Patch(
+    place="sys",
+    names={"modules": None},
+    what="Transformer Engine and apex do not import (hide_libraries)",
+    why="megatron-core takes their optimizers and norms wherever they import, and those are CUDA kernels",
+    until="megatron-core's caller can choose the implementations",
+)
+CPU_DEVICE = Patch(
+    place="torch.cuda",
+    names={
+        "current_device": (),
+        "Stream": None,
+        "current_stream": ("device",),
+        "default_stream": ("device",),
+        "stream": ("stream",),
+        "synchronize": ("device",),
+        "empty_cache": (),
+        "get_rng_state": ("device",),
+        "set_rng_state": ("new_state", "device"),
+        "manual_seed": ("seed",),
+    },
+    what="device, streams and random states answer for the CPU",
+    why=_NO_CUDA,
+    until=_UNTIL_CPU,
+)
+CPU_RANDOM_STATE = Patch(
+    place="torch.cuda.random",
+    names={"get_rng_state": ("device",)},
+    what="the random state is that of the CPU generator",
+    why=_NO_CUDA,
+    until=_UNTIL_CPU,
+)
+CPU_TRACKED_STATE = Patch(
+    place="megatron.core.tensor_parallel.random",
+    names={"_set_cuda_rng_state": ("new_state", "device", "graph_safe")},
+    what="the tracker of dropout's random states switches the CPU generator",
+    why=_NO_CUDA,
+    until=_UNTIL_CPU,
+)
+CPU_RECOMPUTATION = Patch(
+    place="megatron.core.tensor_parallel.random:CheckpointFunction",
+    names={"backward": ("ctx", "args")},
+    what="recomputed activations enter a function mode of their own",
+    why="torch switches a mode off while its handler runs, and a backward pass runs inside of one",
+    until=_UNTIL_CPU,
+)
+CPU_DISPATCHER = Patch(
+    place="megatron.core.transformer.moe.token_dispatcher",
+    names={"maybe_move_tensor_to_cpu": ("tensor", "as_numpy", "record_stream")},
+    what="counts of tokens that are on the CPU already stay tensors",
+    why="megatron-core converts them only when it copies them from a GPU, and collectives take numbers",
+    until=_UNTIL_CPU,
+)
+
+GRADIENT_NORM = Patch(
+    place="megatron.core.optimizer.clip_grads",
+    names={"l2_norm_impl": None, "multi_tensor_scale_tensor_impl": None},
+    what="gradient norm and clipping by torch's foreach kernels, without a wait",
+    why="megatron-core 0.19 computes them on the device only with Transformer Engine's multi_tensor_scale_tensor, "
+    "which 2.12 lacks; otherwise it reads each gradient's norm back to the host: 148 waits per step of GPT-2 small",
+    until="Transformer Engine has multi_tensor_scale_tensor; it is then left in place",
+)
+SPLIT = Patch(
+    place="megatron.core.transformer.attention",
+    names={"SplitAlongDim": None},
+    what="Transformer Engine's split of queries, keys and values",
+    why="megatron-core 0.19 looks for it under a name that Transformer Engine 2.12 no longer has, and falls back to "
+    "torch's split, which copies the three gradients together: 14 ms of 312 in a step of GPT-2 small on an H200",
+    until="megatron-core finds transformer_engine.pytorch.utils.SplitAlongDim; it is then left in place",
+)
+ROTATION = Patch(
+    place="megatron.core.transformer.attention",
+    names={"apply_fused_qkv_rotary_pos_emb": None, "HAVE_FUSED_QKV_ROPE": None},
+    absent_without="transformer_engine",
+    what="queries, keys and values split and rotated in one kernel (fused_layers.split_and_rotate)",
+    why="with Transformer Engine 2.12's kernel of this name a step of Llama 3 8B is no faster than with separate ones",
+    until="Transformer Engine's apply_fused_qkv_rotary_pos_emb is as fast",
+)
+WEIGHT_GRADIENTS = Patch(
+    place="megatron.core.tensor_parallel.layers",
+    names={"fused_weight_gradient_mlp_cuda": None, "_grad_accum_fusion_available": None},
+    absent_without="fused_weight_gradient_mlp_cuda",
+    what="weight gradients added to the main gradient by the product that computes them, in torch's addmm",
+    why="column- and row-parallel layers ask apex's module fused_weight_gradient_mlp_cuda, which is rarely installed",
+    until="megatron-core fuses them without apex; apex's own is left in place",
+)
+
+OPTIMIZERS = Patch(
+    place="megatron.core.optimizer",
+    names={"USING_PYTORCH_OPTIMIZER": None, "Adam": None, "SGD": None, "DistributedOptimizer": None},
+    what="torch's optimizers, or PrecisionAwareAdam in PrecisionAwareOptimizer",
+    why="Transformer Engine's and apex's update by what the host tells them, so that skipping a step needs a wait; and "
+    "the precision-aware optimizer hands over None for FP8 weights of every recipe but delayed scaling",
+    until="megatron-core lets its caller choose the classes of optimizers",
+)
+OPTIMIZER_STATES = Patch(
+    place="megatron.core.optimizer.distrib_optimizer",
+    names={"HAVE_APEX_OR_TE": None},
+    what="states of torch's optimizers also where Transformer Engine or apex is installed",
+    why="the distributed optimizer takes every optimizer for theirs as soon as one of them imports",
+    until="as the record above",
+)
+WEIGHT_CAST = Patch(
+    place="megatron.core.optimizer.distrib_optimizer",
+    names={
+        "quantize_param_shard": (
+            "model_params",
+            "main_params",
+            "start_offsets",
+            "data_parallel_group",
+            "fsdp_shard_model_params",
+        )
+    },
+    what="FP8 weights cast from their masters shard by shard (fp8_weights.cast_masters)",
+    why="Transformer Engine 2.12 takes a shard for a matrix of one row and casts it together with its transpose, many "
+    "times slower than reading and writing it, and holds all shards in BF16 at once",
+    until="Transformer Engine's cast_master_weights_to_fp8 makes no transposes of shards",
+)
+FIRST_VALUES = Patch(
+    place="transformer_engine.pytorch.quantization:FP8GlobalStateManager",
+    names={"with_high_precision_init_val": ()},
+    what="layers that are being built keep no copy of their weights' first values",
+    why="Transformer Engine 2.12 copies every FP8 weight to the host before it is drawn: 14 GB, over ten seconds for "
+    "Llama 3 8B",
+    until="weights can be drawn by TransformerEngineBaseModule.reset_parameters itself",
+)
+
+GRAPH_RECORDING = Patch(
+    place="megatron.core.pipeline_parallel.schedules",
+    names={"create_cudagraphs": ()},
+    what="recording graphs restores random states, frees the first step's memory and survives an error",
+    why="megatron-core 0.19 leaves all three to its own training script, or undone",
+    until="megatron-core's create_cudagraphs leaves nothing but graphs behind",
+)
+GRAPH_MEMORY = Patch(
+    place="megatron.core.transformer.cuda_graphs",
+    names={"HAVE_TQDM": None, "alloc_tensor_from_graph_mempool": ("meta",)},
+    what="no progress bar, and a list of what torch's pool of the graphs was opened for",
+    why="the console belongs to the run, and megatron-core 0.19 never calls _cuda_releasePool",
+    until="delete_cuda_graphs gives the graphs' memory back",
+)
+
+_WATCHED = "products of live layers are reported to the proof and the statistics while these watch"
+_NO_HOOK = "Transformer Engine has no hook at the products themselves"
+_UNTIL_HOOK = "Transformer Engine tells a listener of each product (its debug tools write files)"
+LINEAR_PRODUCTS = Patch(
+    place="transformer_engine.pytorch.module.linear",
+    names={"general_gemm": None},
+    what=_WATCHED,
+    why=_NO_HOOK,
+    until=_UNTIL_HOOK,
+)
+LINEAR_PASSES = Patch(
+    place="transformer_engine.pytorch.module.linear:_Linear",
+    names={"forward": None, "backward": None},
+    what=_WATCHED,
+    why=_NO_HOOK,
+    until=_UNTIL_HOOK,
+)
+NORM_LINEAR_PRODUCTS = Patch(
+    place="transformer_engine.pytorch.module.layernorm_linear",
+    names={"general_gemm": None},
+    what=_WATCHED,
+    why=_NO_HOOK,
+    until=_UNTIL_HOOK,
+)
+NORM_LINEAR_PASSES = Patch(
+    place="transformer_engine.pytorch.module.layernorm_linear:_LayerNormLinear",
+    names={"forward": None, "backward": None},
+    what=_WATCHED,
+    why=_NO_HOOK,
+    until=_UNTIL_HOOK,
+)
+GROUPED_PRODUCTS = Patch(
+    place="transformer_engine.pytorch.module.grouped_linear",
+    names={"general_grouped_gemm": None},
+    what=_WATCHED,
+    why=_NO_HOOK,
+    until=_UNTIL_HOOK,
+)
+GROUPED_PASSES = Patch(
+    place="transformer_engine.pytorch.module.grouped_linear:_GroupedLinear",
+    names={"forward": None, "backward": None},
+    what=_WATCHED,
+    why=_NO_HOOK,
+    until=_UNTIL_HOOK,
+)
+ATTENTION_PASSES = Patch(
+    place="transformer_engine.pytorch.attention.dot_product_attention.backends",
+    names={"fused_attn_fwd": None, "fused_attn_bwd": None},
+    what="the format of fused attention's queries is reported to the proof while it watches",
+    why=_NO_HOOK,
+    until=_UNTIL_HOOK,
+)
+
+PATCHES = tuple(value for value in vars().values() if isinstance(value, Patch))
