@@ -1,8 +1,6 @@
 """`python -m gpt_pretrain.import_hf`: see `commands.import_hf`."""
 
-import sys
-
 from gpt_pretrain.commands.import_hf import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

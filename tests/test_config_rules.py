@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.config.derived import max_time_s
-from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.launch.ranks import first_host, read_launch, without_launcher
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks

@@ -3,7 +3,6 @@
 from enum import Enum
 
 import pytest
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, TokenizerLibrary
@@ -19,7 +18,7 @@ from gpt_pretrain.config.keys import (
     unknown_key,
 )
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
-from gpt_pretrain.config.source import Source, build_loader, compose, list_groups, list_options, open_repository
+from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.rules.gate import load_config
 
 # Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, and D.1 for 175B).
@@ -54,9 +53,8 @@ NEMO_KEYS = (
 
 
 def presets():
-    source = Source()
-    repository = open_repository(build_loader(source), source, [])
-    return [(group, option) for group in list_groups(repository) for option in list_options(repository, group)]
+    loader = Loader(Source())
+    return [(group, option) for group in loader.groups() for option in loader.options(group)]
 
 
 def count_parameters(model):
@@ -77,7 +75,7 @@ def count_parameters(model):
 
 
 def test_conf_sets_exactly_the_keys_of_the_schema():
-    composed = compose(build_loader(Source()), Source(), [], RunMode.RUN)
+    composed = Loader(Source()).compose([])
     content = OmegaConf.to_container(composed, resolve=False)
     content.pop("hydra")
     assert {path for path, _ in flatten(content)} == set(schema_keys())

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gpt_pretrain.benchmark.variants import benchmark_problems, read_variants
-from gpt_pretrain.config.source import Source, build_loader, list_options, open_repository
+from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.plan.forecast import build_plan
 from gpt_pretrain.plan.memory import GIB
@@ -39,9 +39,7 @@ OWN_CORPUS = ("data=mmap", "model.data.data_prefix=[web_text_document]")
 
 
 def test_every_experiment_is_in_the_table():
-    source = Source()
-    repository = open_repository(build_loader(source), source, [])
-    assert set(list_options(repository, "experiment")) == set(EXPERIMENTS)
+    assert set(Loader(Source()).options("experiment")) == set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize(("experiment", "world_size"), [(name, size) for name, (size, _) in EXPERIMENTS.items()])

@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema_run import LoggingConfig
+from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
@@ -187,7 +187,7 @@ def test_the_sinks_and_the_console_need_neither_torch_nor_megatron(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-from gpt_pretrain.config.schema_run import LoggingConfig
+from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
 from gpt_pretrain.report.sinks import MetricsSinks
 logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpt_pretrain.benchmark.results import KINDS
-from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.config.errors import UserError, how_to_install
 
 # Of Okabe and Ito (2008), which people who see fewer colours tell apart; idle is grey.
 _COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#F0E442", "#BBBBBB")

@@ -23,7 +23,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, Part, kernel_kind
-from gpt_pretrain.config.schema_run import BenchmarkConfig
+from gpt_pretrain.config.schema import BenchmarkConfig
 from gpt_pretrain.launch.driver import ask_driver
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.spec.platform import Platform

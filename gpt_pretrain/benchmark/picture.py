@@ -1,8 +1,6 @@
 """`python -m gpt_pretrain.benchmark.picture`: see `commands.picture`."""
 
-import sys
-
 from gpt_pretrain.commands.picture import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

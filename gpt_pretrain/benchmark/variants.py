@@ -15,8 +15,7 @@ from pathlib import Path
 from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.schema_run import BenchmarkConfig
+from gpt_pretrain.config.schema import BenchmarkConfig, Config
 from gpt_pretrain.config.source import parse_override
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import single_value

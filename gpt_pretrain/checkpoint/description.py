@@ -15,8 +15,8 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
     uses_distributed_optimizer,
 )
+from gpt_pretrain.config.errors import written
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.config.typed import written
 
 # What decides which tensors there are and what shape they have, and what they mean.
 _ARCHITECTURE_KEYS = (

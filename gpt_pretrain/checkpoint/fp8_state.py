@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.checkpoint.differences import differences
-from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.typed import written
+from gpt_pretrain.config.errors import UserError, written
 from gpt_pretrain.spec.fp8 import Fp8Settings
 
 # Where Transformer Engine's layers keep this state, and emulated ones as well.

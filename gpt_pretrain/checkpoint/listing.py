@@ -10,8 +10,7 @@ from rich.text import Text
 
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of
 from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.numbers import format_bytes
+from gpt_pretrain.config.errors import UserError, format_bytes
 
 
 def find_directory(path: Path) -> Path:

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.typed import read_config
 from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, earlier_checkpoints, find_checkpoints, step_of
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema_run import CheckpointConfig
+from gpt_pretrain.config.schema import CheckpointConfig
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
 _PROBLEMS_SHOWN = 5

@@ -14,50 +14,54 @@ from rich.console import Console
 from gpt_pretrain.benchmark.compare import Comparison
 from gpt_pretrain.benchmark.document import WIDTH
 from gpt_pretrain.benchmark.variants import benchmark_problems
-from gpt_pretrain.commands.command_line import check_request, parse_command_line, run_hydra, show_help
-from gpt_pretrain.commands.door import exit_code, print_error
-from gpt_pretrain.commands.help import BENCHMARK
-from gpt_pretrain.config.errors import ConfigError, RunError
-from gpt_pretrain.launch.process import ended_by_signals
-from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.commands.command_line import Request
+from gpt_pretrain.commands.door import run_with_config
+from gpt_pretrain.commands.help import Program
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir
+from gpt_pretrain.rules.gate import Job
 
 FAILED = 1
 
+PROGRAM = Program(
+    about="""\
+gpt_pretrain.benchmark: variants of a run, measured under the same knobs.
+
+It takes every argument of python -m gpt_pretrain and keeps nothing that it
+trains. Each of benchmark.variants runs in processes of its own, as many as
+trainer.devices says; what a variant adds to the command line wins. It prints
+step times, tokens/s, TFLOP/s, MFU against this machine's own matrix products,
+memory, loss and ratios, and writes benchmark.json and Markdown into run_dir.
+
+Exit codes: 0 all variants measured; 1 at least one failed, with its reason in
+the table; 2 a mistake in what was given; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.benchmark                  the loop against the bare one
+python -m gpt_pretrain.benchmark model=gpt3_1_3b data=mock \\
+    benchmark.variants=[bf16,fp8_delayed,fp8_tensorwise]
+python -m gpt_pretrain.benchmark model=llama3_8b parallelism=dp \\
+    trainer.devices=4 benchmark.rounds=2 benchmark.profile=true
+python -m gpt_pretrain.benchmark \\
+    'benchmark.variants=[app,"model.micro_batch_size=4"]'""",
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what a command line asks for and returns the exit code.
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
 
-    Args:
-        arguments: What follows `python -m gpt_pretrain.benchmark`; `sys.argv` when not given.
-    """
-    measured_all = True
-
-    def read_and_compare() -> None:
-        nonlocal measured_all
-        launch = read_launch()
-        given = sys.argv[1:] if arguments is None else arguments
-        request = parse_command_line(given)
+    def compare(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
         if launch.world_size > 1:
             problem = f"a benchmark starts its processes itself, and {launch.launcher} started this one"
             raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
         if request.options.multirun:
             raise ConfigError(["-m: a benchmark compares benchmark.variants=[…] and takes no sweep"])
-        jobs = check_request(request, launch, benchmark_problems)
-        if not request.runs:
-            show_help(request, BENCHMARK) if request.options.help else run_hydra(request, lambda _: None)
-            return
         check_run_dir(jobs[0].config)
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH)
-        comparison = Comparison(jobs[0].config, request.source, request.overrides, given, console)
-        with ended_by_signals():
-            measured_all = comparison.run()
+        comparison = Comparison(jobs[0].config, request.loader.source, request.overrides, given, console)
+        return 0 if comparison.run() else FAILED
 
-    try:
-        code = exit_code(read_and_compare)
-    except RunError as error:
-        print_error(error)
-        return FAILED
-    return code or (0 if measured_all else FAILED)
+    return run_with_config(PROGRAM, compare, given, rules=benchmark_problems)

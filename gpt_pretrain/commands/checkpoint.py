@@ -1,12 +1,13 @@
 """`python -m gpt_pretrain.checkpoint list|verify DIR`: which checkpoints a run has, and whether they are whole.
 
-It reads files alone: no GPU, no process group, and torch is not loaded. Exit codes: 0, or 2 for a wrong path and for
-a checkpoint that is not what was written.
+It only reads files: no GPU, no process group, no torch. Exit codes: 0; 2 for a wrong path and for a checkpoint that is
+not what was written.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from rich.console import Console
@@ -14,9 +15,38 @@ from rich.console import Console
 from gpt_pretrain.checkpoint.directory import complete_checkpoints
 from gpt_pretrain.checkpoint.listing import find_directory, list_checkpoints, unfinished_saves
 from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
-from gpt_pretrain.commands.door import exit_code
-from gpt_pretrain.config.errors import ConfigError, UserError
-from gpt_pretrain.config.numbers import format_bytes
+from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.help import Program
+from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes
+
+PROGRAM = Program(
+    about="""\
+gpt_pretrain.checkpoint: which checkpoints a run has, and whether they are whole.
+
+Exit codes: 0 done; 2 a wrong path, or a checkpoint that is not what was
+written; 1 a crash; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.checkpoint list outputs/mine
+python -m gpt_pretrain.checkpoint verify outputs/mine/checkpoints/step_00000300""",
+)
+
+
+class Task(Enum):
+    """What is done with checkpoints."""
+
+    list = "list"
+    verify = "verify"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointArguments:
+    """What the command takes, in this order also without the keys."""
+
+    command: Task
+    """list: show step, time, size, layout and FP8 of each checkpoint; verify: compare every byte with its SHA-256."""
+    path: str
+    """A run's directory or its checkpoints/; for verify also one checkpoint."""
+
 
 _WIDTH_OF_A_PIPE = 200
 
@@ -60,31 +90,10 @@ def verify(path: Path) -> None:
         raise ConfigError(problems)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt_pretrain.checkpoint", description="Which checkpoints a run has, and whether they are whole."
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for function, name, what, names in (
-        (show_list, "list", "show a run's checkpoints: step, time, size, layout, FP8", "a run's directory"),
-        (
-            verify,
-            "verify",
-            "compare every byte with the SHA-256 that was written",
-            "a checkpoint, or a run's directory",
-        ),
-    ):
-        command = commands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
-        command.add_argument("path", type=Path, metavar="DIR", help=f"{names} (or its checkpoints/)")
-        command.set_defaults(function=function)
-    return parser
+def _list_or_verify(arguments: CheckpointArguments) -> None:
+    (show_list if arguments.command is Task.list else verify)(Path(arguments.path))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code.
-
-    Args:
-        arguments: What follows `python -m gpt_pretrain.checkpoint`; `sys.argv` when not given.
-    """
-    chosen = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    return exit_code(lambda: chosen.function(chosen.path))
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_arguments(PROGRAM, CheckpointArguments, _list_or_verify, arguments, plain=("command", "path"))

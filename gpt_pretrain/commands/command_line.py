@@ -1,39 +1,27 @@
-"""The command line: Hydra's own options, read before Hydra reads them, and Hydra run behind the gate.
+"""The command line of a run: Hydra's own options, read before Hydra reads them, and Hydra run behind the gate.
 
-`parse_command_line` → `check_request` → `run_hydra`. Everything Hydra's applications understand keeps working
+`parse_command_line` → `check_request` → `show` or `run_hydra`. Everything Hydra's applications understand keeps working
 (`--cfg`, `--info`, `-m`, shell completion, …) because Hydra itself answers; only its errors are told in our way, and
 `--help` is ours.
 """
 
 import argparse
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra import version
-from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt_pretrain.commands.help import TRAINING, Program, print_help
+from gpt_pretrain.commands.help import Program, print_help
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_keys, schema_sections
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import (
-    HYDRA_VERSION_BASE,
-    Source,
-    build_loader,
-    compose,
-    composition_problem,
-    find_conf_dir,
-    list_groups,
-    list_options,
-    open_repository,
-    parse_override,
-)
+from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem, find_conf_dir
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
@@ -50,7 +38,7 @@ class Request:
 
     options: argparse.Namespace
     """Hydra's options as its own parser reads them."""
-    source: Source
+    loader: Loader
     overrides: tuple[str, ...]
 
     @property
@@ -124,7 +112,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         config_path=find_conf_dir() if options.config_path is None else Path(options.config_path),
         config_dir=None if options.config_dir is None else Path(options.config_dir),
     )
-    return Request(options=options, source=source, overrides=tuple(options.overrides))
+    return Request(options=options, loader=Loader(source), overrides=tuple(options.overrides))
 
 
 def check_request(request: Request, launch: Launch, rules: Callable[[Config], list[str]] | None = None) -> list[Job]:
@@ -154,66 +142,67 @@ def check_request(request: Request, launch: Launch, rules: Callable[[Config], li
         return config_problems(config, launch if submission is None else submission.launch)
 
     jobs = check_command(
-        request.source,
+        request.loader,
         request.overrides,
         multirun=options.multirun,
         complete=request.runs,
         rules=rules_of_job if request.runs else None,
     )
     if options.package not in (None, "_global_"):
-        composed = compose(build_loader(request.source), request.source, request.overrides)
+        composed = request.loader.compose(request.overrides)
         if OmegaConf.select(composed, options.package) is None and options.package not in schema_keys():
             nearest = nearest_name(options.package, [*schema_sections(), *schema_keys()])
             raise ConfigError([f"--package={options.package} is not in the configuration{did_you_mean(nearest)}"])
     return jobs
 
 
-def show_help(request: Request, program: Program = TRAINING) -> None:
-    """Prints a program's `--help`: our groups and keys with the values that the command line gives them."""
-    loader = build_loader(request.source)
-    composed = compose(loader, request.source, request.overrides)
-    repository = open_repository(loader, request.source, [parse_override(text) for text in request.overrides])
-    groups = {group: list_options(repository, group) for group in list_groups(repository)}
-    choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
-    # Unresolved: an interpolation says more than its value, and an open value shows as ???.
-    content = OmegaConf.to_container(composed, resolve=False)
-    print_help(groups, choices, dict(flatten(content)), program=program)
-
-
-@contextmanager
-def _errors_raised() -> Iterator[None]:
-    """Lets Hydra raise its errors instead of printing them and ending the process, by its documented variable."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before
-
-
-def run_hydra(request: Request, task: Callable[[DictConfig], None]) -> None:
-    """Hands the command line to Hydra, as `hydra.main` does.
+def show(request: Request, program: Program) -> None:
+    """Prints what a command line asks to see: `--help`, or what Hydra shows.
 
     Raises:
-        ConfigError: Hydra refuses what it should only show.
-        Exception: Whatever `task` raises.
+        ConfigError: Hydra refuses to show it.
     """
-    version.setbase(HYDRA_VERSION_BASE)
-    options = argparse.Namespace(**vars(request.options))
-    options.overrides = list(request.overrides)
+    if not request.options.help:
+        try:
+            run_hydra(request)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise ConfigError([composition_problem(error)]) from error
+        return
+    loader = request.loader
+    composed = loader.compose(request.overrides)
+    choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
+    # Unresolved: an interpolation says more than its value, and an open value shows as ???.
+    values = dict(flatten(OmegaConf.to_container(composed, resolve=False)))
+    print_help(program, schema_keys(), values, {group: loader.options(group) for group in loader.groups()}, choices)
+
+
+def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None) -> None:
+    """Hands the command line to Hydra, as `hydra.main` does, with the loader that the gate has used.
+
+    Args:
+        request: What the command line asks for.
+        task: Runs one job of the composed configuration; None where something is only shown.
+
+    Raises:
+        Exception: Whatever Hydra or `task` raises.
+    """
+    options, name, overrides = request.options, request.loader.source.config_name, list(request.overrides)
+    hydra = Hydra(task_name=JOB_NAME, config_loader=request.loader)
+    GlobalHydra.instance().initialize(hydra)
     try:
-        with _errors_raised():
-            _run_hydra(
-                args=options,
-                args_parser=get_args_parser(),
-                task_function=task,
-                config_path=str(request.source.config_path),
-                config_name=request.source.config_name,
-            )
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if request.runs:
-            raise
-        raise ConfigError([composition_problem(error)]) from error
+        if options.hydra_help:
+            hydra.hydra_help(config_name=name, args_parser=get_args_parser(), args=options)
+        elif options.shell_completion:
+            hydra.shell_completion(config_name=name, overrides=overrides)
+        elif options.info is not None:
+            hydra.show_info(options.info, config_name=name, overrides=overrides)
+        elif options.cfg is not None:
+            hydra.show_cfg(name, overrides, options.cfg, options.package, options.resolve)
+        else:
+            assert task is not None, "a command line that runs has something to run"
+            if options.multirun:
+                hydra.multirun(name, task, [*overrides, "hydra.mode=MULTIRUN"])
+            else:
+                hydra.run(name, task, overrides)
+    finally:
+        GlobalHydra.instance().clear()

@@ -22,53 +22,60 @@ if sys.version_info < (3, 12):  # noqa: UP036  the doctor is asked by those who 
     )
     sys.exit(1)
 
-import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from gpt_pretrain.commands.door import INTERRUPTED
+from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.doctor.examination import examine
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
 from gpt_pretrain.plan.hardware import GPUS
 
+PROGRAM = Program(
+    about="""\
+gpt_pretrain.doctor: would training, and training in FP8, work here, and what
+mends what does not.
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpt_pretrain.doctor",
-        description="Says whether training, and training in FP8, would work here, and what mends what does not.",
-        epilog="Exit codes: 0 both work; 3 training alone; 1 neither; 2 a wrong argument; 130 Ctrl-C.",
-    )
-    parser.add_argument("--json", action="store_true", help="print the facts and the verdict as a JSON object")
-    parser.add_argument(
-        "--assume-gpu",
-        choices=[gpu.name for gpu in PlanGpu],
-        help="judge the libraries as if this GPU were there: on a login node, or while an image is built",
-    )
-    return parser
+Exit codes: 0 both work; 3 training alone; 1 neither; 2 a wrong argument;
+130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.doctor
+python -m gpt_pretrain.doctor --json
+python -m gpt_pretrain.doctor --assume-gpu h200""",
+)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorArguments:
+    """What the command takes."""
 
-    Args:
-        arguments: What follows `python -m gpt_pretrain.doctor`; `sys.argv` when not given.
-    """
-    chosen = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    try:
-        facts = examine(None if chosen.assume_gpu is None else GPUS[PlanGpu[chosen.assume_gpu]])
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    json: bool = False
+    """Print the facts and the verdict as a JSON object."""
+    assume_gpu: PlanGpu | None = None
+    """Judge the libraries as if this GPU were there: on a login node, or while an image is built. null: as it is."""
+
+
+def diagnose(arguments: DoctorArguments) -> int:
+    """Examines this machine, prints the verdict and returns its exit code."""
+    facts = examine(None if arguments.assume_gpu is None else GPUS[arguments.assume_gpu])
     verdict = give_verdict(facts)
-    if not chosen.json:
+    as_json = arguments.json
+    if not as_json:
         try:
             from gpt_pretrain.doctor.console import print_verdict
         except ModuleNotFoundError as error:
             # What draws the tables is one of the things that may be missing.
             sys.stderr.write(f"error: {error}; the verdict as JSON:\n")
-            chosen.json = True
+            as_json = True
         else:
             print_verdict(facts, verdict)
-    if chosen.json:
+    if as_json:
         sys.stdout.write(json.dumps(doctor_document(facts, verdict), indent=2, ensure_ascii=False) + "\n")
     return verdict.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_arguments(PROGRAM, DoctorArguments, diagnose, arguments)

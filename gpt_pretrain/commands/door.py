@@ -1,15 +1,39 @@
-"""What the entry point tells on the terminal about errors and sweeps."""
+"""The one door of all commands: arguments in; messages and exit codes out.
+
+    run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark
+    run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor, picture
+
+Both end what a user can mend with `error: …` lines instead of a traceback. Exit codes of every command, beside its own:
+
+      0  done
+      1  a crash, or a `RunError`
+      2  a mistake in what was given
+     75  SIGTERM or SIGUSR1 came: start it again
+    130  Ctrl-C
+
+Nothing here imports Hydra, OmegaConf or torch before a command needs them: the doctor answers where they are missing.
+"""
 
 import sys
-import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from gpt_pretrain.commands.arguments import defaults_of, read_arguments
+from gpt_pretrain.commands.help import Program, print_help
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
-from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.config.keys import section_keys
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.environment import prepare_libraries
+from gpt_pretrain.launch.process import ended_by_signals
+from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
 
-USER_ERROR, INTERRUPTED = 2, 130
-# Longer than a launcher needs to end the other ranks once rank 0 has told the error and left.
-RANK_ZERO_FIRST_S = 3.0
+if TYPE_CHECKING:
+    from gpt_pretrain.commands.command_line import Request
+    from gpt_pretrain.rules.gate import Job
+
+CRASH, USER_ERROR, INTERRUPTED = 1, 2, 130
+# A command of one process, whatever started the shell that it is typed in.
+ALONE = rank_zero_of(1, local_world_size=1, launcher="none")
 
 
 def print_error(error: UserError | RunError, who: str = "") -> None:
@@ -20,29 +44,6 @@ def print_error(error: UserError | RunError, who: str = "") -> None:
     sys.stderr.flush()
 
 
-def exit_code(command: Callable[[], None]) -> int:
-    """Runs a command of a single process: 0, 2 with `error: …` for what a user can mend, 130 after Ctrl-C."""
-    try:
-        command()
-    except UserError as error:
-        print_error(error)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
-
-
-def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:
-    """Prints an error that training raised: on rank 0 at once, elsewhere only if rank 0 does not end the run first.
-
-    An error that all ranks find is so told once, and one that a single rank finds (a file missing on its node) is not
-    lost.
-    """
-    if not launch.is_rank_zero:
-        time.sleep(RANK_ZERO_FIRST_S)
-    print_error(error, "" if launch.is_rank_zero else f" (rank {launch.rank})")
-
-
 def print_job(number: int, names: Sequence[str]) -> None:
     """Announces a job of a sweep; a single run announces itself."""
     if len(names) > 1:
@@ -50,8 +51,89 @@ def print_job(number: int, names: Sequence[str]) -> None:
         sys.stdout.flush()
 
 
-def print_sweep_result(names: Sequence[str], codes: Sequence[int]) -> None:
-    """Lists the jobs of a sweep that failed, at its end."""
-    failed = [f"  run {n + 1}: {names[n]} (exit code {code})" for n, code in enumerate(codes) if code]
-    if len(names) > 1 and failed:
-        sys.stderr.write("\n".join([f"error: {len(failed)} of {len(names)} runs of the sweep failed", *failed]) + "\n")
+def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) -> int:
+    """Runs a command and returns its exit code.
+
+    Args:
+        command: What to do in its place of the run; returns its exit code, None for 0.
+        launch: That place; read from the launcher's variables when not given.
+    """
+    try:
+        with ended_by_signals():
+            launch = launch or read_launch()
+            return command(launch) or 0
+    except (UserError, RunError) as error:
+        # Every rank finds the same; one of them tells.
+        if launch is None or launch.is_rank_zero:
+            print_error(error)
+        return USER_ERROR if isinstance(error, UserError) else CRASH
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run_with_config(
+    program: Program,
+    command: Callable[["Request", "list[Job]", Launch], int | None],
+    arguments: Sequence[str] | None,
+    *,
+    launch: Launch | None = None,
+    rules: Callable[[Config], list[str]] | None = None,
+) -> int:
+    """Checks a command line that Hydra composes, and runs it, or shows what it asks to see.
+
+    Args:
+        program: What `--help` says of the command.
+        command: Runs the checked jobs; imports torch itself, once they are known to be right.
+        arguments: What follows the command's name; `sys.argv` when not given.
+        launch: The process's place in the run; read from the launcher's variables when not given.
+        rules: The cross-field rules; those of training when not given.
+
+    Returns:
+        The exit code.
+    """
+
+    def check_and_run(launch: Launch) -> int | None:
+        from gpt_pretrain.commands.command_line import check_request, parse_command_line, show
+
+        request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        jobs = check_request(request, launch, rules)
+        if request.runs:
+            return command(request, jobs, launch)
+        if launch.is_rank_zero:
+            show(request, program)
+        return None
+
+    return _run(check_and_run, launch)
+
+
+def run_with_arguments[Arguments](
+    program: Program,
+    kind: type[Arguments],
+    command: Callable[[Arguments], int | None],
+    arguments: Sequence[str] | None,
+    *,
+    plain: Sequence[str] = (),
+) -> int:
+    """Reads a command's own few arguments, and runs it.
+
+    Args:
+        program: What `--help` says of the command.
+        kind: The dataclass of its arguments.
+        command: Runs it; imports torch itself, once its arguments are known to be right.
+        arguments: What follows the command's name; `sys.argv` when not given.
+        plain: Keys whose values may stand without them, in this order.
+
+    Returns:
+        The exit code.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+
+    def read_and_run(_: Launch) -> int | None:
+        if {"-h", "--help"} & set(given):
+            print_help(program, section_keys(kind), defaults_of(kind))
+            return None
+        chosen = read_arguments(kind, given, plain)
+        prepare_libraries()
+        return command(chosen)
+
+    return _run(read_and_run, ALONE)

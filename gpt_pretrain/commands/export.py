@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from gpt_pretrain.commands.arguments import run_command
+from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.commands.help import Program
 from gpt_pretrain.huggingface.arguments import ExportArguments
 
@@ -43,9 +43,5 @@ def export(arguments: ExportArguments) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code.
-
-    Args:
-        arguments: What follows `python -m gpt_pretrain.export`; `sys.argv` when not given.
-    """
-    return run_command(export, ExportArguments, sys.argv[1:] if arguments is None else arguments, PROGRAM)
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_arguments(PROGRAM, ExportArguments, export, arguments)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from gpt_pretrain.commands.arguments import run_command
+from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.launch.ranks import read_launch
@@ -88,9 +88,5 @@ def generate(arguments: GenerateArguments) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code.
-
-    Args:
-        arguments: What follows `python -m gpt_pretrain.generate`; `sys.argv` when not given.
-    """
-    return run_command(generate, GenerateArguments, sys.argv[1:] if arguments is None else arguments, PROGRAM)
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_arguments(PROGRAM, GenerateArguments, generate, arguments)

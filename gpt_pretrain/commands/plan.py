@@ -9,17 +9,35 @@ told in the same words with exit code 2; otherwise the exit code is 0. `plan.gpu
 import sys
 from collections.abc import Sequence
 
-from gpt_pretrain.commands.command_line import Request, check_request, parse_command_line, run_hydra, show_help
-from gpt_pretrain.commands.door import exit_code, print_job
-from gpt_pretrain.commands.help import PLAN
+from gpt_pretrain.commands.command_line import Request
+from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
+from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.launch.environment import prepare_libraries
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
-from gpt_pretrain.plan.world import NO_LAUNCHER, planned_launch, planned_problems
+from gpt_pretrain.plan.world import planned_launch, planned_problems
 from gpt_pretrain.rules.gate import Job
 
+PROGRAM = Program(
+    about="""\
+gpt_pretrain.plan: what a training command would do, without a GPU.
 
-def plan_jobs(jobs: Sequence[Job]) -> None:
+It takes every argument of python -m gpt_pretrain and trains nothing. It shows
+where each setting lands, which matrix products run in FP8, memory per GPU and
+the predicted speed on the machine that plan.gpu and plan.num_gpus name, and
+writes plan.json into run_dir (outputs/DATE/TIME_NAME where none is given).
+
+Exit codes: 0 planned; 2 training would be refused, with the same errors;
+1 a crash; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.plan                       the tiny GPT on one H200
+python -m gpt_pretrain.plan model=llama3_8b parallelism=dp plan.num_gpus=8
+python -m gpt_pretrain.plan model=gpt3_1_3b fp8=delayed plan.gpu=h100
+python -m gpt_pretrain.plan -m fp8=none,delayed,tensorwise   one plan each""",
+)
+
+
+def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     """Plans each job of a checked command line.
 
     Raises:
@@ -28,8 +46,7 @@ def plan_jobs(jobs: Sequence[Job]) -> None:
     """
     for job in jobs:
         check_run_dir(job.config)
-    prepare_libraries()
-    # torch and megatron-core take seconds to load: not before the gate has let the command line through.
+    # Tables take a while to load: not before the gate has let the command line through.
     from gpt_pretrain.plan.console import print_plan
     from gpt_pretrain.plan.document import write_plan
     from gpt_pretrain.plan.forecast import build_plan
@@ -52,18 +69,5 @@ def plan_jobs(jobs: Sequence[Job]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans a command line and returns the exit code.
-
-    Args:
-        arguments: What follows `python -m gpt_pretrain.plan`; `sys.argv` when not given.
-    """
-
-    def read_and_plan() -> None:
-        request: Request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-        jobs = check_request(request, NO_LAUNCHER, planned_problems)
-        if request.runs:
-            plan_jobs(jobs)
-        else:
-            show_help(request, PLAN) if request.options.help else run_hydra(request, lambda _: None)
-
-    return exit_code(read_and_plan)
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_config(PROGRAM, plan_jobs, arguments, launch=ALONE, rules=planned_problems)

@@ -9,13 +9,29 @@ cluster no GPU waits for a tokenizer. What is in the cache already is only check
 import sys
 from collections.abc import Sequence
 
-from gpt_pretrain.commands.command_line import check_request, parse_command_line, run_hydra, show_help
-from gpt_pretrain.commands.door import exit_code, print_job
-from gpt_pretrain.commands.help import PREPARE_DATA
+from gpt_pretrain.commands.command_line import Request
+from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
+from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries
-from gpt_pretrain.plan.world import NO_LAUNCHER, planned_problems
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.plan.world import planned_problems
+from gpt_pretrain.rules.gate import Job
+
+PROGRAM = Program(
+    about="""\
+gpt_pretrain.prepare_data: prepare the data of a training command, without a GPU.
+
+It takes every argument of python -m gpt_pretrain and trains nothing: it
+tokenises, checks the tokens and fixes the order of the samples in
+model.data.cache_dir, where the run then finds them.
+
+Exit codes: 0 prepared; 2 refused, with what to mend; 1 a crash; 130 Ctrl-C.""",
+    examples="""\
+python -m gpt_pretrain.prepare_data data=text 'model.data.text_files=["corpus/*.jsonl"]'
+python -m gpt_pretrain.prepare_data model=llama3_8b data=mmap model.data.data_prefix=[tokens]""",
+)
 
 
 def prepare(config: Config) -> None:
@@ -45,24 +61,20 @@ def prepare(config: Config) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepares the data of a command line and returns the exit code.
+def prepare_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
+    """Prepares the data of each job of a checked command line.
 
-    Args:
-        arguments: What follows `python -m gpt_pretrain.prepare_data`; `sys.argv` when not given.
+    Raises:
+        UserError: See `prepare`.
     """
+    prepare_libraries()
+    names = [" ".join(job.overrides) for job in jobs]
+    for number, job in enumerate(jobs):
+        print_job(number, names)
+        prepare(job.config)
 
-    def read_and_prepare() -> None:
-        request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-        # The ranks are those that the run is planned for: how the data is prepared does not depend on them.
-        jobs = check_request(request, NO_LAUNCHER, planned_problems)
-        if not request.runs:
-            show_help(request, PREPARE_DATA) if request.options.help else run_hydra(request, lambda _: None)
-            return
-        prepare_libraries()
-        names = [" ".join(job.overrides) for job in jobs]
-        for number, job in enumerate(jobs):
-            print_job(number, names)
-            prepare(job.config)
 
-    return exit_code(read_and_prepare)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    # The ranks are those that the run is planned for: how the data is prepared does not depend on them.
+    return run_with_config(PROGRAM, prepare_jobs, arguments, launch=ALONE, rules=planned_problems)

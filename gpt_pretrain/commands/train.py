@@ -19,31 +19,38 @@ line is then the summary with `end_reason` and `exit_code`; a run that crashed o
 """
 
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from gpt_pretrain.commands.command_line import Request, check_request, parse_command_line, run_hydra, show_help
-from gpt_pretrain.commands.door import (
-    INTERRUPTED,
-    USER_ERROR,
-    print_error,
-    print_error_after_rank_zero,
-    print_job,
-    print_sweep_result,
-)
+from gpt_pretrain.commands.command_line import Request, run_hydra
+from gpt_pretrain.commands.door import CRASH, USER_ERROR, print_error, print_job, run_with_config
+from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
-from gpt_pretrain.launch.process import ended_by_signals
-from gpt_pretrain.launch.ranks import Launch, read_launch
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
 from gpt_pretrain.launch.slurm import submit
 from gpt_pretrain.rules.gate import Job, read_job
 
-CRASH = 1
+# Longer than a launcher needs to end the other ranks once rank 0 has told the error and left.
+RANK_ZERO_FIRST_S = 3.0
+
+PROGRAM = Program(
+    about="gpt_pretrain: pretrain a GPT on megatron-core, configured by Hydra.",
+    examples="""\
+python -m gpt_pretrain                            a tiny GPT on real text
+python -m gpt_pretrain trainer.max_steps=50 model.optim.lr=1e-3
+torchrun --nproc-per-node 8 -m gpt_pretrain model=llama3_8b parallelism=dp
+python -m gpt_pretrain data=text 'model.data.text_files=["corpus/*.jsonl"]'
+python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one after another
+python -m gpt_pretrain --config-dir my_conf --config-name my_run
+python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing""",
+)
 
 
 def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
@@ -74,12 +81,9 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
 
             reason = train(config, launch)
             code, asked_for = EXIT_CODES[reason], reason in ASKED_FOR
-        except UserError as error:
+        except (UserError, RunError) as error:
             print_error_after_rank_zero(error, launch)
-            code = USER_ERROR
-        except RunError as error:
-            print_error_after_rank_zero(error, launch)
-            code = CRASH
+            code = USER_ERROR if isinstance(error, UserError) else CRASH
         except Exception as error:
             out_of_memory = _explain_out_of_memory(config, launch, error)
             if not request.options.multirun and out_of_memory is None:
@@ -95,8 +99,21 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
         codes.append(code)
 
     run_hydra(request, job)
-    print_sweep_result(names, codes)
+    failed = [f"  run {n + 1}: {names[n]} (exit code {code})" for n, code in enumerate(codes) if code]
+    if len(names) > 1 and failed:
+        sys.stderr.write("\n".join([f"error: {len(failed)} of {len(names)} runs of the sweep failed", *failed]) + "\n")
     return max(codes, default=0)
+
+
+def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:
+    """Prints an error that training raised: on rank 0 at once, elsewhere only if rank 0 does not end the run first.
+
+    An error that all ranks find is then told once, and one that a single rank finds (a file missing on its node) is not
+    lost.
+    """
+    if not launch.is_rank_zero:
+        time.sleep(RANK_ZERO_FIRST_S)
+    print_error(error, "" if launch.is_rank_zero else f" (rank {launch.rank})")
 
 
 def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
@@ -121,38 +138,23 @@ def _explain_out_of_memory(config: Config, launch: Launch, error: Exception) -> 
     return explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit code.
+def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
+    """Runs a checked command line, or hands its jobs to Slurm; returns the exit code.
 
-    Args:
-        arguments: What follows `python -m gpt_pretrain`; `sys.argv` when not given.
+    Raises:
+        UserError: A run directory cannot be written or is in use; Slurm refuses a job.
     """
-    try:
-        launch = read_launch()
-    except UserError as error:
-        print_error(error)
-        return USER_ERROR
-    try:
-        request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
-        jobs = check_request(request, launch)
-        if request.runs:
-            # Only where it will be made: another node may not see the place.
-            for job in jobs if launch.is_rank_zero else []:
-                check_run_dir(job.config)
-                if job.config.run_dir is not None:
-                    check_run_lock(Path(job.config.run_dir).absolute())
-            if any(job.submission is not None for job in jobs):
-                submit_jobs(request, jobs)
-                return 0
-            with ended_by_signals():
-                return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
-        if launch.is_rank_zero:
-            show_help(request) if request.options.help else run_hydra(request, lambda _: None)
-    except UserError as error:
-        # Every rank finds the same; one of them tells.
-        if launch.is_rank_zero:
-            print_error(error)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return 0
+    # Only where it will be made: another node may not see the place.
+    for job in jobs if launch.is_rank_zero else []:
+        check_run_dir(job.config)
+        if job.config.run_dir is not None:
+            check_run_lock(Path(job.config.run_dir).absolute())
+    if any(job.submission is not None for job in jobs):
+        submit_jobs(request, jobs)
+        return 0
+    return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_config(PROGRAM, start, arguments)

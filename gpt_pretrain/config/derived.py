@@ -4,8 +4,7 @@ import re
 
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig
-from gpt_pretrain.config.schema_run import TrainerConfig
+from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
 
 
 def model_parallel_size(model: ModelConfig) -> int:

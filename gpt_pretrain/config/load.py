@@ -1,16 +1,127 @@
-"""The configuration from Python and from a run directory, and back to YAML: for training, scripts and tests."""
+"""The typed `Config`: from what Hydra composed, from a run directory, and back to YAML.
 
+It is read leaf by leaf, so that every wrong value is reported rather than the first.
+"""
+
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, show
+from gpt_pretrain.config.keys import (
+    UNSUPPORTED_VALUES,
+    Key,
+    is_known,
+    schema_keys,
+    schema_sections,
+    unknown_key,
+)
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.typed import read_config
+from gpt_pretrain.config.values import WrongValue, convert
+
+
+def section_problem(path: str, value: Any) -> str:
+    """What is told about a value where a section of keys belongs."""
+    members = ", ".join(field.name for field in fields(schema_sections()[path]))
+    return f"{path}={show(value)} replaces a whole section; set its keys instead: {members}"
+
+
+class _Reader:
+    """Reads a composed configuration once and keeps what is wrong with it."""
+
+    def __init__(self, origins: Mapping[str, str], *, complete: bool) -> None:
+        self.origins = origins
+        self.complete = complete
+        self.problems: list[str] = []
+
+    def read_section(self, node: DictConfig, section: type, prefix: str) -> Any:
+        """Builds `section` from `node`; None when something in it is wrong or missing."""
+        self._unknown(node, prefix)
+        values: dict[str, Any] = {}
+        for field in fields(section):
+            path = prefix + field.name
+            if is_dataclass(field.type):
+                assert isinstance(field.type, type)
+                child = node._get_node(field.name)
+                if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+                    typed = self.read_section(child, field.type, f"{path}.")
+                    if typed is not None:
+                        values[field.name] = typed
+                elif child is None or OmegaConf.is_missing(node, field.name):
+                    self._missing(path, "is not in the configuration")
+                else:
+                    raw = OmegaConf.to_container(node, resolve=False)
+                    assert isinstance(raw, dict)
+                    self.problems.append(section_problem(path, raw[field.name]))
+            else:
+                self._read_leaf(node, field.name, schema_keys()[path], values)
+        return section(**values) if len(values) == len(fields(section)) and not self.problems else None
+
+    def _read_leaf(self, node: DictConfig, name: str, key: Key, values: dict[str, Any]) -> None:
+        if node._get_node(name) is None:
+            self._missing(key.path, "is not in the configuration")
+            return
+        if OmegaConf.is_missing(node, name):
+            self._missing(key.path, "has no value")
+            return
+        try:
+            value = node[name]
+            if isinstance(value, DictConfig | ListConfig):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        except InterpolationToMissingValueError:
+            # The open value that it points to is reported under its own name.
+            return
+        except OmegaConfBaseException as error:
+            raw = OmegaConf.to_container(node, resolve=False)
+            assert isinstance(raw, dict)
+            reason = str(error).splitlines()[0]
+            self.problems.append(f"{key.path}={raw[name]!s} cannot be resolved{self._origin(key.path)}: {reason}")
+            return
+        try:
+            values[name] = convert(value, key)
+        except WrongValue as wrong:
+            instead = UNSUPPORTED_VALUES.get((key.path, str(value).lower()))
+            text = str(wrong) if instead is None else f"{str(wrong).partition(';')[0]}; {instead}"
+            self.problems.append(f"{key.path}={show(value)} {text}{self._origin(key.path)}")
+
+    def _missing(self, path: str, what: str) -> None:
+        if self.complete:
+            key = schema_keys().get(path)
+            takes = "" if key is None else f" ({key.type_text}: {key.doc})"
+            self.problems.append(f"{path} {what}; choose a preset that sets it, or give {path}=…{takes}")
+
+    def _unknown(self, node: DictConfig, prefix: str) -> None:
+        for name in node:
+            path = f"{prefix}{name!s}"
+            if not is_known(path):
+                self.problems.append(unknown_key(path))
+
+    def _origin(self, path: str) -> str:
+        return f" (in {self.origins[path]})" if path in self.origins else ""
+
+
+def read_config(
+    composed: DictConfig, *, origins: Mapping[str, str] | None = None, complete: bool = True
+) -> tuple[Config | None, list[str]]:
+    """Reads the typed configuration out of a composed one.
+
+    Args:
+        composed: What Hydra composed, without its `hydra` section.
+        origins: Dotted key to the YAML file that set it; named in messages.
+        complete: Whether values that are still open (`???`) are problems.
+
+    Returns:
+        The configuration, or None where it has problems or open values; and the problems.
+    """
+    reader = _Reader(origins or {}, complete=complete)
+    config = reader.read_section(composed, Config, "")
+    return (None, reader.problems) if reader.problems else (config, [])
 
 
 def config_to_dict(value: Any) -> Any:

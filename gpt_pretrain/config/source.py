@@ -5,23 +5,26 @@ after it, `--config-path` replaces it. Everything here is Hydra's own machinery,
 Hydra runs.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.default_element import ResultDefault
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -93,20 +96,103 @@ def check_source(source: Source) -> None:
     )
 
 
-def build_loader(source: Source) -> ConfigLoaderImpl:
-    """Hydra's loader over the search path of `source`, as `hydra.main` would build it."""
-    check_source(source)
-    version.setbase(HYDRA_VERSION_BASE)
-    setup_globals()
-    JobRuntime.instance().set("name", JOB_NAME)
-    search_path = create_config_search_path(str(source.config_path.resolve()))
-    if source.config_dir is not None:
-        search_path.prepend(
-            provider="command-line",
-            path=f"file://{source.config_dir.resolve()}",
-            anchor=SearchPathQuery(provider="schema"),
-        )
-    return ConfigLoaderImpl(search_path)
+class _Files(ConfigRepository):
+    """The YAML files of a search path, each read once; Hydra's own repository reads them anew for each composition."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self._read: dict[str, ConfigResult | None] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self._read:
+            self._read[config_path] = super().load_config(config_path)
+        # A composition changes what it merges.
+        return copy.deepcopy(self._read[config_path])
+
+    def __deepcopy__(self, memo: object) -> "_Files":
+        # Hydra copies the repository for each composition.
+        return self
+
+
+class Loader(ConfigLoaderImpl):
+    """Hydra's loader over the search path of `source`, as `hydra.main` would build it; composes a command line once.
+
+    The gate, `--help` and Hydra itself ask for the same composition.
+
+    Raises:
+        ConfigError: A folder, or the primary file, does not exist.
+    """
+
+    def __init__(self, source: Source) -> None:
+        check_source(source)
+        version.setbase(HYDRA_VERSION_BASE)
+        setup_globals()
+        JobRuntime.instance().set("name", JOB_NAME)
+        search_path = create_config_search_path(str(source.config_path.resolve()))
+        if source.config_dir is not None:
+            search_path.prepend(
+                provider="command-line",
+                path=f"file://{source.config_dir.resolve()}",
+                anchor=SearchPathQuery(provider="schema"),
+            )
+        super().__init__(search_path)
+        self.source = source
+        self.repository = _Files(search_path)
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+
+    def load_configuration(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **kwargs: Any
+    ) -> DictConfig:
+        """Hydra's own; resolvers that were asked once, such as `${now:}`, answer the same again."""
+        key = (run_mode.name, *overrides)
+        if key not in self._composed:
+            self._composed[key] = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
+        return copy.deepcopy(self._composed[key])
+
+    def compose(self, overrides: Sequence[str], run_mode: RunMode = RunMode.RUN) -> DictConfig:
+        """Hydra's composition, its `hydra` section included.
+
+        Raises:
+            ConfigError: Hydra refuses it.
+        """
+        with _told_as_config_error():
+            return self.load_configuration(self.source.config_name, list(overrides), run_mode)
+
+    def search_also(self, overrides: Sequence[Override]) -> None:
+        """Searches the folders of a `hydra.searchpath=[…]` among the overrides, too."""
+        with _told_as_config_error():
+            lines = [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
+            self._parse_overrides_and_create_caching_repo(self.source.config_name, lines)
+
+    def groups(self, parent: str = "") -> list[str]:
+        """Every group of ours ("model", …), nested ones as a/b, those of Hydra left out."""
+        found = []
+        for name in self.repository.get_group_options(parent, ObjectType.GROUP):
+            group = f"{parent}/{name}" if parent else name
+            if group != "hydra" and not name.startswith(("_", ".")):
+                found += [group, *self.groups(group)]
+        return found
+
+    def options(self, group: str) -> list[str]:
+        """The options of a group: names of its YAML files."""
+        return self.repository.get_group_options(group, ObjectType.CONFIG)
+
+    def defaults(self, overrides: Sequence[str]) -> DefaultsList:
+        """The YAML files of a composition in the order in which they are merged, and the groups' choices.
+
+        Raises:
+            ConfigError: The defaults list names something that does not exist.
+        """
+        with _told_as_config_error():
+            return self.compute_defaults_list(self.source.config_name, list(overrides), RunMode.RUN)
+
+
+@contextmanager
+def _told_as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except COMPOSITION_ERRORS as error:
+        raise ConfigError([composition_problem(error)]) from error
 
 
 def parse_override(text: str) -> Override:
@@ -127,73 +213,6 @@ def parse_override(text: str) -> Override:
         problem = f"{text!r} is no override: {reason}; write key=value, and quote a value with special characters"
         raise ConfigError([f"{problem}: \"key='…'\""]) from error
     return override
-
-
-def open_repository(loader: ConfigLoaderImpl, source: Source, overrides: Sequence[Override]) -> CachingConfigRepository:
-    """The YAML files that Hydra finds, `hydra.searchpath` included."""
-    lines = [line for o in overrides if o.key_or_group == "hydra.searchpath" and (line := o.input_line) is not None]
-    try:
-        return loader._parse_overrides_and_create_caching_repo(source.config_name, lines)[1]
-    except COMPOSITION_ERRORS as error:
-        raise ConfigError([composition_problem(error)]) from error
-
-
-def list_groups(repository: CachingConfigRepository, parent: str = "") -> list[str]:
-    """Every group of ours ("model", …), nested ones as a/b, those of Hydra left out."""
-    groups = []
-    for name in repository.get_group_options(parent, ObjectType.GROUP):
-        group = f"{parent}/{name}" if parent else name
-        if group != "hydra" and not name.startswith(("_", ".")):
-            groups += [group, *list_groups(repository, group)]
-    return groups
-
-
-def list_options(repository: CachingConfigRepository, group: str) -> list[str]:
-    """The options of a group: names of its YAML files."""
-    return list(repository.get_group_options(group, ObjectType.CONFIG))
-
-
-def compose(
-    loader: ConfigLoaderImpl, source: Source, overrides: Sequence[str], run_mode: RunMode = RunMode.RUN
-) -> DictConfig:
-    """Hydra's composition, its `hydra` section included.
-
-    Raises:
-        ConfigError: Hydra refuses it.
-    """
-    try:
-        return loader.load_configuration(source.config_name, list(overrides), run_mode)
-    except COMPOSITION_ERRORS as error:
-        raise ConfigError([composition_problem(error)]) from error
-
-
-def list_used_files(
-    repository: CachingConfigRepository, source: Source, overrides: Sequence[str]
-) -> list[ResultDefault]:
-    """The YAML files of a composition in the order in which they are merged; each is read once.
-
-    Raises:
-        ConfigError: The defaults list names something that does not exist.
-    """
-    return _defaults_list(repository, source, overrides).defaults
-
-
-def list_chosen_groups(repository: CachingConfigRepository, source: Source) -> list[str]:
-    """The groups of the defaults list, of which a command line chooses other options.
-
-    Raises:
-        ConfigError: The defaults list names something that does not exist.
-    """
-    return list(_defaults_list(repository, source, []).overrides.known_choices)
-
-
-def _defaults_list(repository: CachingConfigRepository, source: Source, overrides: Sequence[str]) -> DefaultsList:
-    """What Hydra's loader computes, which would read all files anew."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        return create_defaults_list(repository, source.config_name, parsed, prepend_hydra=True, skip_missing=False)
-    except COMPOSITION_ERRORS as error:
-        raise ConfigError([composition_problem(error)]) from error
 
 
 def composition_problem(error: BaseException) -> str:

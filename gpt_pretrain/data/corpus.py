@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
-from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.numbers import one_of
+from gpt_pretrain.config.errors import ConfigError, one_of
 from gpt_pretrain.config.schema import Config, DataConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, file_identity, fingerprint
 from gpt_pretrain.data.prepare import tokenize_source

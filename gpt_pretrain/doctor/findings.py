@@ -8,7 +8,7 @@ libraries it loads must be the ones that PyTorch loaded.
 import re
 from collections.abc import Iterator, Sequence
 
-from gpt_pretrain.config.install import install_command
+from gpt_pretrain.config.errors import install_command
 from gpt_pretrain.doctor.facts import Blocks, Driver, Facts, Failure, Finding, Requirement, Torch
 from gpt_pretrain.spec.platform import MULTICAST_OFF, NO_MULTICAST, leading_version
 

@@ -11,9 +11,8 @@ from typing import Any
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.config.typed import show
 
 
 class Architecture(Enum):

@@ -22,10 +22,9 @@ from gpt_pretrain.checkpoint.description import architecture, layout
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, installed_versions, write_manifest
 from gpt_pretrain.checkpoint.write_tensors import PlannedTensor, write_weights
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.typed import written
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
 from gpt_pretrain.huggingface.arguments import ImportArguments

@@ -11,8 +11,8 @@ from typing import Any
 
 from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.errors import show
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.typed import show
 from gpt_pretrain.rules.no_effect import why_no_effect
 from gpt_pretrain.spec.core_fields import (
     Field,

@@ -12,9 +12,6 @@ from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.plan.hardware import GPUS_PER_NODE
 from gpt_pretrain.rules.check import config_problems
 
-# The plan itself is one process, whatever started the shell that it is typed in.
-NO_LAUNCHER = rank_zero_of(1, local_world_size=1, launcher="none")
-
 
 def planned_world_size(config: Config) -> int:
     """Processes of the planned run, one per GPU.

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from gpt_pretrain.config.numbers import format_bytes
+from gpt_pretrain.config.errors import format_bytes
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     ExpertsRecord,

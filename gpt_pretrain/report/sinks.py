@@ -12,9 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.install import how_to_install
-from gpt_pretrain.config.schema_run import LoggingConfig
+from gpt_pretrain.config.errors import UserError, how_to_install
+from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.metrics_file import MetricsFile
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor, Record, RewindRecord, StartRecord, SummaryRecord

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import MoeLoadBalancing, MoeTokenDispatcher
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
-from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
+from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.config.typed import show
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.spec.recipes import recipes_for
 from gpt_pretrain.spec.resolved import Resolved

@@ -9,8 +9,8 @@ import fnmatch
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity
+from gpt_pretrain.config.errors import show
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.config.typed import show
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import ROUTER

@@ -18,7 +18,7 @@ from gpt_pretrain.config.derived import (
     kv_channels,
     num_query_groups,
 )
-from gpt_pretrain.config.numbers import multiples_near, one_of
+from gpt_pretrain.config.errors import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear

@@ -12,27 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import flatten, is_known, unknown_key
+from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import (
-    Source,
-    build_loader,
-    compose,
-    find_conf_dir,
-    list_used_files,
-    open_repository,
-    parse_override,
-)
-from gpt_pretrain.config.typed import read_config, show
+from gpt_pretrain.config.source import Loader, Source, find_conf_dir, parse_override
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import CommandLine, lines_of, parse_overrides, single_value, without_sweeps
@@ -59,9 +49,7 @@ def _display(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _check_files(
-    source: Source, repository: CachingConfigRepository, overrides: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
+def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Checks the keys of every YAML file that takes part.
 
     Returns:
@@ -69,11 +57,12 @@ def _check_files(
     """
     problems: list[str] = []
     origins: dict[str, str] = {}
-    for default in list_used_files(repository, source, overrides):
+    source = loader.source
+    for default in loader.defaults(overrides).defaults:
         package = "" if default.package in (None, "_global_") else str(default.package)
         if default.config_path is None or package.partition(".")[0] == "hydra":
             continue
-        loaded = repository.load_config(default.config_path)
+        loaded = loader.repository.load_config(default.config_path)
         assert loaded is not None, "Hydra lists only files that it found"
         name = default.config_path.removesuffix(".yaml") + ".yaml"
         file = _display(Path(loaded.path.removeprefix("file://")) / name)
@@ -153,9 +142,7 @@ def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
 class _Gate:
     """What every job of a command line is checked with."""
 
-    loader: ConfigLoaderImpl
-    source: Source
-    repository: CachingConfigRepository
+    loader: Loader
     given: frozenset[str]
     """Keys that the command line sets: their wrong values are not a file's, and they are meant to have an effect."""
     multirun: bool
@@ -172,8 +159,8 @@ class _Gate:
             overrides: Those that distinguish it.
         """
         try:
-            problems, origins = _check_files(self.source, self.repository, lines)
-            composed = compose(self.loader, self.source, lines)
+            problems, origins = _check_files(self.loader, lines)
+            composed = self.loader.compose(lines)
         except ConfigError as error:
             return None, list(error.problems)
         if composed.hydra.mode is RunMode.MULTIRUN and not self.multirun:
@@ -224,7 +211,7 @@ def _run_dir_of_a_job(config: Config) -> list[str]:
 
 
 def check_command(
-    source: Source,
+    loader: Loader,
     overrides: Sequence[str],
     *,
     multirun: bool = False,
@@ -234,7 +221,7 @@ def check_command(
     """Checks a command line through and through.
 
     Args:
-        source: Where the YAML is.
+        loader: Finds and composes the YAML.
         overrides: The command line's `key=value` arguments.
         multirun: Whether `-m` was given.
         complete: Whether open values (`???`) are problems; they are not when the configuration is only shown.
@@ -247,16 +234,15 @@ def check_command(
     Raises:
         ConfigError: All that is wrong.
     """
-    loader = build_loader(source)
     parsed, problems = parse_overrides(overrides)
-    repository = open_repository(loader, source, parsed)
-    command_line = CommandLine(source, repository)
+    loader.search_also(parsed)
+    command_line = CommandLine(loader)
     accepted = [override for override in parsed if command_line.accepts(override)]
     problems += command_line.problems
     submission = None
     if multirun:
         try:
-            base = compose(loader, source, lines_of(accepted), RunMode.MULTIRUN)
+            base = loader.compose(lines_of(accepted), RunMode.MULTIRUN)
             sweeps = _sweep_jobs(base, accepted)
             if is_submission(base.hydra.launcher):
                 submission = read_submission(base.hydra.launcher)
@@ -271,8 +257,6 @@ def check_command(
 
     gate = _Gate(
         loader=loader,
-        source=source,
-        repository=repository,
         given=frozenset(path for o in accepted for path, _ in flatten(single_value(o), o.key_or_group)),
         multirun=multirun,
         complete=complete,
@@ -327,7 +311,7 @@ def load_config(
         ConfigError: Unknown keys or options, wrong types, open values: all of them.
     """
     source = Source(config_name=config_name, config_path=config_path or find_conf_dir(), config_dir=config_dir)
-    (job,) = check_command(source, overrides)
+    (job,) = check_command(Loader(source), overrides)
     return job.config
 
 

@@ -15,7 +15,7 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
 )
-from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
+from gpt_pretrain.config.errors import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.rules.machine_fp8 import fp8_machine_problems
 from gpt_pretrain.spec.obstacles import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import MULTICAST_OFF, NO_MULTICAST, OLDEST_FLASH_ATTENTION, USER_BUFFERS_WITHOUT

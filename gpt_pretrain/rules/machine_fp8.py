@@ -6,7 +6,7 @@ TE 2.12 asserts most of this when the first layer runs. Its environment variable
 from collections.abc import Iterator
 
 from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation
 from gpt_pretrain.spec.platform import (
     ATTENTION,

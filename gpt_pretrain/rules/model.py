@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches
-from gpt_pretrain.config.numbers import divisors, multiples_near, one_of
+from gpt_pretrain.config.errors import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems

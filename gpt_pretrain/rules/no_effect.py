@@ -20,9 +20,9 @@ from gpt_pretrain.config.choices import (
     TokenizerLibrary,
 )
 from gpt_pretrain.config.derived import warmup_steps
+from gpt_pretrain.config.errors import show
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.typed import show
 from gpt_pretrain.spec.fp8 import DELAYED_KEYS
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.resolved import Resolved, resolve

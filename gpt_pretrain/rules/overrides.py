@@ -6,13 +6,12 @@ Hydra lets a typo behind `+` or `++` compose silently, and its own errors name i
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.override_parser.types import Override, Transformer
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_sections, unknown_key
-from gpt_pretrain.config.source import Source, list_chosen_groups, list_groups, list_options, parse_override
-from gpt_pretrain.config.typed import section_problem
+from gpt_pretrain.config.load import section_problem
+from gpt_pretrain.config.source import Loader, parse_override
 
 # A group that may be left out: the configuration is whole without it.
 OPTIONAL_GROUPS = ("experiment",)
@@ -31,10 +30,9 @@ def lines_of(overrides: Iterable[Override]) -> list[str]:
 class CommandLine:
     """Checks the overrides of a command line one by one; keeps those that Hydra may have."""
 
-    def __init__(self, source: Source, repository: CachingConfigRepository) -> None:
-        self.source = source
-        self.repository = repository
-        self.groups = list_groups(repository)
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.groups = loader.groups()
         self.problems: list[str] = []
 
     def accepts(self, override: Override) -> bool:
@@ -69,7 +67,7 @@ class CommandLine:
             self.problems.append(f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}")
         else:
             chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
-            options = list_options(self.repository, group)
+            options = self.loader.options(group)
             for option in [item for entry in chosen for item in (entry if isinstance(entry, list) else [entry])]:
                 if str(option) not in options:
                     nearest = did_you_mean(nearest_name(str(option), options))
@@ -78,7 +76,7 @@ class CommandLine:
 
     def _is_chosen(self, group: str) -> bool:
         """Whether the defaults list has the group; `+` adds one that it does not have (a user's own)."""
-        return group in list_chosen_groups(self.repository, self.source)
+        return group in self.loader.defaults([]).overrides.known_choices
 
     def _check_keys(self, override: Override) -> None:
         line = str(override.input_line)

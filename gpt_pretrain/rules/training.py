@@ -12,10 +12,8 @@ from typing import Any
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, ScheduleName, TokenizerLibrary
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
-from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.install import how_to_install
-from gpt_pretrain.config.schema import Config, DataConfig, TokenizerConfig
-from gpt_pretrain.config.schema_run import CheckpointConfig, TrainerConfig
+from gpt_pretrain.config.errors import ConfigError, how_to_install
+from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, TokenizerConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.optimizer_memory import optimizer_memory
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from gpt_pretrain.config.install import how_to_install
+from gpt_pretrain.config.errors import how_to_install
 
 if TYPE_CHECKING:
     import torch

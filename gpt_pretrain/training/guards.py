@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from gpt_pretrain.config.schema_run import TrainerConfig
+from gpt_pretrain.config.schema import TrainerConfig
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
 

@@ -12,11 +12,10 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
     uses_distributed_optimizer,
 )
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.config.typed import written
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.rules.machine import machine_notes
 from gpt_pretrain.spec.core_fields import params_dtype

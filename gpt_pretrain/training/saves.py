@@ -6,7 +6,7 @@ from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.config.schema_run import CheckpointConfig
+from gpt_pretrain.config.schema import CheckpointConfig
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.report.records import CheckpointRecord, Record
 from gpt_pretrain.training.meter import Meter
