@@ -1,11 +1,12 @@
 """Checkpoints without tensors: directories with a few bytes and a true manifest, for tests of what only reads files."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from gpt_pretrain.checkpoint.directory import KEEP_ALL, Destination, Retention
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, write_manifest
-from gpt_pretrain.checkpoint.publishing import Destination, Retention
-
-KEEP_ALL = Retention(keep_last=None, keep_every=None)
 
 
 def manifest(step: int, *, saved_at: float | None = None, **changes: object) -> Manifest:
@@ -45,3 +46,14 @@ def publish(
     write_manifest(destination.unfinished, manifest(step, saved_at=saved_at, files=files, **changes))
     destination.publish()
     return destination.path
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond that: what a full disk or a quota does, without root."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

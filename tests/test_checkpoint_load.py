@@ -9,12 +9,11 @@ from functools import cache
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.fp8_state import take_extra_states
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.manifest import read_manifest
 from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, choose_start, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.state import Progress, take_extra_states
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device

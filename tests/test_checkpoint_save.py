@@ -6,7 +6,6 @@
 import io
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.load import config_to_dict
+from tests.checkpoint_files import file_size_limit
 from tests.emulated_training import build_training, emulate, emulated_training
 from tests.forked_runs import fork_ranks
 
@@ -224,14 +224,9 @@ def test_a_save_that_does_not_fit_is_refused_before_it_is_written(training, save
 
 
 def test_what_the_system_says_of_a_file_is_told_with_its_path(training, saver):
-    """A limit on the size of files stands for a quota; it needs no root."""
     (good,) = [*saver.save(at(1)), *saver.wait()]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
+    with file_size_limit(100_000):
         (outcome,) = [*saver.save(at(2)), *saver.wait()]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"{saver.directory}/.step_00000002.unfinished/__0_0.distcp: File too large" in outcome.problem
     assert latest_checkpoint(saver.directory) == good.path
     assert check_files(good.path, read_manifest(good.path)) == []

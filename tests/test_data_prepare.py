@@ -130,7 +130,7 @@ def release(process):
 
 
 def wait_for_partial(cache, process):
-    while not list(cache.glob("corpora/*.partial-*/corpus.bin")):
+    while not list(cache.glob("corpora/.*.unfinished/corpus.bin")):
         assert process.poll() is None
         time.sleep(0.02)
 
@@ -157,7 +157,7 @@ def test_a_kill_in_the_middle_leaves_nothing_that_counts_as_complete(tmp_path, t
     wait_for_partial(cache, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    assert [name for name in entries(cache) if ".partial-" not in name] == []
+    assert [name for name in entries(cache) if not name.endswith(".unfinished")] == []
     text = tokenize(texts, cache)
     assert entries(cache) == [text.prefix.parent.name], "the leftover is gone"
     assert len(IndexedDataset(str(text.prefix))) == 8

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint
-from gpt_pretrain.checkpoint.tensors import CheckpointTensors
+from gpt_pretrain.checkpoint.saved_model import CheckpointTensors
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.runs import small_run_arguments
 

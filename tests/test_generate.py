@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from gpt_pretrain.checkpoint.source import open_checkpoint
+from gpt_pretrain.checkpoint.saved_model import open_checkpoint
 from gpt_pretrain.commands.export import main as export_main
 from gpt_pretrain.commands.generate import GenerateArguments, main
 from gpt_pretrain.config.choices import CudaGraphImpl

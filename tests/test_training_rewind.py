@@ -7,8 +7,7 @@ import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.checkpoint.rewind import Detour, checkpoints_away_from, take_back
-from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
+from gpt_pretrain.checkpoint.start import Detour, VerifiedCheckpoint, checkpoints_away_from, take_back
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics

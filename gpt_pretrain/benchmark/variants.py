@@ -28,7 +28,12 @@ _OWN_VALUES = {
     "trainer.max_time": "null",
     "trainer.max_spike_rewinds": "null",
     "checkpoint.save_interval": "null",
+    "checkpoint.save_interval_minutes": "null",
     "checkpoint.save_at_end": "false",
+    "checkpoint.async_save": "true",
+    "checkpoint.keep_last": "null",
+    "checkpoint.keep_every": "null",
+    "checkpoint.on_save_error": "stop",
     "checkpoint.resume": "never",
     "sample.max_new_tokens": "0",
 }

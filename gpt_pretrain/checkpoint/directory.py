@@ -1,17 +1,27 @@
-"""A run's directory of checkpoints: which are there, and which is the newest.
+"""A run's directory of checkpoints: which are there, how one comes in, which others go then, and their table.
 
 A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300`, and `RUN_DIR/checkpoints/latest` names the newest one.
+Names that begin with a dot belong to what is being written or removed: nothing reads them, and the next save removes
+what a killed process has left of them. None of this needs torch.
 """
 
-from collections.abc import Iterable, Sequence
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gpt_pretrain.checkpoint.manifest import MANIFEST, read_manifest
-from gpt_pretrain.config.errors import UserError
+from rich.table import Table
+from rich.text import Text
+
+from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.config.files import fsync, publish_directory, unfinished_path, write_file
 
 POINTER = "latest"
+_REMOVED = ".removed"
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -22,7 +32,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Every checkpoint of a run in the order in which they were saved, whether `latest` names it or not.
 
-    Not by their steps: a run that was taken back to an earlier step has newer checkpoints with lower ones.
+    That is not the order of their steps: a run that was taken back has newer checkpoints of lower steps.
     """
     complete = [path for path in directory.glob("step_*") if _is_step(path.name) and (path / MANIFEST).is_file()]
     return sorted(complete, key=lambda path: (_saved_at(path), step_of(path)))
@@ -46,12 +56,12 @@ def step_of(path: Path) -> int:
 
 
 def is_given_up(path: Path, given_up: Iterable[Sequence[float]]) -> bool:
-    """Whether a checkpoint is of an attempt that the run was taken back from, and so none of its past.
+    """Whether a checkpoint belongs to an attempt that the run was taken back from, and not to its past.
 
     Args:
         path: A checkpoint.
-        given_up: Pairs of a step and a time, seconds since 1970-01-01 UTC: what was saved of that step or a later one
-            before that time was given up (`Manifest.given_up`).
+        given_up: Pairs of a step and a time in seconds since 1970-01-01 UTC: checkpoints of that step or a later one
+            that were saved before that time are given up (`Manifest.given_up`).
     """
     return any(step_of(path) >= step and _saved_at(path) < time for step, time in given_up)
 
@@ -59,8 +69,8 @@ def is_given_up(path: Path, given_up: Iterable[Sequence[float]]) -> bool:
 def earlier_checkpoints(path: Path) -> list[Path]:
     """The checkpoints beside one that it came from, the last saved first.
 
-    Those of higher steps were given up when the run was taken back behind them, and some of lower ones may have been
-    by an attempt before.
+    Those of higher steps were given up when the run was taken back behind them, and an earlier attempt may have given
+    up some of lower ones.
     """
     if not _is_step(path.name):
         return []
@@ -73,7 +83,7 @@ def earlier_checkpoints(path: Path) -> list[Path]:
 
 
 def _given_up(path: Path) -> Sequence[Sequence[float]]:
-    """What a checkpoint's manifest says of others; where it is garbled, what all that can be read beside it say."""
+    """What a checkpoint's manifest says of others; if it is garbled, what all readable manifests beside it say."""
     try:
         return read_manifest(path).given_up
     except UserError:
@@ -92,7 +102,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def _latest_name(directory: Path) -> str | None:
-    """None where there is no `latest`, or nothing in it that could be the name of a checkpoint."""
+    """None where there is no `latest`, or it cannot be the name of a checkpoint."""
     pointer = directory / POINTER
     if not pointer.is_file():
         return None
@@ -107,16 +117,16 @@ class FoundCheckpoints:
     paths: Sequence[Path]
     """The one that `latest` names and the earlier ones; newest first."""
     problem: str | None
-    """What is wrong with `latest`, where it names none of them: then all are there."""
+    """What is wrong with `latest`, if it names none of them; the paths are then all that are there."""
 
 
 def find_checkpoints(directory: Path) -> FoundCheckpoints:
-    """The checkpoint that `latest` names, and those before it. Whether they are whole is another question.
+    """The checkpoint that `latest` names, and those before it; their files are not checked.
 
-    A checkpoint newer than the named one was given up: `latest` is what a user changes to go back behind it.
+    A checkpoint newer than the named one was given up: a user changes `latest` to go back behind it.
 
     Raises:
-        UserError: There is a pointer, and no checkpoint at all.
+        UserError: `latest` is there, and no checkpoint at all.
     """
     newest, complete = latest_checkpoint(directory), complete_checkpoints(directory)[::-1]
     if newest is not None:
@@ -131,3 +141,161 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
         return FoundCheckpoints(paths=[], problem=None)
     problem = f"{pointer} names no checkpoint that is there" if pointer.exists() else f"{pointer} is missing"
     return FoundCheckpoints(paths=complete, problem=problem)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which checkpoints of a run stay once another is complete."""
+
+    keep_last: int | None
+    """How many of those saved last; None: all."""
+    keep_every: int | None
+    """Those of steps that it divides stay for ever; None: none."""
+
+    def superseded(self, complete: list[Path]) -> list[Path]:
+        """What goes of the checkpoints that are there, in the order in which they were saved; never the last."""
+        if self.keep_last is None:
+            return []
+        return [path for path in complete[: -self.keep_last] if not self.keeps_for_ever(path)]
+
+    def keeps_for_ever(self, path: Path) -> bool:
+        """Whether `keep_every` says so."""
+        return self.keep_every is not None and step_of(path) % self.keep_every == 0
+
+
+KEEP_ALL = Retention(keep_last=None, keep_every=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Destination:
+    """Where a checkpoint goes."""
+
+    directory: Path
+    """The run's checkpoints, `RUN_DIR/checkpoints`."""
+    step: int
+    retention: Retention
+    replaces: Path | None = None
+    """A checkpoint that goes when this one is complete, whatever the retention says."""
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's own directory."""
+        return checkpoint_path(self.directory, self.step)
+
+    @property
+    def unfinished(self) -> Path:
+        """Where it is written, until it is complete."""
+        return unfinished_path(self.path)
+
+    def clear(self) -> None:
+        """Makes the run's directory of checkpoints, and removes what killed saves have left in it.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for left in (*unfinished_saves(self.directory), *self.directory.glob(f".step_*{_REMOVED}")):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Gives the complete checkpoint its name, makes `latest` name it, and removes those that it supersedes.
+
+        What has its name already is replaced.
+
+        Raises:
+            OSError: A name cannot be changed; `latest` names a complete checkpoint in any case.
+        """
+        fsync(self.unfinished)
+        replaced = out_of_the_way(self.path) if self.path.exists() else None
+        publish_directory(self.unfinished, self.path)
+        write_file(self.directory / POINTER, self.path.name + "\n")
+        # The new one is the last, whatever a clock that was set back says.
+        others = [other for other in complete_checkpoints(self.directory) if other not in (self.path, self.replaces)]
+        superseded = self.retention.superseded([*others, self.path])
+        if self.replaces is not None and self.replaces.exists() and self.replaces != self.path:
+            superseded.append(self.replaces)
+        for left in filter(None, [replaced, *(out_of_the_way(old) for old in superseded)]):
+            # A file that cannot be removed now is tried again at the next save.
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def out_of_the_way(path: Path) -> Path:
+    """Renames a checkpoint that is to be removed, in one step, so that a half removed one is never taken for a whole.
+
+    Returns:
+        Its new name, which the next save removes if nobody else does.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    removed = path.with_name(f".{path.name}{_REMOVED}")
+    shutil.rmtree(removed, ignore_errors=True)
+    return path.rename(removed)
+
+
+def find_directory(path: Path) -> Path:
+    """The directory of checkpoints that is meant.
+
+    Args:
+        path: A run's directory, or its `checkpoints`.
+
+    Raises:
+        UserError: It is neither.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; name a run's directory, or its checkpoints/")
+    if (path / MANIFEST).is_file():
+        raise UserError(f"{path} is a single checkpoint; name its run's directory, or check it with verify {path}")
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not complete_checkpoints(directory):
+        raise UserError(f"{directory} holds no complete checkpoint (step_…/{MANIFEST})")
+    return directory
+
+
+def list_checkpoints(directory: Path) -> Table:
+    """A row for each complete checkpoint, in the order in which they were saved."""
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
+    for name, justify in (("step", "right"), ("saved", "left"), ("size", "right"), ("layout", "left"), ("fp8", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # rich knows the words
+    table.add_column("", overflow="fold")
+    newest = latest_checkpoint(directory)
+    for path in complete_checkpoints(directory):
+        mark = Text("latest", style="bold green") if path == newest else Text()
+        try:
+            manifest = read_manifest(path)
+        except UserError as error:
+            table.add_row(str(step_of(path)), "", "", "", "", Text(str(error), style="bold red"))
+            continue
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_unix))
+        table.add_row(
+            str(manifest.step), saved, format_bytes(manifest.num_bytes), describe_layout(manifest), _fp8(manifest), mark
+        )
+    return table
+
+
+def describe_layout(manifest: Manifest) -> str:
+    """How a checkpoint was spread: "8 ranks: TP2 PP2 DP2, distributed optimizer"."""
+    layout = manifest.layout
+    ranks = int(layout["processes"])
+    sizes = {name: int(layout[f"model.{key}_parallel_size"]) for name, key in _SIZES.items()}
+    sizes["DP"] = ranks // (sizes["TP"] * sizes["PP"] * sizes["CP"])
+    spread = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    described = f"{ranks} ranks: {spread}" if ranks > 1 else "1 rank"
+    distributed = layout["model.use_distributed_optimizer"] == "true"
+    return described + (", distributed optimizer" if distributed else "")
+
+
+_SIZES = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context"}
+
+
+def _fp8(manifest: Manifest) -> str:
+    model: Mapping[str, Any] = manifest.config["model"]
+    if not model["fp8"]:
+        return "off"
+    emulated = ", emulated" if model["fp8_emulate"] else ""
+    return (model["fp8_recipe"] or "delayed") + (", weights in FP8" if model["fp8_params"] else "") + emulated
+
+
+def unfinished_saves(directory: Path) -> list[Path]:
+    """What killed saves have left, or one writes now; the next save removes it."""
+    return sorted(directory.glob(unfinished_path(Path("step_*")).name))

@@ -16,18 +16,23 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from gpt_pretrain.checkpoint.description import architecture, layout, places_of_ranks
-from gpt_pretrain.checkpoint.differences import differences
-from gpt_pretrain.checkpoint.fp8_state import EXTRA_STATE, describe_fp8_state, keeps_fp8_state, take_extra_states
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
 from gpt_pretrain.checkpoint.state import (
+    EXTRA_STATE,
     RANDOM_STATES,
     Progress,
     Trainable,
+    architecture,
+    describe_fp8_state,
+    differences,
+    keeps_fp8_state,
+    layout,
     model_keys,
+    places_of_ranks,
     restore_random_states,
     sharded_model,
     sharded_state,
+    take_extra_states,
 )
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
@@ -41,7 +46,7 @@ from gpt_pretrain.megatron.parallel import seed_dropout
 _KEYS_SHOWN = 20
 # megatron-core's name of what is no tensor.
 _COMMON = "common_state"
-# Of an architecture: what decides the optimizer's tensors and the types of values, but not which weights there are.
+# Parts of an architecture that decide the optimizer's tensors and the types of values, but not which weights there are.
 _NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")
 
 
@@ -50,9 +55,9 @@ class Restored:
     """What came of loading a checkpoint."""
 
     progress: Progress
-    """How far the saved run was; the start of another where only its weights were taken."""
+    """How far the saved run was; a run's start where only the weights were taken."""
     notes: Sequence[str]
-    """What is otherwise than in the saved run, for the user."""
+    """What differs from the saved run, for the user."""
 
 
 def load_checkpoint(
@@ -60,8 +65,8 @@ def load_checkpoint(
 ) -> Restored:
     """Restores all of a checkpoint, so that the run goes on where it was saved; every rank calls it.
 
-    The checkpoint may come from any layout. Random states are those of ranks at their places: in another layout they
-    are seeded anew, from the run's seed and the step.
+    The checkpoint may come from any layout. Random states belong to ranks at their places: in another layout they are
+    seeded anew, from the run's seed and the step.
 
     Args:
         checkpoint: Where from.
@@ -174,9 +179,9 @@ def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, st
 
 
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:
-    """Reads `wanted` and gives the chunks their weights; `left_out` says which keys of a checkpoint are not asked for.
+    """Reads `wanted` and gives the chunks their weights; `left_out` says which keys of a checkpoint are not read.
 
-    Ranks that hold the same tensors read a part each and hand it to the others.
+    Ranks that hold the same tensors each read a part and hand it to the others.
     """
     keys = model_keys(len(trainable.model.gpt_chunks))
     not_restored = {key: take_extra_states(wanted[key]) if left_out(EXTRA_STATE) else [] for key in keys}
@@ -209,7 +214,7 @@ def _listed(what: str, keys: set[str]) -> str:
 
 
 def _seed_anew(seed: int, step: int) -> None:
-    """Random states that follow from seed and step, and are not those of the run's start."""
+    """Seeds this rank's generators from seed and step, otherwise than at the run's start."""
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     fresh = int.from_bytes(digest[:4], "little") >> 1
     random.seed(fresh)

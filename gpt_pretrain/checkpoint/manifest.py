@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: what it holds, of which run, and the size and SHA-256 of each of its files.
 
-`manifest.json` is written last, so that a checkpoint with one is complete, and it is plain JSON, so that a checkpoint
-can be told apart and checked by whoever has only Python. It carries a SHA-256 of itself: a digit that a disk has
-changed in it is found as one in a tensor is.
+`manifest.json` is written last: a checkpoint that has one is complete. It is plain JSON, so that Python alone can tell
+checkpoints apart and check them; this module needs no torch. It carries a SHA-256 of itself, which finds a changed
+digit in it as the other hashes find one in a tensor.
 """
 
 import dataclasses
@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from gpt_pretrain.checkpoint.dealing import deal
-from gpt_pretrain.checkpoint.durable import write_durably
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import write_file
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 
-# Hashing lets go of Python's lock: four threads read as fast as most file systems give.
+# Hashing releases Python's lock: four threads read as fast as most file systems can.
 _NUM_THREADS = 4
-# What a checkpoint depends on, by the names under which they are installed.
+# The packages that a checkpoint depends on.
 _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
 
 
@@ -55,11 +54,11 @@ class Manifest:
     data: Mapping[str, str]
     """Fingerprints by what they are of: the tokenizer, the tokens, their shares and splits."""
     architecture: Mapping[str, str]
-    """What decides which tensors there are (`description.architecture`)."""
+    """What decides which tensors there are (`state.architecture`)."""
     layout: Mapping[str, str]
-    """How they were spread over processes (`description.layout`)."""
+    """How they were spread over processes (`state.layout`)."""
     fp8: Mapping[str, str]
-    """What decides the meaning of FP8 scales and amax histories (`fp8_state.describe_fp8_state`); empty without any."""
+    """What decides the meaning of FP8 scales and amax histories (`state.describe_fp8_state`); empty without any."""
     files: Mapping[str, FileDigest]
     """Every other file of the checkpoint's directory, by its name."""
     rewinds: int = 0
@@ -71,8 +70,8 @@ class Manifest:
     spikes: Sequence[int] = ()
     """Steps with a loss spike that were trained on all the same."""
     given_up: Sequence[Sequence[float]] = ()
-    """Which checkpoints of the directory are of attempts that the run was taken back from: those of a step or a later
-    one that were saved before a time, one pair after another (`directory.is_given_up`)."""
+    """Which checkpoints of the directory belong to attempts that the run was taken back from: pairs of a step and a
+    time, for those of that step or a later one that were saved before that time (`directory.is_given_up`)."""
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +127,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """
     values = manifest.to_json()
     text = json.dumps({**values, "sha256": _hash_of(values)}, indent=1, sort_keys=True)
-    write_durably(directory / MANIFEST, text + "\n")
+    write_file(directory / MANIFEST, text + "\n")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -146,7 +145,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         values = json.loads(file.read_bytes())
     except FileNotFoundError:
-        # A run's directory, or that of its checkpoints, is what a hurried user names.
+        # A hurried user names the run's directory, or that of its checkpoints.
         below = sorted(found.parent for found in [*path.glob(f"step_*/{MANIFEST}"), *path.glob(f"*/step_*/{MANIFEST}")])
         other = f"one in it, as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
         raise UserError(
@@ -176,6 +175,25 @@ def read_manifest(path: Path) -> Manifest:
 _ANOTHER = "use another checkpoint of the run"
 
 
+def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> list[list[Item]]:
+    """Deals items out in even shares to ranks, files or threads; every process comes to the same shares by itself.
+
+    The largest are dealt first, each to the share that is the smallest so far.
+
+    Args:
+        items: What is dealt.
+        sizes: What each counts.
+        num_shares: How many shares; some stay empty if there are fewer items.
+    """
+    shares: list[list[Item]] = [[] for _ in range(num_shares)]
+    totals = [0] * num_shares
+    for index in sorted(range(len(items)), key=lambda index: -sizes[index]):
+        smallest = totals.index(min(totals))
+        shares[smallest].append(items[index])
+        totals[smallest] += sizes[index]
+    return shares
+
+
 def hash_file(path: Path) -> FileDigest:
     """Size and SHA-256 of a file as it is read now.
 
@@ -199,10 +217,9 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
 
 
 def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """Compares the files of a checkpoint with its manifest: this rank's share of them, with several threads.
+    """Compares the files of a checkpoint with its manifest: this rank's share of them (`deal`), with several threads.
 
-    The largest files are dealt out first, each to the rank that has the fewest bytes so far, so that all ranks read
-    about as much; every rank comes to the same shares by itself. Files beside those of the manifest are not looked at.
+    Other files in the directory are not looked at.
 
     Args:
         path: The checkpoint's directory.
@@ -212,7 +229,7 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
         num_ranks: How many shares; 1 for the whole.
 
     Returns:
-        A sentence for each file that is missing, truncated or changed; empty if all are as they were written.
+        A sentence for each file that is missing, truncated or changed; empty if none is.
     """
     sizes = [file.num_bytes for file in manifest.files.values()]
     names = deal(list(manifest.files), sizes, num_ranks)[rank]
@@ -222,8 +239,8 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
 
 
 def check_files_on_all_ranks(path: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
-    """`check_files` of every rank's share; all ranks call it, and all get the sentences of all."""
-    # Not above: to read a manifest needs no torch, which takes seconds to load.
+    """`check_files` of every rank's share; all ranks call it, and each gets the sentences of all."""
+    # Not above: reading a manifest needs no torch, which takes seconds to load.
     import torch
 
     world_size = torch.distributed.get_world_size()

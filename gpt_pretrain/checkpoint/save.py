@@ -19,13 +19,18 @@ from typing import Any, Self
 
 import torch
 
-from gpt_pretrain.checkpoint.description import architecture, layout
-from gpt_pretrain.checkpoint.directory import checkpoint_path, latest_checkpoint
-from gpt_pretrain.checkpoint.fp8_state import describe_fp8_state
+from gpt_pretrain.checkpoint.directory import KEEP_ALL, Destination, Retention, checkpoint_path, latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import Manifest, installed_versions
-from gpt_pretrain.checkpoint.publishing import Destination, Retention
 from gpt_pretrain.checkpoint.staging import HostBuffer, Share, plan_share
-from gpt_pretrain.checkpoint.state import METADATA, Progress, Trainable, sharded_state
+from gpt_pretrain.checkpoint.state import (
+    METADATA,
+    Progress,
+    Trainable,
+    architecture,
+    describe_fp8_state,
+    layout,
+    sharded_state,
+)
 from gpt_pretrain.checkpoint.writing import SaveProblem, write_checkpoint
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.load import config_to_dict
@@ -55,6 +60,7 @@ class _Running:
     """A save that is being written."""
 
     progress: Progress
+    is_stopgap: bool
     began: float
     stall_s: float
     written: "Future[tuple[int, float]]"
@@ -77,6 +83,10 @@ class CheckpointSaver:
         self._trainable = trainable
         self._config = config.checkpoint
         self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
+        # A checkpoint of the clock's is one only in case the run dies before the next: the disk need not hold them all,
+        # nor may they count where checkpoints are kept for every so many steps.
+        self._has_stopgaps = config.checkpoint.keep_last is None or config.checkpoint.save_interval is not None
+        self._stopgap: Path | None = None
         self._described: dict[str, Any] = {
             "versions": installed_versions(),
             "config": config_to_dict(config),
@@ -113,13 +123,14 @@ class CheckpointSaver:
         """
         self._buffer.reserve(self._plan(Progress(step=0, consumed_samples=0)))
 
-    def save(self, progress: Progress) -> list[SaveOutcome]:
+    def save(self, progress: Progress, *, by_clock: bool = False) -> list[SaveOutcome]:
         """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
 
         The save before it must have been waited for (`wait`).
 
         Args:
             progress: How far the run is.
+            by_clock: Only `checkpoint.save_interval_minutes` asks for it.
 
         Returns:
             What came of it, if it has ended: it was refused, or `checkpoint.async_save` is off.
@@ -127,21 +138,30 @@ class CheckpointSaver:
         assert self._running is None, "one save at a time"
         began = time.monotonic() - self._waited_s
         self._waited_s = 0.0
+        is_stopgap = by_clock and self._has_stopgaps
+        destination = Destination(
+            directory=self.directory,
+            step=progress.step,
+            retention=KEEP_ALL if is_stopgap else self._retention,
+            replaces=self._stopgap,
+        )
         share = self._plan(progress)
-        problem = self._begin(progress, share)
+        problem = self._begin(destination, share)
         if problem is not None:
             stall_s = time.monotonic() - began
             return [self._outcome(progress, problem=problem, num_bytes=0, stall_s=stall_s, time_s=stall_s)]
         staged = self._staged(share)
         written: Future[tuple[int, float]] = Future()
         thread = threading.Thread(
-            target=self._write, args=(progress, staged, written), name="checkpoint writer", daemon=True
+            target=self._write, args=(destination, progress, staged, written), name="checkpoint writer", daemon=True
         )
         thread.start()
         if not self._config.async_save:
             thread.join()
         stall_s = time.monotonic() - began
-        self._running = _Running(progress=progress, began=began, stall_s=stall_s, written=written, thread=thread)
+        self._running = _Running(
+            progress=progress, is_stopgap=is_stopgap, began=began, stall_s=stall_s, written=written, thread=thread
+        )
         return [] if self._config.async_save else self.wait()
 
     def poll(self) -> list[SaveOutcome]:
@@ -181,6 +201,9 @@ class CheckpointSaver:
             num_bytes, ended = running.written.result()
         except Exception as error:  # whatever the writer died of
             problem = str(error) if isinstance(error, SaveProblem) else f"{type(error).__name__}: {error}"
+        else:
+            path = checkpoint_path(self.directory, running.progress.step)
+            self._stopgap = path if running.is_stopgap and not self._retention.keeps_for_ever(path) else None
         return [
             self._outcome(
                 running.progress,
@@ -196,10 +219,7 @@ class CheckpointSaver:
         state["scheduler"] = self._trainable.scheduler.state_dict()
         return plan_share(state, checkpoint_path(self.directory, progress.step), dict(METADATA))
 
-    def _destination(self, progress: Progress) -> Destination:
-        return Destination(directory=self.directory, step=progress.step, retention=self._retention)
-
-    def _begin(self, progress: Progress, share: Share) -> str | None:
+    def _begin(self, destination: Destination, share: Share) -> str | None:
         """Makes the directory to write into; says why it cannot be, the same on all ranks."""
         num_bytes = torch.tensor([share.num_bytes], device=torch.cuda.current_device())
         torch.distributed.all_reduce(num_bytes)
@@ -207,7 +227,6 @@ class CheckpointSaver:
 
         def begin() -> str | None:
             try:
-                destination = self._destination(progress)
                 destination.clear()
                 free = shutil.disk_usage(self.directory).free
                 if free < needed:
@@ -229,7 +248,9 @@ class CheckpointSaver:
         except MemoryError as error:
             return f"rank {torch.distributed.get_rank()} has no {share.num_bytes:,} bytes of host memory: {error}"
 
-    def _write(self, progress: Progress, share: Share | str, written: "Future[tuple[int, float]]") -> None:
+    def _write(
+        self, destination: Destination, progress: Progress, share: Share | str, written: "Future[tuple[int, float]]"
+    ) -> None:
         try:
             manifest = Manifest(
                 step=progress.step,
@@ -243,7 +264,7 @@ class CheckpointSaver:
                 files={},
                 **self._described,
             )
-            num_bytes = write_checkpoint(self._destination(progress), share, manifest, self._writers)
+            num_bytes = write_checkpoint(destination, share, manifest, self._writers)
         except BaseException as error:  # it is raised again by `wait`, in the loop's thread
             written.set_exception(error)
         else:

@@ -1,16 +1,33 @@
-"""What a run starts from: its newest checkpoint, the one that it was given, the weights of another run, or nothing.
+"""Where a run starts from, and where it goes back to while it runs.
 
-Nothing is loaded from a checkpoint whose files are not, byte for byte, what was written.
+It starts from its newest checkpoint, the one that it was given, the weights of another run, or nothing. Nothing is
+loaded from a checkpoint whose files are not, byte for byte, what was written.
+
+A rewind is on the disk before anything is loaded, in three steps, each of them whole or not there at all: `latest`
+names the checkpoint, those of the steps that are given up go, and its manifest says with which sample training goes on.
+A process that is killed meanwhile leaves a checkpoint to resume from: with the same samples again until the last of the
+three is done, and after it with those that the rewind itself would have gone on with.
 """
 
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt_pretrain.checkpoint.directory import complete_checkpoints, earlier_checkpoints, find_checkpoints, step_of
-from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest
+from gpt_pretrain.checkpoint.directory import (
+    POINTER,
+    complete_checkpoints,
+    earlier_checkpoints,
+    find_checkpoints,
+    is_given_up,
+    out_of_the_way,
+    step_of,
+)
+from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest, write_manifest
+from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import fsync, write_file
 from gpt_pretrain.config.schema import CheckpointConfig
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
@@ -33,7 +50,7 @@ class Start:
     weights_only: bool
     """Whether only its weights are taken (`checkpoint.init_from`); otherwise the run goes on where it was saved."""
     warnings: Sequence[str] = ()
-    """What was not as it should be on the way to it, for the user."""
+    """What was wrong on the way to it, for the user."""
     notes: Sequence[str] = ()
     """What else the user should know of the choice."""
 
@@ -42,7 +59,7 @@ def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
     """Reads every byte of a checkpoint, each rank its share; all ranks call it.
 
     Raises:
-        UserError: It is none, or files are missing, truncated or changed: names them; on all ranks alike.
+        UserError: It is not a checkpoint, or files are missing, truncated or changed: names them; on all ranks alike.
     """
     manifest = on_rank_zero(lambda: read_manifest(path))
     problems = check_files_on_all_ranks(path, manifest)
@@ -55,8 +72,8 @@ def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
 def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     """Finds and verifies what a run starts from; all ranks call it.
 
-    Where the run is taken back behind checkpoints of its directory, the manifest of its start says in memory that they
-    are given up, and those of the checkpoints that it will save say so on the disk.
+    A start behind other checkpoints of the run's directory gives those up: the start's manifest says so in memory, and
+    the manifests that the run will save say so on the disk.
 
     Args:
         config: `resume`, `init_from` and `fall_back`.
@@ -84,13 +101,13 @@ def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
             "give another run_dir, or checkpoint.resume=auto to go on with it"
         )
     if found.paths:
-        # Without a name nothing says which one is meant, and the newest good one is the best answer.
+        # Nothing says which one is meant: the newest good one is the best answer.
         start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
         if found.problem is not None:
             warning = f"{found.problem}; going on from {start.checkpoint.path.name}, the newest one that verifies"
             start = replace(start, warnings=[warning, *start.warnings])
         if config.init_from is not None:
-            # A run that is queued again starts with the same command.
+            # A requeued run starts with the same command.
             note = f"checkpoint.init_from={config.init_from} is passed over: this run has checkpoints of its own"
             start = replace(start, notes=[note])
         return start
@@ -101,7 +118,7 @@ def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
 
 def _give_up_others(start: Start, directory: Path) -> Start:
     path, manifest = start.checkpoint.path, start.checkpoint.manifest
-    # Of a run that goes on from another's checkpoint nothing in its own directory is the past.
+    # A run that goes on from another's checkpoint has no past in its own directory.
     first = manifest.step + 1 if path.parent.resolve() == directory.resolve() else 0
 
     def now_if_there_are() -> float | None:
@@ -124,7 +141,7 @@ def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
         fall_back: Whether they may: then the first that verifies it is.
 
     Raises:
-        UserError: None of them does; says why, and the ways out.
+        UserError: No candidate verifies; says why, and the ways out.
     """
     passed_over: list[str] = []
     for path in candidates:
@@ -147,3 +164,76 @@ def _way_out(candidates: Sequence[Path]) -> str:
         "Put the files back from a copy, go on from the newest earlier checkpoint that verifies with "
         f"checkpoint.fall_back=true, or {anew}"
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detour:
+    """Where training goes on from a checkpoint, in place of the sample that it was saved at."""
+
+    next_sample: int
+    """The first sample to train on; those between the checkpoint's and this one are passed over."""
+    given_up_at: Progress
+    """How far the run was: it has no checkpoint of a later step."""
+
+
+def checkpoints_away_from(
+    directory: Path, steps: Iterable[int], progress: Progress, *, before: int, margin: int
+) -> list[Path]:
+    """A run's checkpoints that may be gone back to, newest first; all ranks call it.
+
+    Args:
+        directory: The run's checkpoints, `RUN_DIR/checkpoints`; no save is being written.
+        steps: Steps to which no such checkpoint is near, on either side.
+        progress: The run's: attempts that it was taken back from have left checkpoints, too.
+        before: A step after all of them.
+        margin: How many steps are near.
+    """
+
+    def find() -> list[Path]:
+        return [
+            path
+            for path in complete_checkpoints(directory)[::-1]
+            if step_of(path) <= before - margin
+            and all(abs(step - step_of(path)) >= margin for step in steps)
+            and not is_given_up(path, progress.given_up)
+        ]
+
+    return on_rank_zero(find)
+
+
+def take_back(checkpoint: VerifiedCheckpoint, detour: Detour) -> VerifiedCheckpoint:
+    """Makes a checkpoint the newest of its run, and has the run go on from it with another sample; all ranks call it.
+
+    Args:
+        checkpoint: One of the run's own.
+        detour: What comes after it.
+
+    Returns:
+        The checkpoint as it is now: its tensors are what they were.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    path, saved = checkpoint.path, checkpoint.manifest
+    skipped = [saved.consumed_samples, detour.next_sample - saved.consumed_samples]
+    manifest = replace(
+        saved,
+        consumed_samples=detour.next_sample,
+        rewinds=detour.given_up_at.rewinds + 1,
+        given_up=detour.given_up_at.given_up,
+        passed_over=[*saved.passed_over, skipped],
+    )
+
+    def write() -> None:
+        write_file(path.parent / POINTER, path.name + "\n")
+        given_up = range(step_of(path) + 1, detour.given_up_at.step + 1)
+        others = [other for other in complete_checkpoints(path.parent) if step_of(other) in given_up]
+        renamed = [out_of_the_way(other) for other in others]
+        fsync(path.parent)
+        for left in renamed:
+            # A file that cannot be removed now is tried again at the next save.
+            shutil.rmtree(left, ignore_errors=True)
+        write_manifest(path, manifest)
+
+    on_rank_zero(write)
+    return replace(checkpoint, manifest=manifest)

@@ -1,24 +1,82 @@
-"""What a checkpoint holds of a run, as megatron-core's sharded state: each rank names its parts of the whole."""
+"""What a checkpoint holds of a run, and what it says of the run.
 
+It holds megatron-core's sharded state, of which each rank names its parts of the whole. What it says decides what a run
+that loads it may restore: the architecture (which tensors there are), the layout (which rank has which part), and the
+kind of FP8 scales and amax histories. All of that is plain text by key, so that a checkpoint needs none of our classes.
+
+Delayed scaling keeps scales and histories, and FP8 attention keeps its own; the other recipes take each scale from its
+tensor and have nothing to restore. Transformer Engine would silently take another recipe's state, or drop it.
+"""
+
+import importlib.metadata
 import random
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
+from megatron.core.transformer import TransformerConfig
 
+from gpt_pretrain.config.choices import PositionEmbedding
+from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
+    ffn_hidden_size,
+    kv_channels,
+    moe_ffn_hidden_size,
+    num_query_groups,
+    padded_vocab_size,
+    uses_distributed_optimizer,
+)
+from gpt_pretrain.config.errors import UserError, written
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_state import sharded_optimizer_state
+from gpt_pretrain.spec.fp8 import Fp8Settings
 
-# What a checkpoint tells megatron-core's readers: optimizer states lie where the model's tensors do.
+# The name and version of the format, which megatron-core's reader asks for.
+FORMAT = CheckpointingConfig("torch_dist", 1)
+# What the reader is told besides: optimizer states lie where the model's tensors do.
 METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 RANDOM_STATES = "random_states"
+# Where Transformer Engine's layers keep this state, and emulated ones as well.
+EXTRA_STATE = "_extra_state"
+
+# What decides which tensors there are, their shapes and their meaning.
+_ARCHITECTURE_KEYS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "position_embedding_type",
+    "rotary_percentage",
+    "rotary_base",
+    "normalization",
+    "layernorm_epsilon",
+    "activation",
+    "bias",
+    "qkv_bias",
+    "share_embeddings_and_output_weights",
+)
+_LAYOUT_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+# A mixture of experts has these besides.
+_EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
+_EXPERT_LAYOUT_KEYS = ("expert_model_parallel_size",)
+_DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +96,7 @@ class Progress:
     spikes: tuple[int, ...] = ()
     """Steps with a spike that were trained on all the same."""
     given_up: tuple[tuple[int, float], ...] = ()
-    """Which checkpoints beside the run's are none of its past (`checkpoint.directory.is_given_up`)."""
+    """Which checkpoints beside the run's are not part of its past (`directory.is_given_up`)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,3 +158,114 @@ def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, random_states(), (world_size,), (rank,), replica_id=0)
     return state
+
+
+def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
+    """Keys and values as the user writes them; plain text, so that a checkpoint needs none of our classes."""
+    return {f"model.{key}": written(getattr(model, key)) for key in keys}
+
+
+def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> dict[str, str]:
+    """What decides which tensors there are, their shapes and their meaning; plain text by key."""
+    keys = list(_ARCHITECTURE_KEYS)
+    if model.position_embedding_type is PositionEmbedding.learned_absolute:
+        keys.append("max_position_embeddings")
+    experts = {}
+    if model.num_moe_experts is not None:
+        keys += _EXPERT_ARCHITECTURE_KEYS
+        experts["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
+    return (
+        _described(model, keys)
+        | experts
+        | {
+            "model.ffn_hidden_size": str(ffn_hidden_size(model)),
+            "model.num_query_groups": str(num_query_groups(model)),
+            "model.kv_channels": str(kv_channels(model)),
+            "padded vocabulary": str(padded_vocab_size(model)),
+            "model.optim.name": model.optim.name.name,
+            # Transformer Engine's layers have tensors that local layers lack, and only BF16 weights have masters.
+            "layers": transformer_config.transformer_impl,
+            "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
+        }
+    )
+
+
+def layout(model: ModelConfig) -> dict[str, str]:
+    """How the tensors are spread over processes; plain text by key."""
+    keys, experts = list(_LAYOUT_KEYS), {}
+    if model.num_moe_experts is not None:
+        keys += _EXPERT_LAYOUT_KEYS
+        experts["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
+    return (
+        _described(model, keys)
+        | experts
+        | {
+            _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
+            "processes": str(torch.distributed.get_world_size()),
+        }
+    )
+
+
+def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:
+    """The part of a layout that decides which part of the model and which samples each rank has; plain text by key."""
+    return {key: value for key, value in layout.items() if key != _DISTRIBUTED_OPTIMIZER}
+
+
+def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
+    """The keys of `current` whose saved values differ, as `key=value (saved with value)`; empty where none does."""
+    return ", ".join(
+        f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
+        for key, value in current.items()
+        if value != saved.get(key)
+    )
+
+
+def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
+    """What decides the shape and the meaning of FP8 scales and histories; empty where there are none to keep."""
+    if settings is None or (not settings.recipe.keeps_history and not settings.dot_product_attention):
+        return {}
+    described = {
+        "model.fp8_recipe": settings.recipe.name,
+        "format of gradients": settings.gradient_format,
+        "model.fp8_amax_history_len": str(settings.amax_history_len),
+        "model.fp8_dot_product_attention": written(settings.dot_product_attention),
+        "model.fp8_exclude": written(list(settings.exclude)),
+        "model.fp8_emulate": written(settings.emulate),
+    }
+    if not settings.emulate:
+        described["Transformer Engine"] = importlib.metadata.version("transformer_engine")
+    return described
+
+
+def keeps_fp8_state(path: Path, current: Mapping[str, str], saved: Mapping[str, str], *, reset: bool) -> bool:
+    """Whether FP8 scales and histories are restored; they are not where either side has none.
+
+    Args:
+        path: The checkpoint.
+        current: What describes this run's.
+        saved: What describes the checkpoint's.
+        reset: `checkpoint.reset_fp8_state`.
+
+    Raises:
+        UserError: Those of the checkpoint are of another kind.
+    """
+    if reset or not current or not saved:
+        return False
+    different = differences(current, saved)
+    if different:
+        raise UserError(
+            f"{path} holds the FP8 scales of another recipe: {different}; resume with the saved values, or "
+            "let scales and amax histories start anew with checkpoint.reset_fp8_state=true"
+        )
+    return True
+
+
+def take_extra_states(state: dict[str, Any]) -> list[str]:
+    """Takes the entries of FP8 scales and histories out of a model's state, and names them.
+
+    Experts in a single module have an entry each: `…_extra_state`, `…_extra_state1`, `…_extra_state2`.
+    """
+    keys = [key for key in state if re.search(rf"{EXTRA_STATE}\d*$", key)]
+    for key in keys:
+        del state[key]
+    return keys

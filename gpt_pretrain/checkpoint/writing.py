@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
     SerializationFormat,
@@ -37,14 +37,12 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from gpt_pretrain.checkpoint.dealing import deal
-from gpt_pretrain.checkpoint.durable import fsync
-from gpt_pretrain.checkpoint.manifest import FileDigest, Manifest, check_files, hash_files, write_manifest
-from gpt_pretrain.checkpoint.publishing import Destination
+from gpt_pretrain.checkpoint.directory import Destination
+from gpt_pretrain.checkpoint.manifest import FileDigest, Manifest, check_files, deal, hash_files, write_manifest
 from gpt_pretrain.checkpoint.staging import Item, Share
+from gpt_pretrain.checkpoint.state import FORMAT
+from gpt_pretrain.config.files import fsync
 
-# megatron-core's name and version of the format, which its reader asks for.
-_FORMAT = CheckpointingConfig("torch_dist", 1)
 # A rank writes its share as up to so many files side by side, each of at least so many bytes.
 _MAX_FILES, _BYTES_OF_A_FILE = 4, 256 * 1024**2
 # Added to the writers' niceness: they take a processor that training wants for a tenth of the time.
@@ -228,7 +226,7 @@ def _complete(
     unfinished, results = destination.unfinished, [list(report.results) for report in reports]
     try:
         FileSystemWriter(unfinished).finish(cast("Metadata", share.metadata), results)
-        save_config(_FORMAT, str(unfinished))
+        save_config(FORMAT, str(unfinished))
         described = [".metadata", CONFIG_FNAME]
         for name in described:
             fsync(unfinished / name)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpt_pretrain.checkpoint.directory import complete_checkpoints
-from gpt_pretrain.checkpoint.listing import find_directory, list_checkpoints, unfinished_saves
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, find_directory, list_checkpoints, unfinished_saves
 from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.commands.help import Program

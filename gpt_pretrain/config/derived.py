@@ -4,7 +4,7 @@ import re
 
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.schema import Config, ModelConfig, OptimConfig, TrainerConfig
+from gpt_pretrain.config.schema import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 
 
 def model_parallel_size(model: ModelConfig) -> int:
@@ -153,6 +153,12 @@ def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 
         spare_steps = config.trainer.max_spike_rewinds * interval
     spare = max(0, spare_steps * config.model.global_batch_size - passed_over)
     return consumed_samples + steps_left * config.model.global_batch_size + spare
+
+
+def save_interval_s(checkpoint: CheckpointConfig) -> float | None:
+    """`checkpoint.save_interval_minutes` in seconds; None where the clock asks for no save."""
+    minutes = checkpoint.save_interval_minutes
+    return None if minutes is None else 60 * minutes
 
 
 def max_time_s(trainer: TrainerConfig) -> float | None:

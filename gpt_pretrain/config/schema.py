@@ -353,18 +353,22 @@ class CheckpointConfig:
     """`checkpoint`: what is kept and where a run starts from."""
 
     save_interval: int | None
-    """Steps between checkpoints; null: only at the end."""
+    """Steps between checkpoints; null: none by steps."""
+    save_interval_minutes: float | None
+    """Minutes by rank 0's clock after which a run saves, counted from its start or its last save; the next checkpoint
+    replaces this one, unless save_interval is null and keep_last a number. null: none by the clock."""
     save_at_end: bool
     """Write a checkpoint when the run ends, also by Ctrl-C or max_time."""
     async_save: bool
     """Train on while a checkpoint is written; the run stands still only while its state is copied to host memory."""
     keep_last: int | None
-    """Checkpoints that stay: so many of those saved last; older ones go once a new one is complete. null: all."""
+    """Checkpoints that stay: so many of those saved last; older ones go once a new one is complete. null: all but those
+    of save_interval_minutes."""
     keep_every: int | None
     """Checkpoints of steps that this divides stay for ever, whatever keep_last says; null: none."""
     on_save_error: OnSaveError
     """If a checkpoint cannot be written (disk full, not writable): stop, exit code 1, or continue and try again at the
-    next save_interval. The last checkpoint of a run has no next one, and its failure always ends with exit code 1."""
+    next interval. The last checkpoint of a run has no next one, and its failure always ends with exit code 1."""
     resume: str
     """auto (from the newest checkpoint of run_dir, if it has one), never, or the path of a checkpoint; from any
     parallel layout."""

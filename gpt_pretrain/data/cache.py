@@ -1,9 +1,9 @@
 """The cache directory: where it is, who may write an entry of it, and how an entry appears in one piece.
 
 Whatever is expensive to make (tokenised corpora, sample indices, scans of token files) is kept here under a key that
-names all it was made from. An entry is written into a directory of its own under the entry's lock and then renamed, so
-that a process killed at any moment leaves either the whole entry or a directory that the next holder of the lock
-deletes. The kernel drops the lock of a dead process.
+names all it was made from. A process writes an entry under the entry's lock and in one piece (`config.files`): killed
+at any moment, it leaves the whole entry, or a hidden directory that the next holder of the lock deletes. The kernel
+drops the lock of a dead process.
 
 Whoever holds an entry's lock publishes its progress, and whoever waits for the lock mirrors it: rank 0 shows a bar even
 where another rank, or another run, does the work.
@@ -28,6 +28,7 @@ from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, Tim
 from rich.progress import Progress as RichProgress
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import fsync_tree, new_directory, write_file
 from gpt_pretrain.config.schema import DataConfig
 
 _POLL_S = 0.2
@@ -219,9 +220,8 @@ def _read_status(path: Path) -> dict[str, Any] | None:
 
 
 def _write_status(path: Path, state: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **state}))
-    temporary.replace(path)
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **state})
+    write_file(path, text, wait_for_disk=False)
 
 
 def write_entry(entry: Path, fill: Callable[[Path], None]) -> None:
@@ -234,33 +234,17 @@ def write_entry(entry: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         UserError: The disk is full; nothing is left behind.
     """
-    for leftover in entry.parent.glob(f"{entry.name}.partial-*"):
-        # Only a process that died while it held the lock leaves one.
-        shutil.rmtree(leftover)
-    partial = entry.with_name(f"{entry.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
-        fill(partial)
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        partial.rename(entry)
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise
-        written = sum(path.stat().st_size for path in partial.iterdir())
-        free = shutil.disk_usage(entry.parent).free
-        raise UserError(
-            f"no space left while writing {entry} ({error.strerror}): {written:,} bytes were written, "
-            f"{free:,} bytes are free; free space there or set model.data.cache_dir to another disk"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _sync(entry.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with new_directory(entry) as unfinished:
+        try:
+            fill(unfinished)
+            # Here, where the bytes can still be counted.
+            fsync_tree(unfinished)
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            written = sum(path.stat().st_size for path in unfinished.iterdir())
+            free = shutil.disk_usage(entry.parent).free
+            raise UserError(
+                f"no space left while writing {entry} ({error.strerror}): {written:,} bytes were written, "
+                f"{free:,} bytes are free; free space there or set model.data.cache_dir to another disk"
+            ) from error

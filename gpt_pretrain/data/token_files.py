@@ -13,7 +13,6 @@ there are several, how much of a batch each contributes. Both are read here, str
 import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.indexed_dataset import DType
 
 from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_lock
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -142,9 +142,7 @@ def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progres
             # Whoever held the lock before may have scanned it.
             if not record.is_file():
                 _check_offsets(token_file)
-                partial = record.with_suffix(f".{os.getpid()}.tmp")
-                partial.write_text(json.dumps(_scan(token_file, progress)))
-                partial.replace(record)
+                write_file(record, json.dumps(_scan(token_file, progress)))
     low, high = json.loads(record.read_text())
     if low < 0 or high >= vocab_size:
         position, token = _first_outside(token_file, vocab_size)

@@ -1,8 +1,15 @@
-"""What exporting and importing take, checked before torch is imported."""
+"""What exporting and importing take, and the directory that they write; checked before torch is imported."""
 
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import new_directory
 from gpt_pretrain.huggingface.architectures import Architecture
 
 
@@ -48,3 +55,50 @@ class ImportArguments:
     """A Hugging Face directory: config.json and safetensors, with or without a tokenizer.json."""
     out: str
     """The directory to write, a checkpoint; it must not exist, or be empty."""
+
+
+def check_new_directory(path: Path) -> None:
+    """Refuses a place where no directory can be made.
+
+    Raises:
+        UserError: Something is there already, or its parent is a file.
+    """
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise UserError(f"out={path} exists and is not empty; nothing is overwritten: give another directory")
+    elif os.path.lexists(path):
+        raise UserError(f"out={path} is a file; give a directory that does not exist yet")
+    parent = _nearest_existing(path.parent)
+    if not parent.is_dir():
+        raise UserError(f"out={path} cannot be made: {parent} is a file")
+
+
+def check_disk_space(path: Path, num_bytes: int) -> None:
+    """Refuses a place whose disk has less room than that.
+
+    Raises:
+        UserError: Tells the bytes needed and the bytes free.
+    """
+    free = shutil.disk_usage(_nearest_existing(path.parent)).free
+    if free < num_bytes:
+        raise UserError(f"out={path} needs {num_bytes:,} bytes, and its disk has {free:,} free; give another place")
+
+
+@contextmanager
+def out_directory(path: Path) -> Iterator[Path]:
+    """Makes the directory in one piece (`config.files.new_directory`), where `check_new_directory` has let it through.
+
+    Raises:
+        UserError: The disk does not take it.
+    """
+    try:
+        with new_directory(path) as unfinished:
+            yield unfinished
+    except OSError as error:
+        raise UserError(f"out={path} cannot be written: {error.strerror or error}; nothing is left there") from error
+
+
+def _nearest_existing(path: Path) -> Path:
+    while not os.path.lexists(path):
+        path = path.parent
+    return path

@@ -3,8 +3,7 @@
     manifest → model's fields → class and config.json
     tensors of the checkpoint, layer by layer → names and layouts of `transformers` → files
 
-Everything that can be refused is refused before the first byte is written. The files are written under a temporary
-name beside their place, which is renamed when all of them are on the disk.
+Everything that can be refused is refused before the first byte is written, and the directory appears in one piece.
 """
 
 import math
@@ -14,13 +13,16 @@ from pathlib import Path
 
 import torch
 
-from gpt_pretrain.checkpoint.source import SavedModel, open_checkpoint
-from gpt_pretrain.checkpoint.tensors import CheckpointTensors
+from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, SavedModel, open_checkpoint
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
-from gpt_pretrain.huggingface.arguments import ExportArguments
-from gpt_pretrain.huggingface.new_directory import check_disk_space, check_new_directory, write_new_directory
+from gpt_pretrain.huggingface.arguments import (
+    ExportArguments,
+    check_disk_space,
+    check_new_directory,
+    out_directory,
+)
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.huggingface.weight_files import TensorSpec, plan_shards, write_json, write_shards
 
@@ -72,16 +74,13 @@ def export_hf(arguments: ExportArguments) -> Exported:
         torch_dtype=str(dtype).removeprefix("torch."),
         end_token_id=None if saved.tokenizer is None else saved.tokenizer.eod,
     )
-
-    def write(directory: Path) -> None:
+    with out_directory(out) as directory:
         write_shards(directory, shards, _hf_tensors(rules, tensors))
         write_json(directory / "config.json", config)
         ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
         write_json(directory / "generation_config.json", {"_from_model_config": True, **ids})
         if saved.tokenizer is not None:
             _write_tokenizer(directory, saved.tokenizer, saved.config.model.max_position_embeddings)
-
-    write_new_directory(out, write)
     return Exported(
         path=out,
         architecture=architecture,

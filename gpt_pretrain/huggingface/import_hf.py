@@ -18,17 +18,21 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from gpt_pretrain.checkpoint.description import architecture, layout
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, installed_versions, write_manifest
-from gpt_pretrain.checkpoint.write_tensors import PlannedTensor, write_weights
+from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
+from gpt_pretrain.checkpoint.state import architecture, layout
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
-from gpt_pretrain.huggingface.arguments import ImportArguments
-from gpt_pretrain.huggingface.new_directory import check_disk_space, check_new_directory, write_new_directory
+from gpt_pretrain.huggingface.arguments import (
+    ImportArguments,
+    check_disk_space,
+    check_new_directory,
+    out_directory,
+)
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.huggingface.weight_files import WEIGHT_TYPES, WeightFiles
 from gpt_pretrain.launch.ranks import read_launch
@@ -80,8 +84,7 @@ def import_hf(arguments: ImportArguments) -> Imported:
         _check_tensors(source, files, names, rules)
         tensors = [_planned(rule, files, names) for rule in rules]
         check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
-
-        def write(directory: Path) -> None:
+        with out_directory(out) as directory:
             write_weights(directory, tensors, num_layers=config.model.num_layers)
             if tokenizer is not None:
                 tokenizer.save(directory / TOKENIZER_FILE)
@@ -89,8 +92,6 @@ def import_hf(arguments: ImportArguments) -> Imported:
             files_there = [path.name for path in directory.iterdir()]
             write_manifest(directory, replace(manifest, files=hash_files(directory, files_there)))
             _write_experiment(directory / "experiment" / f"{EXPERIMENT}.yaml", source, fields, config, out)
-
-        write_new_directory(out, write)
         num_parameters = sum(math.prod(files.shape(name)) for rule in rules for name in _found(rule, names))
     return Imported(
         path=out,

@@ -1,8 +1,9 @@
-"""Weights in safetensors files: written as a stream, one tensor in memory at a time, and read through a memory map.
+"""Weights in safetensors files: written one tensor after the other, and read by the library `safetensors`.
 
-The library `safetensors` writes a file from all of its tensors at once, which takes a shard's size of memory. The
-format is so plain that it can be streamed: eight bytes with the length of a JSON header, the header with every tensor's
-type, shape and place, then the bytes (github.com/huggingface/safetensors, "Format").
+Writing is ours for one reason: `safetensors.torch.save_file` and `serialize_file` (0.8) take all tensors of a file at
+once, a whole shard in memory, and an export holds one layer. The format can be streamed: eight bytes with the length of
+a JSON header, the header with every tensor's type, shape and place, then the bytes (github.com/huggingface/safetensors,
+"Format"). The index of several files is `transformers`' own.
 """
 
 import json
@@ -16,7 +17,6 @@ from typing import Any, Self
 import safetensors
 import torch
 
-from gpt_pretrain.checkpoint.durable import fsync
 from gpt_pretrain.config.errors import UserError
 
 # By the format's names: types that weights have without scales beside them.
@@ -65,7 +65,7 @@ def plan_shards(specs: Sequence[TensorSpec], max_bytes: float) -> dict[str, list
 def write_shards(
     directory: Path, shards: Mapping[str, Sequence[TensorSpec]], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Writes the files, and with several of them the index, and waits until the disk has them.
+    """Writes the files and, if there are several, their index.
 
     Args:
         directory: Where.
@@ -77,15 +77,12 @@ def write_shards(
     """
     stream = iter(tensors)
     for file_name, specs in shards.items():
-        path = directory / file_name
-        with path.open("wb") as file:
+        with (directory / file_name).open("wb") as file:
             file.write(_header(specs))
             for spec in specs:
                 name, tensor = next(stream)
                 assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), "tensors come in the order of the plan"
-                values = tensor.to(spec.dtype).contiguous().view(torch.uint8)
-                file.write(memoryview(values.numpy()).cast("B"))
-        fsync(path)
+                file.write(tensor.to(spec.dtype).contiguous().view(torch.uint8).numpy())
     if len(shards) > 1:
         total = sum(spec.num_bytes for specs in shards.values() for spec in specs)
         weight_map = {spec.name: file_name for file_name, specs in shards.items() for spec in specs}
@@ -93,13 +90,12 @@ def write_shards(
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON file as `transformers` lays it out, and waits until the disk has it.
+    """Writes a JSON file as `transformers` lays it out.
 
     Raises:
         OSError: The disk does not take it.
     """
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    fsync(path)
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

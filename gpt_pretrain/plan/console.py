@@ -231,5 +231,5 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         )
     for sentence in plan.sentences:
         label, _, rest = sentence.partition(":")
-        bad = "NOT" in rest or "not pay" in rest
+        bad = "NOT" in rest or "NONE" in rest or "not pay" in rest
         console.print(Text.assemble((f"{label}:", "bold yellow" if bad else "bold green"), rest))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.plan.checkpoints import CheckpointForecast, forecast_checkpoint
 from gpt_pretrain.plan.effective import Setting, effective_settings
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
@@ -47,6 +48,7 @@ class Plan:
     num_parameters: int
     """Of the whole model; tied embeddings counted once."""
     memory: MemoryForecast
+    checkpoint: CheckpointForecast
     flops_per_token: float
     speed: SpeedForecast | None
     """None where nothing has been measured that a prediction could rest on."""
@@ -99,6 +101,8 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     gpu = GPUS[config.plan.gpu]
     spec = build_run_spec(config, launch, planned_platform(config, launch))
     memory = forecast_memory(spec, gpu)
+    num_parameters = _num_parameters(spec)
+    checkpoint = forecast_checkpoint(spec, num_parameters)
     sentences = [memory_verdict(memory, gpu, spec.layout, config)]
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
@@ -118,9 +122,10 @@ def build_plan(config: Config, launch: Launch) -> Plan:
         stages=tuple(plan_stages(spec)),
         settings=tuple(effective_settings(spec)),
         products=tuple(plan_products(spec)),
-        num_parameters=_num_parameters(spec),
+        num_parameters=num_parameters,
         memory=memory,
+        checkpoint=checkpoint,
         flops_per_token=flops_per_token(spec.model),
         speed=speed,
-        sentences=tuple(sentences),
+        sentences=(*sentences, checkpoint.sentence),
     )

@@ -15,6 +15,7 @@ from gpt_pretrain.config.choices import (
     MoeLoadBalancing,
     MoeTokenDispatcher,
     MomentDtype,
+    OnSaveError,
     RecomputeGranularity,
     ScheduleName,
     TokenizerLibrary,
@@ -143,6 +144,13 @@ def _unless_data(impl: DataImpl) -> Callable[[Resolved], str]:
 def _without_tokenizer_file(run: Resolved) -> str:
     library = run.model.tokenizer.library
     return "" if library is TokenizerLibrary.file else f"model.tokenizer.library={library.name}"
+
+
+def _without_saves(run: Resolved) -> str:
+    saves = run.config.checkpoint
+    if saves.save_at_end or saves.save_interval is not None or saves.save_interval_minutes is not None:
+        return ""
+    return "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)"
 
 
 def _without_fused_loss(run: Resolved) -> str:
@@ -309,6 +317,21 @@ def _table() -> tuple[NoEffect, ...]:
             key="model.tokenizer.model",
             why=_without_tokenizer_file,
             instead="library=file, or model=null",
+        ),
+        # Checkpoints.
+        *(
+            NoEffect(
+                key=f"checkpoint.{name}",
+                why=_without_saves,
+                instead=f"save_interval_minutes=30, or {name}={show(silent)}",
+                silent=(silent,),
+            )
+            for name, silent in (
+                ("async_save", True),
+                ("keep_last", None),
+                ("keep_every", None),
+                ("on_save_error", OnSaveError.stop),
+            )
         ),
     )
 

@@ -189,8 +189,8 @@ def rewinds(config: Config) -> Iterator[str]:
     interval, kept = config.checkpoint.save_interval, config.checkpoint.keep_last
     if interval is None:
         yield (
-            f"{key} goes back to checkpoints, and checkpoint.save_interval=null writes none before the end; set an "
-            f"interval, or {off}"
+            f"{key} goes back to checkpoints, and checkpoint.save_interval=null leaves open how many steps lie between "
+            f"them; set it, or {off}"
         )
     # Those that can lie within the margin, and the one before them.
     needed = 1 if interval is None or interval < 1 else -(-margin // interval) + 1
@@ -239,6 +239,9 @@ def files(config: Config) -> Iterator[str]:
     if not config.name or "/" in config.name:
         yield f"name={config.name!r} becomes part of a directory's name; use at least one character, and no slash"
     yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval", "keep_last", "keep_every")
+    minutes = config.checkpoint.save_interval_minutes
+    if minutes is not None and not minutes > 0:
+        yield f"checkpoint.save_interval_minutes={minutes} is not positive; use 30, or null for no such saves"
     if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
         yield (
             f"checkpoint.keep_every={config.checkpoint.keep_every} says what stays when older checkpoints go, and "

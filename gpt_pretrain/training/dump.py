@@ -24,8 +24,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 
-from gpt_pretrain.checkpoint.durable import write_durably
 from gpt_pretrain.checkpoint.state import Trainable
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.graphs import without_graphs
@@ -233,7 +233,12 @@ def write_dump(
         "gradient_norms": norms,
     }
     path = directory / f"step_{bad.step:08d}.json"
-    on_rank_zero(lambda: _write(path, content))
+
+    def write() -> None:
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, json.dumps(_finite_or_named(content), indent=2, allow_nan=False) + "\n")
+
+    on_rank_zero(write)
     finding = (
         "all tensors were finite when its batch was computed once more"
         if first is None
@@ -318,11 +323,6 @@ def _layer_of(module: str) -> str:
     """decoder.layers.3.mlp.linear_fc1 is in decoder.layers.3, embedding.word_embeddings.weight in embedding."""
     match = re.match(r"decoder\.layers\.\d+|decoder\.\w+|\w+", module)
     return match[0] if match else module
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    write_durably(path, json.dumps(_finite_or_named(content), indent=2, allow_nan=False) + "\n")
 
 
 def _finite_or_named(value: Any) -> Any:

@@ -17,9 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 
-from gpt_pretrain.checkpoint.fp8_state import take_extra_states
-from gpt_pretrain.checkpoint.source import SavedModel, open_checkpoint
-from gpt_pretrain.checkpoint.state import METADATA
+from gpt_pretrain.checkpoint.saved_model import SavedModel, open_checkpoint
+from gpt_pretrain.checkpoint.state import METADATA, take_extra_states
 from gpt_pretrain.config.choices import CudaGraphImpl, Precision
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.schema import Config, ModelConfig

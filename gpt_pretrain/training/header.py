@@ -16,6 +16,7 @@ from gpt_pretrain.config.errors import ConfigError, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.plan.checkpoints import describe_saves
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.rules.machine import machine_notes
 from gpt_pretrain.spec.core_fields import params_dtype
@@ -181,6 +182,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             "fp8": describe_fp8(spec),
             **({"optimizer": describe_states(model)} if model.optim.use_precision_aware_optimizer else {}),
         },
+        "checkpoints": {"saved": describe_saves(spec.config) or "never"},
         "batch": {
             "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens "
             f"= {tokens_per_step:,} tokens per step",

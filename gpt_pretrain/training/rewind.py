@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
-from gpt_pretrain.checkpoint.rewind import Detour, checkpoints_away_from, take_back
-from gpt_pretrain.checkpoint.start import resume_from
+from gpt_pretrain.checkpoint.start import Detour, checkpoints_away_from, resume_from, take_back
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.records import LossSpikeRecord, RewindRecord

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
-from gpt_pretrain.checkpoint.durable import write_durably
-from gpt_pretrain.config.derived import max_time_s
+from gpt_pretrain.config.derived import max_time_s, save_interval_s
 from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
@@ -113,7 +113,7 @@ def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_s
 
         trainer = Trainer(setup, log=log, watchdog=watchdog, after_step=after_step)
         # The signals stay ours until the summary is written.
-        stop = stack.enter_context(StopRequest(max_time_s(config.trainer)))
+        stop = stack.enter_context(StopRequest(max_time_s(config.trainer), save_interval_s(config.checkpoint)))
         if console is not None:
             console.start_live()
         began = time.monotonic()
@@ -136,7 +136,7 @@ def _open_sinks(setup: Setup) -> MetricsSinks:
     (run_dir / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
     if setup.corpus.tokenizer is not None:
         # Exports and text from a checkpoint need it where the corpus is not.
-        write_durably(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())
+        write_file(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())
     return MetricsSinks(
         run_dir, config.logging, config.name, start_step=setup.progress.step, config=config_to_dict(config)
     )

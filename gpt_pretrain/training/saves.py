@@ -48,16 +48,24 @@ class Saves:
         """Why the newest save has failed; None if it has not."""
 
     def reserve(self) -> None:
-        """Takes host memory before the first step rather than at the first save, which would wait for it."""
+        """Takes host memory before the first step, lest the first save waits for it.
+
+        A run that saves only by the clock may end sooner: its first save takes the memory.
+        """
         if self._config.async_save and self._config.save_interval is not None:
             with self._watchdog.busy("reserving host memory"), self._model.gathered_parameters():
                 self._saver.reserve()
 
-    def begin(self, progress: Progress) -> None:
-        """Begins to save; an earlier save that has failed ends the run before that."""
+    def begin(self, progress: Progress, *, by_clock: bool) -> None:
+        """Begins to save; an earlier save that has failed ends the run before that.
+
+        Args:
+            progress: How far the run is.
+            by_clock: See `CheckpointSaver.save`.
+        """
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), self._model.gathered_parameters():
             self._settle(self._saver.wait(), progress.step)
-            outcomes = self._saver.save(progress)
+            outcomes = self._saver.save(progress, by_clock=by_clock)
         self._settle(outcomes, progress.step)
 
     def poll(self, step: int) -> None:

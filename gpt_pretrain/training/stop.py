@@ -1,9 +1,10 @@
-"""Ending early, on all ranks after the same step, with an exit code that says what to do next.
+"""What signals and clocks ask of a run, answered on all ranks after the same step: to end early, or to save.
 
 Ctrl-C, SIGTERM, SIGUSR1 (which Slurm sends ahead of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time`
 reach the ranks at different moments. At each step's end every rank tells the others what it knows through an
-asynchronous all-reduce of one number between the processors (gloo), and reads the answer one step later: all ranks see
-the same answer at the same step, and no rank waits for its GPU.
+asynchronous all-reduce of two numbers between the processors (gloo), and reads the answer one step later: all ranks see
+the same answer at the same step, and no rank waits for its GPU. An end has an exit code that says what to do next.
+The second number is rank 0's alone: whether `checkpoint.save_interval_minutes` are over by its clock.
 
 A checkpoint follows, so between a signal and the checkpoint lie at most the present step, the next one, and the save.
 Signals that come later, in whatever order, change nothing: launchers repeat them, and a save must not be broken off.
@@ -43,20 +44,27 @@ ASKED_FOR = frozenset(_SIGNALS.values())
 
 
 class StopRequest:
-    """Collects reasons to stop; a context manager that owns the signal handlers meanwhile.
+    """Collects reasons to stop, and knows when to save; a context manager that owns the signal handlers meanwhile.
 
     Args:
         max_time_s: Seconds after which the run stops, from now on; None for no limit.
+        save_interval_s: Seconds after which the run saves, from now on and from each save; None for no such saves.
     """
 
-    def __init__(self, max_time_s: float | None) -> None:
+    def __init__(self, max_time_s: float | None, save_interval_s: float | None = None) -> None:
         self._deadline = None if max_time_s is None else time.monotonic() + max_time_s
+        self._save_interval_s = save_interval_s
+        self._saved_at = time.monotonic()
+        self.save_is_due = False
+        """Whether the time to save has come, the same answer on all ranks; `poll` tells, until `saved`."""
         self._signalled: EndReason | None = None
         self._announces = torch.distributed.get_rank() == 0
         self._several_ranks = torch.distributed.get_world_size() > 1
         self._group = torch.distributed.new_group(backend="gloo") if self._several_ranks else None
-        self._code = torch.zeros(1, dtype=torch.int32)
+        # A reason's number, and whether to save.
+        self._asked = torch.zeros(2, dtype=torch.int32)
         self._pending: torch.distributed.Work | None = None
+        self._saved_since_asked = False
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -79,17 +87,32 @@ class StopRequest:
             return "max_time"
         return self._signalled
 
+    def _save_time_has_come(self) -> bool:
+        return self._save_interval_s is not None and time.monotonic() >= self._saved_at + self._save_interval_s
+
+    def saved(self) -> None:
+        """A save has begun, for whatever reason: the interval starts anew. Every rank calls it after the same step."""
+        self._saved_at = time.monotonic()
+        self.save_is_due = False
+        self._saved_since_asked = True
+
     def poll(self) -> EndReason | None:
         """Why to stop after this step, the same answer on all ranks; call it once a step, on every rank."""
         if not self._several_ranks:
+            self.save_is_due = self._save_time_has_come()
             return self._own_reason()
         agreed: EndReason | None = None
         if self._pending is not None:
             self._pending.wait()
-            agreed = _REASONS[int(self._code)]
+            reason, save = self._asked.tolist()
+            agreed = _REASONS[reason]
+            # Rank 0 may have asked before a save that came for another reason.
+            self.save_is_due = self.save_is_due or (bool(save) and not self._saved_since_asked)
         if agreed is None:
-            self._code.fill_(_REASONS.index(self._own_reason()))
+            self._saved_since_asked = False
+            self._asked[0] = _REASONS.index(self._own_reason())
+            self._asked[1] = self._announces and not self.save_is_due and self._save_time_has_come()
             self._pending = torch.distributed.all_reduce(
-                self._code, op=torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
+                self._asked, op=torch.distributed.ReduceOp.MAX, group=self._group, async_op=True
             )
         return agreed

@@ -149,8 +149,10 @@ class Trainer:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
                 self.validate()
-            if self._is_due(self.config.checkpoint.save_interval):
-                self.save()
+            by_steps = self._is_due(self.config.checkpoint.save_interval)
+            if by_steps or stop.save_is_due:
+                self.save(by_clock=not by_steps)
+                stop.saved()
             if trainer.gc_interval and self._is_due(trainer.gc_interval):
                 gc.collect()
             if self._after_step is not None:
@@ -194,8 +196,11 @@ class Trainer:
                 )
             )
 
-    def save(self) -> None:
+    def save(self, *, by_clock: bool = False) -> None:
         """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones.
+
+        Args:
+            by_clock: Only `checkpoint.save_interval_minutes` asks for it.
 
         Raises:
             NotFiniteError: Its weights are no state to go on from.
@@ -211,7 +216,9 @@ class Trainer:
                 f"the weights are not finite any more after step {self.progress.step}",
             )
         self._saved_step = self.progress.step
-        self._saves.begin(replace(self.progress, losses=self._guard.losses, spikes=self._guard.spikes))
+        self._saves.begin(
+            replace(self.progress, losses=self._guard.losses, spikes=self._guard.spikes), by_clock=by_clock
+        )
 
     def _await_last_save(self) -> None:
         """A run that ends has no next interval to try again at: its last save is complete, or the run has failed."""

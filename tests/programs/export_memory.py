@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, write_manifest
-from gpt_pretrain.checkpoint.write_tensors import PlannedTensor, write_weights
+from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.huggingface.architectures import choose_architecture
 from gpt_pretrain.huggingface.arguments import ExportArguments

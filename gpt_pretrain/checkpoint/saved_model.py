@@ -1,0 +1,247 @@
+"""A checkpoint in one plain process: its model's description, its tensors one by one, and one of weights alone.
+
+No process group, no GPU and no model is needed, and the checkpoint may have any parallel layout: it names its tensors
+by the whole model, whichever ranks wrote them, and each may lie in pieces over many files. Reading puts together the
+pieces that touch what is asked for, so that one layer of a stacked tensor costs the memory of one layer. Writing makes
+each tensor when it is its turn. torch's default planners know how; they are given which tensors there are.
+
+The configuration is the manifest's. The tokenizer lies beside the tensors of an imported model, or in the run's
+directory two levels up; a fingerprint identifies it, so that no other one can take its place.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.core import save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from omegaconf import OmegaConf
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
+from gpt_pretrain.checkpoint.state import FORMAT, METADATA
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.load import read_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.corpus import NO_TOKENIZER
+from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+
+# megatron-core's place for what is no tensor.
+_COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
+# Optimizer states stand beside the model's tensors and carry their names behind this prefix.
+_OPTIMIZER = "optimizer."
+# As many files are written side by side, and as many tensors are in memory.
+_NUM_FILES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedModel:
+    """What a checkpoint says of its model."""
+
+    path: Path
+    manifest: Manifest
+    config: Config
+    """Of the run that saved it."""
+    tokenizer: Tokenizer | None
+    """None where token ids were taken as they are (`model.tokenizer.library=none`), or an import had none."""
+
+    def check_files(self) -> None:
+        """Reads every byte of the checkpoint.
+
+        Raises:
+            UserError: A file is missing or not what was written; names each.
+        """
+        problems = check_files(self.path, self.manifest)
+        if problems:
+            raise UserError("\n".join([*problems, "use another checkpoint of the run"]))
+
+
+def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
+    """Reads what a checkpoint says of itself; no tensor yet.
+
+    Args:
+        path: Its directory.
+        tokenizer: The tokenizer's file, where it is neither in the checkpoint nor in the run's directory.
+
+    Raises:
+        UserError: There is no checkpoint, another version wrote its configuration, or the tokenizer is not found.
+    """
+    path = path.absolute()
+    manifest = read_manifest(path)
+    config, problems = read_config(OmegaConf.create(dict(manifest.config)))
+    if config is None:
+        listed = "; ".join(problems)
+        raise UserError(
+            f"{path} was saved with another version's configuration: {listed}; use the version that wrote it: "
+            f"{manifest.versions.get('gpt_pretrain')}"
+        )
+    return SavedModel(
+        path=path, manifest=manifest, config=config, tokenizer=_find_tokenizer(path, manifest, config, tokenizer)
+    )
+
+
+def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path | None) -> Tokenizer | None:
+    expected = manifest.data.get("tokenizer")
+    if expected == NO_TOKENIZER:
+        return None
+    if expected is None:
+        # The model was imported without a tokenizer: only the user can know it.
+        return None if given is None else load_tokenizer(given, "tokenizer")
+    in_config = config.model.tokenizer.model
+    beside = [path / TOKENIZER_FILE, path.parent.parent / TOKENIZER_FILE]
+    places = [given] if given is not None else [*beside, *([Path(in_config)] if in_config else [])]
+    for place in places:
+        if place == given or place.is_file():
+            tokenizer = load_tokenizer(place, "tokenizer")
+            if tokenizer.fingerprint == expected:
+                return tokenizer
+    looked_at = ", ".join(map(str, places))
+    raise UserError(
+        f"{path} was trained with another tokenizer than {looked_at}; give its file with tokenizer=…/tokenizer.json"
+    )
+
+
+class CheckpointTensors:
+    """The model's tensors in a checkpoint.
+
+    Args:
+        path: A checkpoint's directory.
+
+    Raises:
+        UserError: Its index cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = FileSystemReader(path)
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:  # a garbled pickle raises almost anything
+            raise UserError(f"{path / '.metadata'} cannot be read: {error!r}; use another checkpoint") from error
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._tensors = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """A tensor's whole shape; that of a layer's tensor has the number of layers in front."""
+        return tuple(self._tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The type that a tensor was saved in."""
+        return self._tensors[key].properties.dtype
+
+    def read(self, key: str, layer: int | None = None) -> torch.Tensor:
+        """A tensor on the CPU: all of it, or what one layer has of it, without the axis of layers."""
+        entry = self._tensors[key]
+        offsets, sizes = [0] * len(entry.size), list(entry.size)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        target = torch.empty(sizes, dtype=entry.properties.dtype)
+        part = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, entry, [part])
+        assert sum(item.lengths.numel() for item in items) == target.numel(), f"the pieces of {key} make the whole"
+        self._reader.read_data(LoadPlan(items), _IntoOneTensor(target)).wait()
+        return target if layer is None else target[0]
+
+
+class _IntoOneTensor(DefaultLoadPlanner):
+    """Every piece that is read belongs into one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedTensor:
+    """A tensor that will be written, or one layer's part of a stacked one."""
+
+    key: str
+    """Its key in the checkpoint."""
+    layer: int | None
+    """Which layer's part; None: all of it."""
+    shape: tuple[int, ...]
+    """Of that part, without the axis of layers."""
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+    """Makes its values, on the CPU, when they are needed."""
+
+    def place(self, num_layers: int) -> WriteItem:
+        """Which part of which tensor it is, in torch's words."""
+        layers = [] if self.layer is None else [num_layers]
+        offsets = torch.Size([self.layer or 0] * len(layers) + [0] * len(self.shape))
+        return WriteItem(
+            index=MetadataIndex(self.key, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([*([1] * len(layers)), *self.shape])),
+                properties=TensorProperties(dtype=self.dtype),
+                size=torch.Size([*layers, *self.shape]),
+            ),
+        )
+
+
+def write_weights(directory: Path, tensors: Sequence[PlannedTensor], *, num_layers: int) -> None:
+    """Writes the tensors into a checkpoint's directory, and waits until the disk has them; the manifest is not written.
+
+    A run takes the weights with `checkpoint.init_from`, in any layout.
+
+    Args:
+        directory: Empty.
+        tensors: All tensors of a model.
+        num_layers: Layers of each stacked tensor.
+
+    Raises:
+        OSError: The disk does not take them.
+    """
+    writer = FileSystemWriter(directory, thread_count=_NUM_FILES)
+    save({}, storage_writer=writer, planner=_OneByOne(tensors, num_layers), no_dist=True)
+    save_config(FORMAT, str(directory))
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Tells torch's writer which tensors there are, and makes each when it is its turn."""
+
+    def __init__(self, tensors: Sequence[PlannedTensor], num_layers: int) -> None:
+        super().__init__(flatten_state_dict=False)
+        placed = [(tensor.place(num_layers), tensor) for tensor in tensors]
+        self._by_index = {item.index: tensor for item, tensor in placed}
+        common = WriteItem(index=MetadataIndex(_COMMON_KEY), type=WriteItemType.BYTE_IO)
+        self._items = [common, *(item for item, _ in placed)]
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._items)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """A tensor's values, or what megatron-core's reader looks for beside the tensors."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            common = io.BytesIO()
+            torch.save([{"content_metadata": METADATA}], common)
+            return common
+        planned = self._by_index[write_item.index]
+        values = planned.load()
+        assert (tuple(values.shape), values.dtype) == (planned.shape, planned.dtype), "a tensor is what was planned"
+        return (values if planned.layer is None else values[None]).contiguous()
