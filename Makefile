@@ -5,7 +5,7 @@ PYTHON_IN_VENV := $(VENV)/bin/python
 # Written last by the installation, so that an interrupted one is never taken for complete.
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install train test lint clean
+.PHONY: help install train test lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,6 +28,11 @@ lint: $(INSTALLED) ## ruff (rules and format), mypy (strict) and shellcheck
 	$(PYTHON_IN_VENV) -m mypy
 	$(VENV)/bin/shellcheck --external-sources .ci/run scripts/install.sh scripts/slurm/* tests/slurm/start.sh
 
+# The theme prints an advertisement for its successor otherwise.
+docs: $(INSTALLED) ## build the manual as a site into site/; a broken link fails it
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_IN_VENV) -m mkdocs build --strict --quiet
+	@echo "built: site/index.html"
+
 clean: ## remove .venv, caches and builds; outputs/ stays
-	rm -rf "$(VENV)" .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf "$(VENV)" .mypy_cache .pytest_cache .ruff_cache build dist site
 	find gpt_pretrain tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,17 +1,26 @@
 #!/usr/bin/env bash
 # Creates a virtual environment and installs this checkout into it, editable, with the versions of constraints.txt.
-# Run by the Makefile. Uses uv where it is installed, venv and pip otherwise; PYTHON=… names the interpreter.
+# Run by the Makefile. Uses uv if it is installed, else venv and pip; PYTHON=… names the interpreter. What these write
+# goes to VENV/install.log, of which a failure shows the end.
 set -euo pipefail
 
 venv=${1:?usage: scripts/install.sh VENV}
 cd "$(dirname "$0")/.."
 installing=$venv/.installing
 installed=$venv/.installed
+log=$venv/install.log
 candidates=(python3.12 python3.13 python3.14 python3 python)
 
 fail() {
     printf '%s\n' "$@" >&2
     exit 1
+}
+
+logged() {
+    "$@" >>"$log" 2>&1 || {
+        tail -n 20 "$log" >&2
+        fail "" "The installation failed; these are the last lines of $log. Mend the cause and run make install again."
+    }
 }
 
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; }
@@ -37,14 +46,14 @@ find_python() {
 
 create_venv() {
     if command -v uv >/dev/null; then
-        uv venv "$venv" --allow-existing --python "${PYTHON:-$(<.python-version)}"
+        logged uv venv "$venv" --allow-existing --python "${PYTHON:-$(<.python-version)}"
         return
     fi
     local python
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python lacks the modules venv and ensurepip; on Debian and Ubuntu: apt install python3.12-venv"
-    "$python" -m venv "$venv"
+    logged "$python" -m venv "$venv"
 }
 
 # pip takes a package for installed once its metadata is there, even if it was killed before the last file: what an
@@ -54,8 +63,9 @@ if [[ -e $installing ]]; then
     rm -rf "$venv"
 fi
 
+mkdir -p "$venv"
+: >"$log"
 if [[ ! -e $venv/bin/python ]]; then
-    mkdir -p "$venv"
     touch "$installing"
     create_venv
 elif ! is_recent "$venv/bin/python"; then
@@ -65,13 +75,15 @@ elif [[ -e $installed ]]; then
     mv "$installed" "$installing"
 fi
 
-echo "Installing into $venv: some minutes the first time, PyTorch and its CUDA libraries are several GB."
+echo "Installing into $venv: a few minutes the first time, PyTorch and its CUDA libraries are several GB."
+echo "To watch it: tail -f $log"
 if command -v uv >/dev/null; then
-    uv pip install --python "$venv/bin/python" --constraint constraints.txt --editable '.[dev]'
+    logged uv pip install --python "$venv/bin/python" --constraint constraints.txt --editable '.[dev]'
 else
     # An environment that uv made has no pip of its own.
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip
-    "$venv/bin/python" -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || logged "$venv/bin/python" -m ensurepip
+    logged "$venv/bin/python" -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 fi
 rm -f "$installing"
 touch "$installed"
+echo "Installed in $SECONDS s."

@@ -1,13 +1,9 @@
 """metrics.jsonl: the documented schema, and a history that survives kills and resumes."""
 
-import ast
 import inspect
-import itertools
 import json
 import math
-import re
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 
@@ -29,8 +25,6 @@ from gpt_pretrain.report.records import (
     ValidationRecord,
 )
 from gpt_pretrain.report.summary import build_summary, mean_tokens_per_s
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def train(step, **changes):
@@ -101,66 +95,6 @@ def write(run_dir, *written):
     with MetricsFile(run_dir) as file:
         for record in written:
             file.write(record)
-
-
-def bases(record_class):
-    """The class and those above it that have fields, topmost first."""
-    return [cls for cls in reversed(record_class.__mro__) if cls.__module__ == records.__name__]
-
-
-def field_documentation(record_class):
-    """Field → the string below it in the source, on one line."""
-    documented = {}
-    for cls in bases(record_class):
-        body = ast.parse(inspect.getsource(cls)).body[0].body
-        for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                documented[field.target.id] = " ".join(text.value.value.split())
-    return documented
-
-
-def documented_tables():
-    """Kind → list of (field, type, meaning) from the tables of docs/metrics.md; objects in a record have their own."""
-    tables = {}
-    for section in re.split(r"^## ", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]:
-        if kind := re.match(r"`([\w.]+)`", section):
-            rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+) \|$", section, flags=re.MULTILINE)
-            tables[kind.group(1)] = rows
-    return tables
-
-
-DOCUMENTED = {**RECORD_KINDS, "fp8.tensors": Fp8Tensor}
-
-
-@pytest.mark.parametrize("kind", DOCUMENTED)
-def test_the_document_lists_every_field_with_its_type_and_meaning(kind):
-    record_class = DOCUMENTED[kind]
-    types = {
-        "int": "integer",
-        "int | None": "integer or null",
-        "float": "number",
-        "float | None": "number or null",
-        "str | None": "string or null",
-        "tuple[str, ...]": "list of strings",
-        "tuple[Fp8Tensor, ...]": "list of objects",
-    }
-    annotations = {
-        node.target.id: ast.unparse(node.annotation)
-        for cls in bases(record_class)
-        for node in ast.parse(inspect.getsource(cls)).body[0].body
-        if isinstance(node, ast.AnnAssign)
-    }
-    meanings = field_documentation(record_class)
-    expected = [
-        (field.name, types.get(annotations[field.name], "string"), meanings[field.name])
-        for field in fields(record_class)
-    ]
-
-    assert documented_tables()[kind] == expected
-
-
-def test_the_document_describes_no_kind_that_does_not_exist():
-    assert set(documented_tables()) == set(DOCUMENTED)
 
 
 SKIPPED = SkippedStepRecord(step=12, loss=math.inf, grad_norm=1.0, in_a_row=2, first_sample=96, num_samples=8)

@@ -19,13 +19,7 @@ from gpt_pretrain.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
-PAGES = sorted(page.relative_to(ROOT) for folder in ("", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md"))
 MIB = 1 << 20
-
-
-def documents():
-    return "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
 
 
 def pins():
@@ -58,75 +52,9 @@ def path_without_python(tmp_path):
     """A PATH with what the installation script itself needs, and no Python and no uv."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    for tool in ("bash", "dirname", "rm", "mv", "mkdir", "touch", "env"):
+    for tool in ("bash", "dirname", "rm", "mv", "mkdir", "touch", "env", "tail"):
         (tools / tool).symlink_to(shutil.which(tool))
     return tools
-
-
-def test_every_make_command_of_the_documents_exists():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = set(re.findall(r"(?:`|^ *|&& )make ([a-z-]+)", documents(), flags=re.MULTILINE))
-
-    assert {"train", "test"} <= named
-    assert named <= targets
-
-
-def test_every_choice_of_the_documents_exists():
-    groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
-    named = {
-        (group, choice)
-        for group, choices in re.findall(r"(?<![\w.])([a-z0-9]+)=([a-z0-9_,]+)", documents())
-        for choice in choices.split(",")
-        if group in groups
-    }
-
-    assert named
-    assert not [f"{group}={choice}" for group, choice in named if not (ROOT / f"conf/{group}/{choice}.yaml").exists()]
-
-
-def test_every_key_of_the_documents_exists():
-    keys = configuration_keys()
-    named = set(re.findall(r"(?<![\w./])((?:model|trainer|checkpoint|logging|sample)(?:\.\w+)+)\b(?!\.)", documents()))
-
-    assert "trainer.max_steps" in named
-    assert named <= keys
-
-
-def test_every_path_of_the_documents_exists():
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", documents()) if not link.startswith("https://")]
-
-    assert "docs/fp8.md" in links
-    assert not [link for link in links if not (ROOT / link).exists()]
-
-
-def anchors(page):
-    """The headings of a page, spelled as GitHub and mkdocs spell their anchors."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), flags=re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def resolves(link, folder):
-    path, _, anchor = link.partition("#")
-    target = folder / path
-    return target.exists() and (not anchor or anchor in anchors(target))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_link_and_anchor_of_a_page_resolves(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text())
-    internal = [link if not link.startswith("#") else page.name + link for link in links if "://" not in link]
-
-    assert not [link for link in internal if not resolves(link, (ROOT / page).parent)]
-
-
-@pytest.mark.parametrize("folder", ["gpt_pretrain", "conf", "tests"])
-def test_every_page_that_a_comment_names_exists(folder):
-    files = [path for suffix in ("py", "yaml") for path in (ROOT / folder).rglob(f"*.{suffix}")]
-    pattern = re.compile(r"(?:docs|benchmarks)/\w+\.md(?:#[\w-]+)?")
-    named = {link for path in files for link in pattern.findall(path.read_text())}
-
-    assert named
-    assert not [link for link in named if not resolves(link, ROOT)]
 
 
 def test_the_pins_are_exact_and_name_no_host_and_no_path():
@@ -217,6 +145,39 @@ def test_an_interrupted_installation_is_started_over(tmp_path, path_without_pyth
     assert "was interrupted; starting it over" in done.stdout
     assert not (venv / "bin" / "half").exists()
     assert not (venv / ".installed").exists()
+
+
+def put_uv(path, *, exit_code):
+    """Puts a uv on the PATH that makes an environment without Python, writes forty lines, and ends."""
+    uv = path / "uv"
+    uv.write_text(f'#!/usr/bin/env bash\n[[ $1 == venv ]] || {{ printf "line %s\\n" {{1..40}}; exit {exit_code}; }}\n')
+    uv.chmod(0o755)
+
+
+def test_an_installation_says_little_and_logs_the_rest(tmp_path, path_without_python):
+    put_uv(path_without_python, exit_code=0)
+
+    done = install(tmp_path / "venv", path_without_python)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert str(tmp_path / "venv" / "install.log") in done.stdout
+    assert len(done.stdout.splitlines()) <= 4
+    assert "line 40" in (tmp_path / "venv" / "install.log").read_text()
+    assert (tmp_path / "venv" / ".installed").exists()
+
+
+def test_a_failed_installation_shows_the_end_of_its_log(tmp_path, path_without_python):
+    put_uv(path_without_python, exit_code=1)
+
+    done = install(tmp_path / "venv", path_without_python)
+
+    assert done.returncode == 1
+    assert {"line 40", "line 21"} <= set(done.stderr.splitlines())
+    assert "line 20" not in done.stderr.splitlines()
+    assert str(tmp_path / "venv" / "install.log") in done.stderr
+    assert not (tmp_path / "venv" / ".installed").exists()
+    # The next one starts over.
+    assert (tmp_path / "venv" / ".installing").exists()
 
 
 def test_dataclass_keys_are_walked_to_the_leaves():

@@ -111,7 +111,7 @@ class OptimConfig:
     """Decoupled weight decay; biases and norm weights are exempt, as in megatron-core."""
     use_precision_aware_optimizer: bool
     """Adam keeps masters and moments in the types of the four keys below and reads gradients as they were reduced
-    (`model.grad_reduce_in_fp32`); needs BF16 parameters and the distributed optimizer. docs/optimizer_memory.md."""
+    (`model.grad_reduce_in_fp32`); needs BF16 parameters and the distributed optimizer. docs/plan.md."""
     main_params_dtype: MainParamsDtype
     """Masters: fp32, or fp16, to which updates are rounded at random."""
     store_param_remainders: bool

@@ -1,8 +1,8 @@
 """What a run writes to `metrics.jsonl`: one JSON object a line, each of a kind that this module defines.
 
 The records are the contract between a run and whatever looks at it later (the console, comparisons, plots, a user's
-own scripts), so they are plain data: no torch, no configuration. The string below a field is its documentation, and
-`docs/metrics.md` repeats it; a test keeps both the same.
+own scripts), so they are plain data: no torch, no configuration. The string below a field is its documentation, which
+`make docs` prints on the page about metrics.
 
 JSON has no NaN and no infinity. A loss that diverged is the record one least wants to lose, so those values are
 written as the strings "nan", "inf" and "-inf"; null means that the value was not measured. Readers ignore kinds and
