@@ -19,9 +19,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from gpt_pretrain.config.errors import written
 from gpt_pretrain.config.keys import flatten, schema_keys, schema_sections
 from gpt_pretrain.config.load import config_to_dict
-from gpt_pretrain.config.typed import written
 from gpt_pretrain.report import records
 from gpt_pretrain.rules.gate import load_config
 

@@ -78,7 +78,7 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.3g} TiB"
 
 
-# README.md's commands. The package is on no registry, so that an extra is installed from the checkout.
+# The commands of docs/gpu.md. The package is on no registry, so an extra is installed from the checkout.
 _INSTALL_COMMANDS = {
     # Built against the PyTorch that is there, hence no build isolation.
     "te": "python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'",
