@@ -11,6 +11,7 @@ import sys
 from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.spec.recipes import RECIPES
 
 
 def replace_te_layers():
@@ -51,12 +52,12 @@ def _change_emulated(**changes):
     from gpt_pretrain.training import setup
 
     build = setup.emulated_layers
-    setup.emulated_layers = lambda config, settings: build(config, dataclasses.replace(settings, **changes))
+    setup.emulated_layers = lambda spec: build(dataclasses.replace(spec, fp8=dataclasses.replace(spec.fp8, **changes)))
 
 
 def swap_emulated_recipe():
     """Another recipe than the one that was planned."""
-    _change_emulated(recipe=Fp8RecipeName.tensorwise)
+    _change_emulated(recipe=RECIPES[Fp8RecipeName.tensorwise])
 
 
 def change_margin_of_rank_1():
