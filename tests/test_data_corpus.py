@@ -84,7 +84,7 @@ def test_mock_data_touches_no_cache(tmp_path):
 
 
 def test_tokens_of_another_vocabulary_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"token id 700 at position 700 \(document 17\) .* at least 800"):
+    with pytest.raises(UserError, match=r"\b700 .*\b700 .*\b17\b.*model\.vocab_size=700;.* 800$"):
         mmap_corpus(tmp_path, "model.vocab_size=700")
 
 
@@ -99,17 +99,17 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
         f"model.tokenizer.model={tmp_path}/tokenizer.json",
         "model.vocab_size=260",
     )
-    with pytest.raises(ConfigError, match=r"model.vocab_size=260 is smaller than the tokenizer's vocabulary of 2\d\d"):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=260 .*; set model\.vocab_size=2[6-9]\d "):
         prepare_corpus(config, show_progress=False)
 
 
 def test_leaving_out_the_end_of_documents_needs_a_tokenizer(tmp_path):
-    with pytest.raises(ConfigError, match=r"model.data.eod_mask_loss=true needs the end-of-document token"):
+    with pytest.raises(ConfigError, match=r"model\.data\.eod_mask_loss=true .*model\.tokenizer\.model=PATH"):
         mmap_corpus(tmp_path, "model.data.eod_mask_loss=true")
 
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     config = data_config(tmp_path / "file" / "cache", "data=mmap", "model.data.data_prefix=[x]")
-    with pytest.raises(UserError, match=r"file/cache cannot be created .*; set model.data.cache_dir"):
+    with pytest.raises(UserError, match=r"file/cache .*; set model\.data\.cache_dir"):
         prepare_corpus(config, show_progress=False)

@@ -89,7 +89,7 @@ def test_a_file_tokenizer_makes_the_same_tokens_as_the_bpe_it_was_saved_from(tmp
 def test_a_corpus_of_empty_documents_is_refused_and_leaves_nothing(tmp_path, texts):
     for path in texts.iterdir():
         path.write_text("")
-    with pytest.raises(UserError, match=r"all 8 documents of the corpus are empty: .*0\.txt"):
+    with pytest.raises(UserError, match=r"\b8 documents .*0\.txt"):
         tokenize(texts, tmp_path / "cache")
     assert entries(tmp_path / "cache") == []
 
@@ -105,7 +105,7 @@ class ChangingSource(FileSource):
 
 def test_files_that_change_while_they_are_read_are_refused(tmp_path, texts):
     source = ChangingSource([f"{texts}/*.txt"], "text")
-    with Progress(show=False) as progress, pytest.raises(UserError, match="changed while they were tokenised"):
+    with Progress(show=False) as progress, pytest.raises(UserError, match=r"changed .*\.txt"):
         tokenize_source(source, BPE, tmp_path / "cache", progress, name="text")
     assert entries(tmp_path / "cache") == []
 

@@ -58,23 +58,23 @@ def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "named"),
     [
-        ("x.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "x.jsonl, line 2: no key model.data.text_key='text'; .* 'txt'"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": 3}\n', "x.jsonl, line 2: 'text' is a int, not text"),
-        ("x.jsonl", b'{"text": "a"}\n["a"]\n', "x.jsonl, line 2: a list instead of a JSON object"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": \n', "x.jsonl, line 2: no JSON object"),
-        ("x.jsonl", b'{"text": "\\ud800"}\n', "x.jsonl, line 1: 'text' holds a lone surrogate"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "x.jsonl: not UTF-8: byte 0xff at offset 24"),
-        ("x.txt", b"abc\xe4def", "x.txt: not UTF-8: byte 0xe4 at offset 3"),
-        ("x.txt", b"abc\xe2\x82", "x.txt: not UTF-8: byte 0xe2 at offset 3"),
-        ("x.parquet", b"PAR1 no parquet", "x.parquet cannot be read"),
-        ("x.csv", b"a,b", r"x.csv has the suffix '.csv'; known are .txt, .jsonl, .parquet"),
+        ("x.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "line 2: .*model.data.text_key='text'.*'txt'"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2: 'text' .*int"),
+        ("x.jsonl", b'{"text": "a"}\n["a"]\n', "line 2: .*list"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: .*JSON"),
+        ("x.jsonl", b'{"text": "\\ud800"}\n', "line 1: 'text' .*surrogate"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "UTF-8: .*0xff .*offset 24;"),
+        ("x.txt", b"abc\xe4def", "UTF-8: .*0xe4 .*offset 3;"),
+        ("x.txt", b"abc\xe2\x82", "UTF-8: .*0xe2 .*offset 3;"),
+        ("x.parquet", b"PAR1 no parquet", "cannot be read: "),
+        ("x.csv", b"a,b", r"'\.csv'; .*\.txt, \.jsonl, \.parquet"),
     ],
 )
-def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, message):
+def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, named):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"{name}\b.*{named}"):
         documents(FileSource([str(tmp_path / name)], "text"))
 
 
@@ -85,22 +85,19 @@ def test_the_offset_of_bad_utf8_counts_from_the_start_of_a_long_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ({"body": ["a"]}, "no column model.data.text_key='text'; it has 'body'"),
-        ({"text": [1]}, "column 'text' is of type int64, not string"),
-    ],
+    ("column", "named"),
+    [({"body": ["a"]}, "model.data.text_key='text'; .*'body'"), ({"text": [1]}, "'text' .*int64.*string")],
 )
-def test_a_parquet_file_without_text_is_refused(tmp_path, column, message):
+def test_a_parquet_file_without_text_is_refused(tmp_path, column, named):
     write_parquet(tmp_path / "x.parquet", **column)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"x\.parquet: .*{named}"):
         documents(FileSource([f"{tmp_path}/x.parquet"], "text"))
 
 
 def test_a_pattern_without_files_and_a_directory_are_refused(tmp_path):
-    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/*.txt matches no file")):
+    with pytest.raises(UserError, match=re.escape(f"model.data.text_files: {tmp_path}/*.txt ")):
         FileSource([f"{tmp_path}/*.txt"], "text")
-    with pytest.raises(UserError, match="is a directory; name its files"):
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path} is a directory; ") + r".*\*\.jsonl"):
         FileSource([str(tmp_path)], "text")
 
 

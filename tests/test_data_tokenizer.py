@@ -45,7 +45,7 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(bpe):
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
-    with pytest.raises(UserError, match=r"model.tokenizer.vocab_size=256 is too small .* at least 257"):
+    with pytest.raises(UserError, match=r"model\.tokenizer\.vocab_size=256 .*\b257$"):
         train_bpe(TEXTS, 256)
 
 
@@ -77,7 +77,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_do_not_touch_documents(tmp_p
 
 def test_a_tokenizer_without_end_of_document_names_the_candidates(tmp_path):
     word_level(tmp_path / "t.json", {"<unk>": 0, "a": 1})
-    with pytest.raises(UserError, match=re.escape("one of <|endoftext|>, <|end_of_text|>")):
+    with pytest.raises(UserError, match=re.escape("<|endoftext|>, <|end_of_text|>")):
         load_tokenizer(tmp_path / "t.json")
 
 
@@ -94,5 +94,5 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content, message):
 
 
 def test_a_directory_instead_of_a_tokenizer_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is a directory; name the file"):
+    with pytest.raises(UserError, match=r"model\.tokenizer\.model=.*tokenizer\.json$"):
         load_tokenizer(tmp_path)

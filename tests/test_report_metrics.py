@@ -242,31 +242,28 @@ def test_kinds_and_fields_of_a_newer_version_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "named"),
     [
-        ('{"kind": "train", "step": 10', r"metrics\.jsonl:1 is not a record: .*; remove the line, or restore"),
-        ('["kind"]', r"metrics\.jsonl:1 is not a record: not a JSON object with a \"kind\""),
-        ('{"kind": "start", "step": 1}', r':1 is not a record: a record of kind "start" has no field "time_unix"'),
-        (
-            '{"kind": "start", "step": "1", "time_unix": 1}',
-            r"field \"step\" of a record of kind \"start\": '1' is not int",
-        ),
-        ('{"kind": "start", "step": 1.5, "time_unix": 1}', r"1\.5 is not int"),
-        ('{"kind": "start", "step": 1, "time_unix": true}', r"True is not float"),
-        ('{"kind": "fp8", "step": 1, "tensors": {}, "warnings": []}', r"field \"tensors\" .*: {} is not a list"),
-        ('{"kind": "fp8", "step": 1, "tensors": [1], "warnings": []}', r"field \"tensors\" .*: 1 is not an object"),
-        ('{"kind": "fp8", "step": 1, "tensors": [{}], "warnings": []}', r"a Fp8Tensor has no field \"layer\""),
+        ('{"kind": "train", "step": 10', ""),
+        ('["kind"]', '"kind"'),
+        ('{"kind": "start", "step": 1}', '"start" .*"time_unix"'),
+        ('{"kind": "start", "step": "1", "time_unix": 1}', '"step" .*"start": \'1\' .*int'),
+        ('{"kind": "start", "step": 1.5, "time_unix": 1}', r"1\.5 .*int"),
+        ('{"kind": "start", "step": 1, "time_unix": true}', "True .*float"),
+        ('{"kind": "fp8", "step": 1, "tensors": {}, "warnings": []}', '"tensors" .*: {} .*list'),
+        ('{"kind": "fp8", "step": 1, "tensors": [1], "warnings": []}', '"tensors" .*: 1 .*object'),
+        ('{"kind": "fp8", "step": 1, "tensors": [{}], "warnings": []}', 'Fp8Tensor .*"layer"'),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path, line, message):
+def test_a_damaged_line_is_named(tmp_path, line, named):
     metrics_path(tmp_path).write_text(f"{line}\n{train(10).to_line()}\n")
 
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"metrics\.jsonl:1 .*{named}.*; remove the line, or restore the file"):
         load_metrics(tmp_path)
 
 
 def test_a_directory_without_records_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"metrics\.jsonl does not exist; give the directory of a run"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl .*run_dir"):
         load_metrics(tmp_path)
 
 

@@ -1,11 +1,11 @@
 """The yardstick: megatron-core's own pieces in the shortest loop that trains, under the same knobs as the application.
 
-The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration; the
-loop is as bare as it gets: one batch of random tokens that stays on the device, no data loading, no logging, no
-validation, no schedule, no signal handling. The optimizer is megatron-core's as it comes, and so is the loss, without
-`megatron.loss`: what ours bring shows in the comparison, unless both are told to have the plain loss. The model is the
-application's otherwise, with the kernels that `spec.kernels` chooses: what those bring does not show, and
-`model.activation_cast_fusion=false` or another key leaves one out. One model chunk, no context parallelism.
+The model, its data-parallel wrapper and the optimizer are built from the application's translated configuration. The
+loop is as bare as possible: one batch of random tokens that stays on the device, no data loading, no logging, no
+validation, no schedule, no signal handling. Optimizer and loss are megatron-core's own, without `megatron.loss`, so the
+comparison shows what the application's gain, unless the configuration asks for the plain loss. The model has the
+kernels that `spec.kernels` chooses, so the comparison does not show what those gain; a key such as
+`model.activation_cast_fusion=false` leaves one out in both. The loop knows one model chunk and no context parallelism.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], No
         after_step: Called with the number of each step.
 
     Raises:
-        ConfigError: The configuration asks for what this loop does not know, or the machine does not allow it.
+        ConfigError: The configuration asks for what this loop lacks, or the machine does not allow it.
     """
     platform = detect_platform()
     spec = build_run_spec(config, launch, platform)
@@ -59,8 +59,14 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
         ConfigError: See `run_bare_loop`.
     """
     config, platform = spec.config, spec.platform
-    if config.model.virtual_pipeline_model_parallel_size or config.model.context_parallel_size > 1:
-        raise ConfigError(["the bare loop knows neither virtual pipeline stages nor context parallelism"])
+    chunks, context = config.model.virtual_pipeline_model_parallel_size, config.model.context_parallel_size
+    if chunks or context > 1:
+        raise ConfigError(
+            [
+                f"the bare loop cannot run model.virtual_pipeline_model_parallel_size={chunks or 'null'} with "
+                f"model.context_parallel_size={context}; use null and 1, or leave `bare` out of benchmark.variants"
+            ]
+        )
     kernels = spec.kernels
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
         kernels = replace(kernels, cross_entropy_loss_fusion=CrossEntropyFusion.native if platform.cuda else None)

@@ -56,11 +56,11 @@ class Comparison:
         config: Of the command line.
         source: Where its YAML is.
         overrides: Its `key=value` arguments.
-        arguments: The command line itself, to be told.
+        arguments: The command line itself, as the documents repeat it.
         console: Where to print.
 
     Raises:
-        ConfigError: Unknown keys or wrong values in what a variant adds, or keys that the benchmark sets itself.
+        ConfigError: A variant adds unknown keys, wrong values, or keys that the benchmark sets itself.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Comparison:
         if machine.problem is not None:
             raise RunError(f"the machine's matrix products could not be measured: {machine.problem}")
         for number in range(self._config.benchmark.rounds):
-            # There and back: a machine that drifts at a steady pace favours nobody.
+            # There and back, so that a machine that drifts steadily favours no variant.
             for variant in self._variants if number % 2 == 0 else reversed(self._variants):
                 if variant not in self._problems:
                     self._measure(variant, number, run_dir)

@@ -35,7 +35,7 @@ type Cells = list[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """Everything that was measured, and what it takes to measure it again."""
+    """Everything that was measured, and how to measure it again."""
 
     config: Config
     """Of the command line, before the variants."""
@@ -48,7 +48,7 @@ class Benchmark:
 
     @property
     def num_gpus(self) -> int:
-        """Of the variant with most."""
+        """Of the variant with the most."""
         return max(row.num_gpus for row in self.rows)
 
     @property
@@ -117,7 +117,7 @@ def facts(benchmark: Benchmark) -> dict[str, str]:
 
 
 def _added(rows: Sequence[Row]) -> str:
-    """Which overrides each variant adds, where it adds any."""
+    """The overrides that variants add."""
     lines = [f"- {row.name}: `{shlex.join(row.overrides)}`\n" for row in rows if row.overrides]
     return "".join(["What a variant adds to the command line:\n\n", *lines]) if lines else ""
 
@@ -176,7 +176,7 @@ _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
 
 
 def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
-    """Titles, and one line of cells for each variant; one that failed has its reason in `table_of_problems`."""
+    """Titles, and one line of cells for each variant; `problem_lines` has the reason of one that failed."""
     lines = []
     for row in rows:
         figures = row.figures

@@ -1,7 +1,7 @@
 """One step of each variant as a picture.
 
 It reads what a benchmark with `benchmark.profile=true` left behind, on any machine, and needs matplotlib (the extra
-`plot`). A bar is a step, its colours are the kinds of work, and the time in which the GPU had none.
+`plot`). A bar is a step; its colours are the kinds of work, and the time in which the GPU was idle.
 """
 
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 from gpt_pretrain.benchmark.results import KINDS
 from gpt_pretrain.config.errors import UserError, how_to_install
 
-# Of Okabe and Ito (2008), which people who see fewer colours tell apart; idle is grey.
+# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; idle is grey.
 _COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#F0E442", "#BBBBBB")
 _DARK = ("#0072B2", "#D55E00", "#009E73")
 # Narrower parts have no room for their number.
 _NARROWEST_WITH_TEXT = 0.04
-# A variant without a name of its own is called by its overrides, which are long.
+# A variant without a name of its own is labelled with its overrides, which are long.
 _LABEL_WIDTH = 32
 
 
@@ -25,7 +25,7 @@ def read_steps(path: Path) -> dict[str, dict[str, float]]:
     """Variant to kind to milliseconds per step, in the order of the benchmark.
 
     Raises:
-        UserError: The file cannot be read, is no benchmark's, or has no step of a GPU that was profiled.
+        UserError: The file cannot be read, does not come from a benchmark, or has no profiled step of a GPU.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
         path: The file.
 
     Raises:
-        UserError: matplotlib is missing, the ending is none that it knows, or the file cannot be written.
+        UserError: matplotlib is missing or does not know the ending, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -58,7 +58,7 @@ class StepProfiler:
         self._profile = profile(activities=activities)
 
     def after_step(self, number: int) -> None:
-        """Starts behind step 0 and ends, with the trace written, behind step `num_steps`."""
+        """Starts after step 0; ends, and writes the trace, after step `num_steps`."""
         if number == 0:
             self._profile.start()
         elif number == self._num_steps:
@@ -71,13 +71,13 @@ class StepProfiler:
 
 
 class Stopwatch:
-    """Counts the steps of a run, and times those behind the warm-up.
+    """Counts the steps of a run, and times those after the warm-up.
 
     Args:
         benchmark: How many steps.
         platform: This machine, for its memory.
         launched_unix: When this process was started.
-        profiler: Records the steps that follow the timed ones; None where there are none.
+        profiler: Records the steps after the timed ones; None without profiling.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tup
     times = [
         (event, event.self_device_time_total if cuda else event.self_cpu_time_total)
         for event in events
-        # A GPU's annotations span the kernels within them, which are counted themselves.
+        # A GPU's annotations span kernels, which count themselves.
         if event.device_type == device and not (cuda and event.is_user_annotation)
     ]
     total = sum(time for _, time in times)
@@ -223,7 +223,7 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver; None where the tool that tells it is not there or fails."""
+    """Version of NVIDIA's driver; None where nvidia-smi is missing or fails."""
     try:
         return ask_driver()[0]
     except (OSError, RuntimeError):
@@ -231,7 +231,7 @@ def _driver() -> str | None:
 
 
 def _processor() -> str:
-    """The processor by its name, which Python knows on few systems."""
+    """The processor's name, which Python knows on few systems."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]

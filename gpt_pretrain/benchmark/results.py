@@ -94,9 +94,9 @@ class Measured(JsonObject):
     memory_gib: float
     """Peak memory on this rank's GPU after the timed steps; without a GPU, the process's resident memory."""
     loss: float | None
-    """Cross entropy in nats per token, mean of the last interval; null of the bare loop, which has other data."""
+    """Cross entropy in nats per token, mean of the last interval; null for the bare loop, which has other data."""
     losses: tuple[float, ...]
-    """Of every step, the first included; empty of the bare loop."""
+    """Of every step, the first included; empty for the bare loop."""
     dtype: str
     """Type of parameters and of the products that are not in FP8: bfloat16 or float32."""
     kernels: tuple[Kernel, ...]
@@ -149,13 +149,13 @@ class Figures(JsonObject):
     first_step_s: float
     """Seconds from launch to the end of the first step, median over the rounds."""
     loss: float | None
-    """Cross entropy in nats per token, mean of the last interval of the first round; null of the bare loop."""
+    """Cross entropy in nats per token, mean of the last interval of the first round; null for the bare loop."""
     losses: tuple[float, ...]
-    """Of every step of the first round; empty of the bare loop."""
+    """Of every step of the first round; empty for the bare loop."""
     kernels: tuple[Kernel, ...]
     """The longest, where steps were profiled."""
     parts: tuple[Part, ...]
-    """Where all of a GPU's step goes, where steps were profiled."""
+    """What a GPU's step consists of, where steps were profiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +176,7 @@ class Row(JsonObject):
     loss_difference: float | None = None
     """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN where one is."""
     forecast: Forecast | None
-    """Where it was asked for and could be made."""
+    """None where it was not asked for or not possible."""
 
 
 def kernel_kind(name: str) -> str:
@@ -185,7 +185,7 @@ def kernel_kind(name: str) -> str:
 
 
 def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: float) -> float | None:
-    """TFLOP/s of a run whose products all reach the machine's ceilings; None where one of those is not known."""
+    """TFLOP/s of a run whose products all reach the machine's ceilings; None where a ceiling is unknown."""
     by_dtype = {ceiling.dtype: ceiling.tflops for ceiling in ceilings}
     shares = {dtype: 1 - fp8_share, "fp8": fp8_share}
     if any(share and name not in by_dtype for name, share in shares.items()):
@@ -266,7 +266,7 @@ def _largest_difference(losses: Sequence[float], first: Sequence[float]) -> floa
     if not losses or not first:
         return None
     differences = [_relative_difference(loss, other) for loss, other in zip(losses, first, strict=True)]
-    # The largest of numbers with NaN among them depends on their order.
+    # max() of numbers with NaN among them depends on their order.
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 

@@ -22,7 +22,7 @@ from gpt_pretrain.rules.overrides import single_value
 
 PROFILED_STEPS = 3
 _BARE = "bare"
-# What makes a benchmark's run out of a run, beside its number of steps: nothing happens but training.
+# What a benchmark sets in a run beside its number of steps, so that it only trains.
 _OWN_VALUES = {
     "trainer.limit_val_batches": "0",
     "trainer.max_time": "null",
@@ -62,7 +62,7 @@ def read_variants(benchmark: BenchmarkConfig) -> list[Variant]:
     """The variants, in their order.
 
     Raises:
-        ConfigError: Names that there are not.
+        ConfigError: A name is unknown.
     """
     problems: list[str] = []
     variants = []
@@ -87,7 +87,7 @@ def _read_variant(entry: str, named: Mapping[str, str]) -> Variant:
         known = ", ".join([*named, _BARE, f"{_BARE}:NAME"])
         raise ConfigError(
             [
-                f"benchmark.variants: there is no variant {entry!r}{nearest}; known: {known}, and overrides such as "
+                f"benchmark.variants: {entry!r} is not a variant{nearest}; use one of {known}, or overrides such as "
                 '"fp8=delayed model.fp8_params=true"'
             ]
         )
@@ -98,7 +98,7 @@ def _read_variant(entry: str, named: Mapping[str, str]) -> Variant:
 
 
 def benchmark_problems(config: Config) -> list[str]:
-    """The rules about `benchmark` itself; those about the runs are asked by the runs."""
+    """The rules about `benchmark` itself; each run checks the rules about runs."""
     return list(_problems(config))
 
 
@@ -133,9 +133,9 @@ def _process_problems(config: Config) -> Iterator[str]:
 
 
 def own_key_problems(overrides: Sequence[str]) -> list[str]:
-    """Overrides of keys that the benchmark sets itself: they would have no effect."""
+    """Problems of overrides of keys that the benchmark sets itself, which would have no effect."""
     return [
-        f"{key} is set by the benchmark itself, which only trains, for benchmark.warmup_steps and benchmark.steps; "
+        f"{key} has no effect: the benchmark sets it, and only trains, for benchmark.warmup_steps and benchmark.steps; "
         "leave it out"
         for key in _keys(overrides)
         if key in _OWN_KEYS
@@ -150,7 +150,7 @@ def variant_problems(variant: Variant, config: Config) -> list[str]:
         config: What it makes of the command line.
     """
     common = [
-        f"{key} is one for all variants; give it beside benchmark.variants"
+        f"{key} is the same for all variants; give it beside benchmark.variants"
         for key in _keys(variant.overrides)
         if key == "run_dir" or key.startswith("benchmark.")
     ]
@@ -163,7 +163,7 @@ def _keys(overrides: Sequence[str]) -> list[str]:
 
 
 def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]:
-    """What makes a run of the benchmark out of a run: its first steps, and nothing beside them.
+    """What turns a run into a run of the benchmark: its first steps, and nothing beside them.
 
     Args:
         config: The run, and how many steps.
@@ -183,6 +183,6 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
 
 
 def _schedule_of_the_run(config: Config) -> list[str]:
-    """What leaves the learning rates as they are when the steps become fewer."""
+    """What keeps the learning rates as they are when the steps become fewer."""
     key = "model.optim.sched.decay_steps"
     return [] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]

@@ -74,7 +74,7 @@ def failure_path(task: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome[Result]:
-    """What came of a task."""
+    """The outcome of a task."""
 
     results: tuple[Result, ...]
     """One for each rank, rank 0's first; empty if it failed."""
@@ -125,7 +125,7 @@ def run_task[Result: JsonObject](
 
 
 def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> list[Result]:
-    """Those of the files that are there."""
+    """What the files hold that exist."""
     return [kind.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()]
 
 

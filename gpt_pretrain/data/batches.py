@@ -107,7 +107,7 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 
 class BatchIterator(Iterator[Batch]):
-    """Microbatches on the rank's device. Ends its processes when it is closed, collected, or Python exits."""
+    """Microbatches on the rank's device. Its processes end when it is closed or collected, or Python exits."""
 
     def __init__(self, loader: "DataLoader[dict[str, torch.Tensor]]", device: torch.device) -> None:
         self._device = device
@@ -186,8 +186,7 @@ def build_validation_iterator(
 ) -> BatchIterator:
     """Microbatches of validation, without end: the first limit_val_batches global batches again and again.
 
-    A validation that draws limit_val_batches × num_microbatches sees the same samples as every other, so that losses
-    compare over a run.
+    Every validation draws limit_val_batches × num_microbatches and so sees the same samples: losses compare over a run.
     """
     return _build_iterator(
         dataset,
@@ -213,15 +212,15 @@ def _build_iterator(dataset: SampleDataset, config: Config, device: torch.device
         multiprocessing_context=_worker_context() if num_workers else None,
         worker_init_fn=_end_with_rank if num_workers else None,
         pin_memory=device.type == "cuda",
-        # A loader draws its processes' seed when it starts: from the default generator that would shift the dropout of
-        # a resumed run, which starts a loader where the uncut one did not.
+        # A loader draws its processes' seed when it starts. Drawn from the default generator, it would shift the
+        # dropout of a resumed run, which starts a loader where an uninterrupted run does not.
         generator=torch.Generator(),
     )
     return BatchIterator(loader, device)
 
 
 def _worker_context() -> BaseContext:
-    """The way data-loading processes are started."""
+    """How data-loading processes start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
@@ -229,9 +228,9 @@ def _worker_context() -> BaseContext:
 
 @contextmanager
 def _block_rank_signals() -> Iterator[None]:
-    """Makes processes that are started inside deaf to the rank's signals, at every moment of their lives."""
+    """Processes that are started inside ignore the rank's signals for their whole lives."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
-    # Processes need the tracker, and starting it unblocks two of the signals here.
+    # Processes need the tracker, and starting it here unblocks two of the signals.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
     try:
@@ -241,9 +240,9 @@ def _block_rank_signals() -> Iterator[None]:
 
 
 def tell_of_defects(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A data-loading process's `sys.excepthook`, which says nothing of a rank that went away while it took a tensor.
+    """A data-loading process's `sys.excepthook`, silent where its rank goes away while it takes a tensor.
 
-    multiprocessing's thread that hands tensors over would print a traceback beside the rank's own.
+    Otherwise multiprocessing's thread that hands tensors over would print a traceback beside the rank's own.
     """
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)

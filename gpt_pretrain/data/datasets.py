@@ -6,8 +6,8 @@ kept in the cache.
 
 **When the data is exhausted the next epoch begins**: the index is built for as many epochs as the run's samples need,
 each with an order of its own; megatron-core shuffles whole epochs together and keeps a last, partial one apart.
-`TokenDataset.num_epochs` says how many it will be. The order follows from the seed and the number of samples: a run
-that is resumed with another `trainer.max_steps` sees another order once it needs more than one epoch.
+`TokenDataset.num_epochs` says how many there will be. The order follows from the seed and the number of samples: a run
+resumed with another `trainer.max_steps` sees another order once it needs more than one epoch.
 """
 
 import io
@@ -41,7 +41,7 @@ class SampleDataset(Protocol):
     """Samples by index: tokens, labels, position_ids (int64 [s]) and loss_mask (float32 [s])."""
 
     num_epochs: float
-    """Passes over the split that the run's samples make; below 1, part of it is never seen. 0 for random tokens."""
+    """Passes that the run's samples make over the split; below 1, part of it is never seen. 0 for random tokens."""
 
     def __len__(self) -> int: ...
 
@@ -166,12 +166,12 @@ def build_datasets(
             builder.build()
             if writes:
                 (index / _COMPLETE).touch()
-        # What a rank has just written it still holds in memory; the second pass maps the files.
+        # A rank still holds in memory what it has just written; the second pass maps the files.
         train_dataset, valid_dataset, _ = builder.build()
     except FileNotFoundError as error:
         raise UserError(
-            f"the sample index that rank 0 wrote is not here ({error.filename}): model.data.cache_dir (now {cache}) "
-            "must be a directory that all nodes share"
+            f"this rank does not see the sample index that rank 0 wrote ({error.filename}): model.data.cache_dir "
+            f"(now {cache}) must be a directory that all nodes share"
         ) from error
     train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0))
     if valid_dataset is None:
@@ -233,7 +233,7 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         # The attention layers are causal by themselves; a mask of s² entries per sample would only cost time.
         create_attention_mask=False,
     )
-    # An index of a split that nothing reads costs time, and of an empty split an endless loop of megatron-core's.
+    # The index of a split that nothing reads costs time; that of an empty split never ends in megatron-core.
     config.split_matrix = [bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)]
     return config
 

@@ -1,6 +1,6 @@
 """Tokenises a text source once into megatron-core's `.bin/.idx`, in the cache.
 
-An entry is keyed by all that its content follows from: the source's files, the tokenizer, and this module's format. It
+The key of an entry covers all that its content follows from: the source's files, the tokenizer, and this format. It
 holds `corpus.bin`, `corpus.idx`, `tokenizer.json` and `manifest.json`, and appears in one piece (see `cache`). Each
 document is one sequence of the index and ends with the end-of-document token; empty documents are left out and
 counted.
@@ -50,7 +50,7 @@ def tokenize_source(
         config: The tokenizer: bpe (trained on the text) or file.
         cache: The cache directory.
         progress: Where the steps are shown.
-        name: First part of the entry's name, for people that look into the cache.
+        name: First part of the entry's name, for people who look into the cache.
 
     Raises:
         UserError: The text or the tokenizer is unusable, or the disk is full.
@@ -66,7 +66,7 @@ def tokenize_source(
     entry = cache / "corpora" / f"{name}-{fingerprint([FORMAT_VERSION, recipe, identity])[:16]}"
     if not entry.is_dir():
         with hold_lock(entry, progress):
-            # Whoever held the lock before may have made it.
+            # The previous holder of the lock may have made it.
             if not entry.is_dir():
                 write_entry(entry, lambda folder: _fill(folder, source, identity, make_tokenizer, progress))
                 _announce(entry, progress)

@@ -141,7 +141,7 @@ class StdlibSource(TextSource):
             with tokenize.open(path) as file:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
-            # Distributions add files that are not in the encoding they declare; as empty documents they are counted.
+            # Distributions add files that are not in the encoding they declare; they count as empty documents.
             text = ""
         yield from self.cut(text, path.stat().st_size)
 

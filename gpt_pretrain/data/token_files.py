@@ -139,7 +139,7 @@ def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progres
     record = cache / "scans" / f"{fingerprint(identity)[:32]}.json"
     if not record.is_file():
         with hold_lock(record, progress):
-            # Whoever held the lock before may have scanned it.
+            # The previous holder of the lock may have scanned it.
             if not record.is_file():
                 _check_offsets(token_file)
                 write_file(record, json.dumps(_scan(token_file, progress)))

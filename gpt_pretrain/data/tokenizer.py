@@ -36,7 +36,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
-        # Both belong to how a model was served, not to how a corpus is tokenised; either would corrupt documents.
+        # Both belong to serving a model, not to tokenising a corpus; either would corrupt documents.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -93,7 +93,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size: Tokens, the 256 bytes and the end-of-document token included. A small text may give fewer.
 
     Raises:
-        UserError: vocab_size holds not even the bytes.
+        UserError: vocab_size is too small even for the bytes.
     """
     if vocab_size < MIN_BPE_VOCAB_SIZE:
         raise UserError(
@@ -118,10 +118,10 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
 
     Args:
         path: The file.
-        key: Where its name was given, for error messages.
+        key: The key that names it, for error messages.
 
     Raises:
-        UserError: The file is missing, is none, or has no end-of-document token.
+        UserError: The file is missing, is no tokenizer, or has no end-of-document token.
     """
     path = Path(path).expanduser()
     if path.is_dir():

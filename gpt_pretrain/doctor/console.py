@@ -23,7 +23,7 @@ from gpt_pretrain.doctor.facts import (
 from gpt_pretrain.doctor.verdict import Verdict
 from gpt_pretrain.spec.platform import MULTICAST_OFF
 
-# Where the terminal does not say, and at most.
+# The width where the terminal does not say, and at most.
 _WIDTH = 100
 _GOOD, _HALF, _BAD = "bold green", "bold yellow", "bold red"
 _STYLES = {Blocks.training: _BAD, Blocks.fp8: _HALF, Blocks.nothing: "bold cyan"}
@@ -33,16 +33,16 @@ _CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.no
 def _failed(failure: Failure) -> tuple[str, str]:
     if failure.is_missing:
         return "not installed", ""
-    # The finding says why.
+    # A finding says why.
     return failure.version or "?", "cannot be used"
 
 
 def _failed_without_loss(failure: Failure) -> tuple[str, str]:
-    return ("not installed", "nothing is lost but speed") if failure.is_missing else _failed(failure)
+    return ("not installed", "runs are slower without it") if failure.is_missing else _failed(failure)
 
 
 def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Name, version, and what else is to be said."""
+    """Name, version and remark of each."""
     yield "Python", facts.python, facts.executable
     torch, driver, application = facts.torch, facts.driver, facts.application
     te, flash, apex = facts.transformer_engine, facts.flash_attention, facts.apex
@@ -103,7 +103,7 @@ def _table(title: str, *columns: str, whole: int = 1) -> Table:
 
 
 def _by_reason(recipes: Mapping[str, str | None]) -> dict[str | None, list[str]]:
-    """What recipes lack → their names, so that a reason is told once."""
+    """What recipes lack → their names, so that each reason appears once."""
     names: dict[str | None, list[str]] = {}
     for name, why in recipes.items():
         names.setdefault(why, []).append(name)

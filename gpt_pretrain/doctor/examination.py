@@ -1,6 +1,7 @@
 """Examines this machine: starts the probes, each in a process of its own, and reads their answers.
 
-All at once, but on a GPU those that may touch it one after the other: in exclusive-process mode it takes one at a time.
+All probes run at once, except that those which may touch a GPU run one after the other: a GPU in exclusive-process
+mode takes one process at a time.
 """
 
 import json
@@ -47,15 +48,15 @@ _PACKAGES = (
     "transformer-engine-cu12",
     "transformer-engine-cu13",
 )
-# An import from a cold network file system takes tens of seconds; what takes minutes hangs.
+# An import from a cold network file system takes tens of seconds; one that takes minutes hangs.
 _PROBE_TIMEOUT_S = 180
 
 
 def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
-    """Looks at everything; takes as long as the slowest import, about ten seconds, on a GPU half a minute.
+    """Looks at everything. It takes as long as the slowest import: about ten seconds, half a minute on a GPU.
 
     Args:
-        assumed_gpu: A GPU that stands in for the machine's own, for a machine without.
+        assumed_gpu: A GPU that stands in for the machine's own.
     """
     application = "application" if assumed_gpu is None else "application_on_gpu"
     files = device_files()
@@ -110,7 +111,7 @@ def _answer(name: str, process: subprocess.Popen[bytes], path: Path) -> dict[str
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        return Failure(problem=f"loading it did not end within {_PROBE_TIMEOUT_S} s", version=_version_of(name))
+        return Failure(problem=f"loading it took more than {_PROBE_TIMEOUT_S} s", version=_version_of(name))
     if not path.exists():
         said = path.with_suffix(".stderr").read_text(errors="replace").strip().splitlines()
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -145,7 +146,7 @@ def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: hardware.Gpu | Non
 
 
 def _read_flash_attention(found: dict[str, Any] | Failure) -> FlashAttention | Failure:
-    """What a run catches and goes on without is a failure here, as what ended the probe is."""
+    """A problem that a run survives is a failure here, too."""
     if isinstance(found, Failure):
         return found
     if found["problem"] is not None:

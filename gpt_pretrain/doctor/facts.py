@@ -7,19 +7,19 @@ from enum import Enum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A library that is not installed, or does not load."""
+    """A library that is not installed or does not load."""
 
     problem: str
-    """The error's type and message, or what ended the process that tried."""
+    """The error's type and message, or what ended the process that tried to load it."""
     is_missing: bool = False
     """The library itself is not installed."""
     version: str | None = None
-    """What is installed, where something is."""
+    """The installed version, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """NVIDIA's driver, asked without PyTorch."""
+    """NVIDIA's driver, as found without PyTorch."""
 
     version: str
     gpus: tuple[str, ...]
@@ -50,11 +50,11 @@ class Torch:
     """The folder that torch/ is installed in, and nvidia/ with its libraries."""
     gpus: tuple[Gpu, ...]
     why_no_gpu: str | None
-    """Why it can use none, in its own words."""
+    """Why it can use no GPU, in its own words."""
     product_problem: str | None
     """How a small BF16 product on the first GPU failed."""
     peer_access: bool | None
-    """The first GPU reads the memory of the second; None with fewer."""
+    """The first GPU reads the memory of the second; None with fewer than two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class TransformerEngine:
     cudnn_folders: tuple[str, ...]
     """Where the cuDNN libraries of a process with PyTorch and TE were loaded from; more than one folder is a mix."""
     scales_on_device: bool
-    """It has the kernel that clips gradients without a wait, `multi_tensor_scale_tensor`."""
+    """It has `multi_tensor_scale_tensor`, the kernel that clips gradients without waiting for the device."""
     product_problem: str | None
     """How a small FP8 layer on the first GPU failed."""
 
@@ -81,7 +81,7 @@ class FlashAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Apex:
-    """apex, installed; each part for itself."""
+    """apex, installed; each part loads or does not."""
 
     version: str
     parts: Mapping[str, bool]
@@ -97,7 +97,7 @@ class Application:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requirement:
-    """A package that this project needs and that is not installed, or not in a version that it allows."""
+    """A package that this project needs and that is missing or has a version that it does not allow."""
 
     needed: str
     """As in pyproject.toml: "hydra-core~=1.3"."""
@@ -113,21 +113,21 @@ class Facts:
     torch: Torch | Failure
     driver: Driver | Failure
     device_files: tuple[str, ...]
-    """Through which processes reach the GPUs, `/dev/nvidia0` and so on; there without a driver that works, too."""
+    """How processes reach the GPUs, `/dev/nvidia0` and so on; they exist even without a working driver."""
     transformer_engine: TransformerEngine | Failure
     flash_attention: FlashAttention | Failure
     apex: Apex | Failure
     application: Application | Failure
     requirements: tuple[Requirement, ...] | Failure | None
-    """What is not met; None where the project runs from a checkout that is not installed."""
+    """Unmet requirements; None where the project runs from a checkout that is not installed."""
     packages: Mapping[str, str]
-    """Transformer Engine's parts → version: they have to fit each other."""
+    """Transformer Engine's packages → version; they must fit each other."""
     environment: Mapping[str, str]
-    """The variables that the doctor looks at, those that are set."""
+    """Those of the variables that the doctor looks at that are set."""
     shared_memory_gib: float | None
     """Size of /dev/shm; None where there is none."""
     assumed_gpu: str | None = None
-    """The GPU that was named by --assume-gpu and stands in for the machine's own."""
+    """The GPU that --assume-gpu names; it stands in for the machine's own."""
 
 
 class Blocks(Enum):
@@ -145,7 +145,7 @@ class Finding:
     about: str
     """Library, variable or part of the machine: the subject of the sentence."""
     what: str
-    """The rest of the sentence: what is so, and what follows from it; no full stop."""
+    """The rest of the sentence: what is wrong and what follows from it, without a full stop."""
     fix: str | None
-    """A command for a shell; None where a shell cannot mend it, and `what` says who can."""
+    """A shell command; None where no command mends it, and `what` says who can."""
     blocks: Blocks

@@ -1,7 +1,7 @@
 """One look at one library, in a process of its own: `python -m gpt_pretrain.doctor.probe NAME FILE`.
 
-A library that was built for another PyTorch may end the process that imports it. What was found is written to FILE as
-JSON, for libraries print what they like on standard output; no file means that the process died.
+A library that was built for another PyTorch may end the process that imports it. The probe writes what it finds to FILE
+as JSON, since libraries print what they like on standard output; no file means that the process died.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def _first_line(error: Exception) -> str:
 def _fails(work: Callable[[], None]) -> str | None:
     try:
         work()
-    # Whatever it is, it is told: the driver, CUDA and the libraries raise errors of many types.
+    # The driver, CUDA and the libraries raise errors of many types; every one is an answer.
     except Exception as error:
         return _first_line(error)
     return None
@@ -150,12 +150,12 @@ def probe_application_on_gpu() -> dict[str, Any]:
 
     import gpt_pretrain.training.run  # noqa: F401  loading is the question
 
-    # Its version has the commit of the folder that it is imported in behind a plus sign.
+    # After a plus sign its version has the commit of the folder that it is imported in.
     return {"megatron_core": megatron.core.__version__.partition("+")[0]}
 
 
 def probe_requirements() -> dict[str, Any]:
-    """What this project declares to need and is not there; `unmet` is null where it is not installed itself."""
+    """Declared requirements of this project that are not met; `unmet` is null where it is not installed itself."""
     from packaging.requirements import Requirement
 
     try:
@@ -164,7 +164,7 @@ def probe_requirements() -> dict[str, Any]:
         return {"unmet": None}
     unmet = []
     for requirement in map(Requirement, declared):
-        # Those of an extra have a marker that is false without it.
+        # Requirements of an extra have a marker that is false without it.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         installed = installed_version(requirement.name)
@@ -181,7 +181,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-# A library's has the name that it is installed by.
+# The probe of a library has the name that the library is installed by.
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "torch": probe_torch,
     "driver": probe_driver,
@@ -202,7 +202,7 @@ def main(name: str, path: Path) -> None:
         found = {"found": PROBES[name]()}
     # Loading a broken library fails in as many ways as computing with it.
     except Exception as error:
-        # Another module's name is one that the library itself misses.
+        # Another name is that of a module which the library itself misses.
         is_missing = getattr(error, "name", None) == name or getattr(error, "filename", None) == NVIDIA_SMI
         found = {"failed": {"problem": _first_line(error), "is_missing": is_missing}}
     path.write_text(json.dumps(found), encoding="utf-8")

@@ -1,6 +1,6 @@
 """What follows from the facts: which recipes run here, what each part of a run runs on, and whether it trains at all.
 
-Whether a recipe runs is what training itself asks (`rules.machine_fp8`).
+Whether a recipe runs is decided by the rules that training itself asks (`rules.machine_fp8`).
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0: trains, in FP8, too; 3: trains, not in FP8; 1: does not train."""
+        """0: trains, also in FP8; 3: trains, but not in FP8; 1: does not train."""
         if self.trains_in_fp8:
             return TRAINS_IN_FP8
         return TRAINS_WITHOUT_FP8 if self.trains else TRAINS_NOT
@@ -77,7 +77,7 @@ def _found(library: TransformerEngine | FlashAttention | Failure) -> tuple[str |
 def platform_of(facts: Facts, torch: Torch) -> Platform:
     """The machine as training describes it."""
     gpu = torch.gpus[0] if torch.gpus else None
-    # Without a GPU a run looks for none of them.
+    # Without a GPU a run looks for none of these libraries.
     te_version, te_problem = _found(facts.transformer_engine) if gpu is not None else (None, None)
     flash_version, flash_problem = _found(facts.flash_attention) if gpu is not None else (None, None)
     parts: Mapping[str, bool] = facts.apex.parts if gpu is not None and isinstance(facts.apex, Apex) else {}

@@ -1,13 +1,12 @@
 """What rank 0 shows: a header, the progress of the run, validations, and a summary with the loss curve.
 
 On a terminal the newest record stays at the bottom above a progress bar; anywhere else (a Slurm log, a pipe) each
-record is one plain line that grep and awk can read. Only records are shown, so a finished run can be shown again.
-The screen is redrawn when a record arrives and not in between: a redraw timer would wake up the thread that launches
-the GPU's kernels.
+record is one plain line that grep and awk can read. `columns` says what of a record is shown and how. The console shows
+records only, so a finished run can be shown again. It redraws the screen when a record arrives and not in between: a
+redraw timer would wake up the thread that launches the GPU's kernels.
 """
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -39,7 +38,7 @@ _NUM_TENSORS = 3
 
 
 class RunConsole:
-    """Everything that a run prints; a context manager, so that the terminal is left in order however the run ends.
+    """Everything that a run prints; as a context manager it restores the terminal however the run ends.
 
     Args:
         max_steps: Steps of the whole run.
@@ -63,9 +62,7 @@ class RunConsole:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop_live()
 
     def start_live(self) -> None:

@@ -1,8 +1,8 @@
 """`metrics.jsonl` on disk: appending to it through crashes and resumes, and reading it back as one history.
 
 A run may be killed at any byte and resumed from a checkpoint that is older than the last line. So the file is only
-ever appended to, each process begins with a `start` record that names the step it continues from, and the reader
-drops what a cut process had written about steps after that one; so it does where a `rewind` names an earlier step.
+ever appended to. Each process begins with a `start` record that names the step it continues from, and the reader drops
+what an earlier process wrote about later steps. It does the same where a `rewind` names an earlier step.
 """
 
 import json
@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError
@@ -38,7 +37,7 @@ def metrics_path(run_dir: str | Path) -> Path:
 
 
 class MetricsFile:
-    """Appends records, each handed to the operating system at once: a killed process loses none it has written.
+    """Appends records and hands each to the operating system at once: a killed process loses none it has written.
 
     Args:
         run_dir: The run directory; made if it is missing.
@@ -64,9 +63,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -110,12 +107,12 @@ class Metrics:
     fp8: list[Fp8Record] = field(default_factory=list)
     experts: list[ExpertsRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
-    """That of the newest start; None without FP8, and before its first step is done."""
+    """Of the newest start; None without FP8, and until its first step is done."""
     summary: SummaryRecord | None = None
     """The newest summary; None while the run goes on and after a crash."""
 
 
-# Kinds that a run has at most one of at each step, and the list of `Metrics` that has them.
+# Kinds of which a step has at most one record, and their lists in `Metrics`.
 _BY_STEP: Mapping[type[Record], str] = {
     TrainRecord: "train",
     ValidationRecord: "validation",
@@ -133,7 +130,7 @@ def load_metrics(run_dir: str | Path) -> Metrics:
         run_dir: The run directory.
 
     Raises:
-        UserError: There is no `metrics.jsonl`, or a line of it other than a torn last one is not a record.
+        UserError: `metrics.jsonl` is missing, or one of its lines is not a record. A torn last line is ignored.
     """
     path = metrics_path(run_dir)
     try:

@@ -1,6 +1,6 @@
 """Where a run's records go besides the screen: `metrics.jsonl` always, TensorBoard and Weights & Biases when asked.
 
-Rank 0 alone creates the sinks, once the step it starts from is known: a resumed run tells each of them that what was
+Only rank 0 creates the sinks, once it knows the step it starts from: a resumed run tells each sink that what was
 written about later steps is superseded.
 """
 
@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from gpt_pretrain.config.errors import UserError, how_to_install
@@ -174,7 +173,7 @@ class MetricsSinks:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[_Sink] = []
-        # What can be refused goes first: a refused start must not mark the history of an earlier one as superseded.
+        # Sinks that may refuse to start come first: a refused start must not mark an earlier history as superseded.
         if logging.wandb:
             self._sinks.append(WandbSink(run_dir, logging, run_name, config))
         if logging.tensorboard:
@@ -195,7 +194,5 @@ class MetricsSinks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
