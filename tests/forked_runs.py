@@ -115,6 +115,7 @@ class RunParent:
         *,
         num_ranks: int = 1,
         faults: dict[int, Sequence[Fault]] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> Run:
         """Starts a run whose ranks nobody watches, as under srun.
 
@@ -123,9 +124,10 @@ class RunParent:
             output: Receives what the ranks print, as OUTPUT.RANK.
             num_ranks: Processes.
             faults: Of each rank: names and arguments of functions in `tests.programs.faults`.
+            env: Variables of the ranks beside those that tell them their places.
         """
         outputs = [(path, path) for path in (output.with_suffix(f".{rank}") for rank in range(num_ranks))]
-        return self._start(["-m", "gpt_pretrain", *overrides], outputs, faults or {}, {})
+        return self._start(["-m", "gpt_pretrain", *overrides], outputs, faults or {}, env or {})
 
     def _start(
         self,

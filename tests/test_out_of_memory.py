@@ -21,7 +21,6 @@ from gpt_pretrain.plan.out_of_memory import (
 )
 from gpt_pretrain.plan.world import planned_launch
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.training import trainer
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
 from tests.platforms import CPU, H200
@@ -38,15 +37,12 @@ def remedies(*overrides):
     }
 
 
-def test_a_run_that_runs_out_of_memory_ends_with_the_forecast_and_the_keys(tmp_path, monkeypatch, capfd, no_launcher):
-    def run_out(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
-
-    monkeypatch.setattr(trainer, "train_step", run_out)
+def test_a_run_that_runs_out_of_memory_ends_with_the_forecast_and_the_keys(tmp_path, parent):
     arguments = small_run_arguments(tmp_path / "run", tmp_path, ["trainer.limit_val_batches=0"])
+    run = parent.start(arguments[2:], tmp_path / "output", faults={0: [["run_out_of_memory_at_step", 1]]})
 
-    assert main(arguments[2:]) == 1
-    error = capfd.readouterr().err
+    assert run.wait(120) == [1]
+    error = run.outputs[0].read_text()
     assert "error: out of memory on rank 0 (CPU): CUDA out of memory. Tried to allocate 2.00 GiB.\n" in error
     assert "the forecast for this run is a peak of " in error
     assert "activations " in error

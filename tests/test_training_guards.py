@@ -8,15 +8,23 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.statistics import amax_history, forget_non_finite_amaxes
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
+from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import LossSpikeRecord, SkippedStepRecord
-from gpt_pretrain.training import step as step_module
+from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.guards import NotFiniteError, StepGuard, TokensMissingError
+from gpt_pretrain.training.setup import set_up
+from gpt_pretrain.training.stop import StopRequest
+from gpt_pretrain.training.trainer import Trainer
+from gpt_pretrain.training.watchdog import Watchdog
 from tests.emulated_training import emulate, emulated_training
+from tests.platforms import spec_of
 from tests.runs import small_run_arguments
 
 
@@ -197,12 +205,34 @@ def test_a_step_that_saw_the_tokens_of_its_samples_goes_on(compose_config, token
     assert watch.read() == []
 
 
-def test_a_run_that_trains_on_half_of_its_tokens_ends(tmp_path, monkeypatch, no_launcher):
-    loss = step_module._loss
-    monkeypatch.setattr(step_module, "_loss", lambda mask, losses: loss(mask[:, ::2], losses[:, ::2]))
-    arguments = small_run_arguments(tmp_path / "run", tmp_path, ["trainer.limit_val_batches=0"])
-    with pytest.raises(TokensMissingError, match=r"^step 1 computed its loss from "):
-        main(arguments[2:])
+class HalfMasked:
+    """Samples of which every other token does not count."""
+
+    def __init__(self, dataset):
+        self._dataset, self.num_epochs = dataset, dataset.num_epochs
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, index):
+        sample = dict(self._dataset[index])
+        sample["loss_mask"] = sample["loss_mask"].clone()
+        sample["loss_mask"][::2] = 0
+        return sample
+
+
+def test_a_run_that_trains_on_half_of_its_tokens_ends(tmp_path, compose_config, no_launcher):
+    install_cpu_device()
+    config = compose_config("data=mock", *SMALL, "model.data.num_workers=0", "trainer.max_steps=4")
+    launch, platform = read_launch(), detect_platform()
+    with process_groups(config.model, launch, platform):
+        setup = set_up(spec_of(config, platform), prepare_corpus(config, show_progress=False), tmp_path)
+        setup = replace(setup, train_data=HalfMasked(setup.train_data))
+        watchdog = Watchdog(None, learning_steps=1, launch=launch, run_dir=tmp_path)
+        trainer = Trainer(setup, log=lambda record: None, watchdog=watchdog)
+        tokens = config.model.global_batch_size * 32
+        with pytest.raises(TokensMissingError, match=rf"^step 1 .* {tokens // 2:,} .* {tokens:,}"):
+            trainer.train(StopRequest(None))
 
 
 SMALL = (

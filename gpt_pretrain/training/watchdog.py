@@ -1,34 +1,47 @@
 """The watchdog: a rank that dies or hangs ends the run on all ranks within a minute, with every rank's stack traces.
 
 Without it the others wait in a collective for a rank that will not come, until its timeout of half an hour, and a
-scheduler bills them. A thread on each rank hears whether the others live (`peers`) and whether this one gets on: the
-loop marks each step, and says when it does something longer. When the run must end, each rank writes the stacks of
-all its threads to RUN_DIR/stacks/rank_N.txt and to the terminal and leaves with exit code 71, without a checkpoint:
-what hangs could not be saved, and a signal handler's polite stop would never be reached.
+scheduler bills them. Two threads run beside each rank's loop. `Peers` beats in the launcher's store, torch's own, and
+reads the beats of other ranks; what a store cannot tell, that a process is gone rather than silent, it asks the host.
+`Watchdog` judges whether the others live and whether this rank makes progress: the loop marks each step, and says when
+it does something longer. When the run must end, each rank writes the stacks of all its threads to
+RUN_DIR/stacks/rank_N.txt and to the terminal and leaves with exit code 71, without a checkpoint: what hangs could not
+be saved, and a signal handler's polite stop would never be reached.
 
-A mark is an attribute that is set: the loop waits neither for the thread nor for the GPU. C code that keeps Python's
-interpreter to itself stops the thread, too; the others then hear nothing of this rank, and faulthandler's own timer,
+A mark is an attribute that is set: the loop waits neither for a thread nor for the GPU. C code that keeps Python's
+interpreter to itself stops the threads, too. Then the others hear nothing of this rank, and faulthandler's own timer,
 which needs no interpreter, has written its stack.
 """
 
 import faulthandler
 import os
-import socket
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Self, TextIO
 
+import torch
+from torch.distributed import DistError, PrefixStore, TCPStore
+
 from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.launch.process import Process, this_process
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.training.peers import SILENT_S, Peers
+from gpt_pretrain.megatron.parallel import on_rank_zero
 
 EXIT_CODE = 71
 TICK_S = 1.0
+# A rank says this often that it lives …
+BEAT_S = 1.0
+# … and after this long without a beat it counts as hung: C code may hold the interpreter while it loads a library.
+SILENT_S = 40.0
+# Where one rank ends with an error, the others find the same one or wait for it for ever.
+FOLLOW_S = 15.0
 # A step counts as hung after this many times the longest one so far, though not before so many seconds …
 STEP_FACTOR = 10
 STEP_FLOOR_S = 40.0
@@ -36,6 +49,150 @@ STEP_FLOOR_S = 40.0
 LEARNING_STEPS = 20
 # Between the stack traces and the end: for the other ranks' traces, and for an error that is just being raised.
 GRACE_S = 5.0
+# The last beat of a rank that has ended, well or with an error.
+_LEFT = "left"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Peer:
+    """Another rank, as this one knows it."""
+
+    rank: int
+    process: Process
+    beat: str | None = None
+    silent_s: float = 0.0
+    gone_at: int | None = None
+    """The newest round of beats that had begun when its process was found to be gone."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.process.host}"
+
+
+class Peers:
+    """What this rank knows of others: rank 0 of all, the others of rank 0 and of those on their own host.
+
+    A thread of its own talks to the store, as any answer may take for ever where the store's process hangs. That looks
+    as if nobody beat any more, and needs no care of its own.
+
+    Args:
+        launch: This process's place in the run; torch.distributed is open, and every rank builds one.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._rank = launch.rank
+        self._me = this_process()
+        self._peers: list[_Peer] = []
+        self._beats: dict[int, str] = {}
+        self._own_end = self._own_failure = self._end = ""
+        self.failure = ""
+        """Which rank was the first that ended with an error, and with which; empty as long as none has."""
+        self._followed_s = 0.0
+        self._rounds_begun = self._rounds_done = 0
+        self._cut_off = False
+        self._leave_by: float | None = None
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        if launch.world_size == 1:
+            return
+        processes: list[Process] = [self._me] * launch.world_size
+        torch.distributed.all_gather_object(processes, self._me)
+        self._peers = [
+            _Peer(rank=rank, process=process)
+            for rank, process in enumerate(processes)
+            if rank != launch.rank and (0 in (rank, launch.rank) or self._me.can_see(process))
+        ]
+        # The store may have served an earlier start by torchrun, or an earlier job of a sweep.
+        token = on_rank_zero(lambda: token_hex(8))
+        store = TCPStore(launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False)
+        self._store = PrefixStore(f"watchdog/{token}", store)
+        self._thread = threading.Thread(target=self._talk, name="peers", daemon=True)
+        self._thread.start()
+
+    def _talk(self) -> None:
+        try:
+            while not self._beat():
+                self._wake.wait(BEAT_S if self._leave_by is None else BEAT_S / 10)
+                self._wake.clear()
+        except DistError:
+            self._cut_off = True
+
+    def _beat(self) -> bool:
+        """One round: says what this rank has to say, and reads what others have said; true after the last one."""
+        self._rounds_begun += 1
+        leave_by = self._leave_by
+        self._store.set(f"beat/{self._rank}", str(self._rounds_begun) if leave_by is None else _LEFT)
+        # The first to say something is heard. An empty string changes nothing and answers what there is.
+        self.failure = self._store.compare_set("failure", "", self._own_failure).decode()
+        self._end = self._store.compare_set("end", "", self._own_end).decode()
+        beats = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])
+        self._beats = {peer.rank: beat.decode() for peer, beat in zip(self._peers, beats, strict=True)}
+        self._rounds_done = self._rounds_begun
+        if leave_by is None:
+            return False
+        # The store may live in rank 0, whose end would cut off the others before they have left, too.
+        return self._rank != 0 or set(self._beats.values()) == {_LEFT} or time.monotonic() > leave_by
+
+    def check(self, passed_s: float) -> str | None:
+        """Why the run must end, as far as this rank knows; waits for nothing.
+
+        Args:
+            passed_s: Seconds since the last call in which this process ran.
+        """
+        if self._end:
+            return self._end
+        for peer in self._peers:
+            beat = self._beats.get(peer.rank)
+            peer.silent_s = peer.silent_s + passed_s if beat == peer.beat else 0.0
+            peer.beat = beat
+            if beat == _LEFT:
+                continue
+            if self._has_died(peer):
+                return f"{peer.name} died"
+            if self._cut_off and peer.rank == 0:
+                return f"{peer.name} died, or its launcher: the store that connects the ranks is gone"
+            if peer.silent_s > SILENT_S:
+                return f"{peer.name} has given no sign of life for {SILENT_S:.0f} s"
+        if self.failure:
+            self._followed_s += passed_s
+            if self._followed_s > FOLLOW_S:
+                return f"{self.failure}, and other ranks did not"
+        return None
+
+    def _has_died(self, peer: _Peer) -> bool:
+        if not self._me.can_see(peer.process) or not peer.process.has_ended():
+            return False
+        if peer.gone_at is None:
+            peer.gone_at = self._rounds_begun
+            self._wake.set()
+        # It may have left: a round that began after its end has read its last beat.
+        return self._cut_off or self._rounds_done > peer.gone_at
+
+    def news(self) -> str | None:
+        """What has happened to another rank, if anything has; what is on its way has a moment to arrive."""
+        until = time.monotonic() + 2 * BEAT_S
+        while (why := self.failure or self.check(0.0)) is None and self._peers and time.monotonic() < until:
+            time.sleep(BEAT_S / 20)
+        return why
+
+    def end_run(self, why: str) -> None:
+        """Tells all ranks why the run ends."""
+        self._own_end = " ".join(why.split())
+        self._wake.set()
+
+    def leave(self, failure: str | None) -> None:
+        """Says that this rank has ended; on rank 0 waits a little for the others to end, too.
+
+        Args:
+            failure: What it ended with; None if it was done.
+        """
+        if self._thread is None:
+            return
+        if failure is not None:
+            self._own_failure = f"rank {self._rank} on {self._me.host} ended with {' '.join(failure.split())[:500]}"
+        self._leave_by = time.monotonic() + (FOLLOW_S if failure is None else 2 * BEAT_S)
+        self._wake.set()
+        self._thread.join(FOLLOW_S + GRACE_S)
 
 
 class _Mark:
@@ -63,14 +220,13 @@ class Watchdog:
         self._hang_timeout_s = hang_timeout_s
         self._learning_steps = learning_steps
         self._launch = launch
-        self._name = f"rank {launch.rank} on {socket.gethostname()}"
+        self._name = f"rank {launch.rank} on {this_process().host}"
         self._path = run_dir / "stacks" / f"rank_{launch.rank}.txt"
         self._mark = _Mark("building model and data", is_step=False)
         self._num_steps = 0
         self._longest_step_s = 0.0
         self._leaving = threading.Event()
         self._ending = threading.Event()
-        self._heard_last: str | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -97,7 +253,6 @@ class Watchdog:
         if self._thread is None:
             return
         self._leaving.set()
-        self._peers.wake()
         self._thread.join(timeout=GRACE_S)
         if self._ending.is_set():
             # The thread ends the process, and has its files open until then.
@@ -105,12 +260,16 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         # What was asked for, or is told without a traceback, needs none here.
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
-            cause = self._news_of_others()
-            if cause is not None:
-                # This rank's own error may be no more than a broken connection.
-                error.add_note(f"watchdog: {cause}")
+            why = self._peers.news()
+            if why is not None:
+                error.add_note(f"watchdog: {why}")
             self._file.write(self._header("it ended with an error"))
             traceback.print_exception(error, file=self._file)
+            if why is not None and not self._peers.failure:
+                # This rank's own error is no more than a broken connection.
+                traceback.print_exception(error)
+                self._file.flush()
+                self._end(why)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
         self._file.close()
         if self._path.stat().st_size == 0:
@@ -118,14 +277,6 @@ class Watchdog:
             # The last of the ranks succeeds.
             with suppress(OSError):
                 self._path.parent.rmdir()
-
-    def _news_of_others(self) -> str | None:
-        """What has happened to another rank, if anything has: what is on its way has a moment to arrive."""
-        why, until = self._heard_last, time.monotonic() + TICK_S
-        # What woke the thread may still be there, and end the first wait at once.
-        while why is None and self._peers.first_failure() is None and (left_s := until - time.monotonic()) > 0:
-            why, _ = self._peers.listen(left_s)
-        return self._peers.first_failure() or why
 
     def step_begins(self, step: int) -> None:
         """Marks the beginning of a step, which is the end of the last one."""
@@ -157,12 +308,16 @@ class Watchdog:
         return min(self._hang_timeout_s, max(STEP_FLOOR_S, STEP_FACTOR * self._longest_step_s))
 
     def _watch(self) -> None:
-        seen, idle_s = self._mark, 0.0
+        seen, idle_s, looked_at = self._mark, 0.0, time.monotonic()
         while not self._leaving.is_set():
             # Fires if this thread gets no turn any more.
             faulthandler.dump_traceback_later(SILENT_S, file=self._file)
-            why, passed_s = self._peers.listen(TICK_S)
-            mark = self._mark
+            self._leaving.wait(TICK_S)
+            # Time in which this process was stopped (a suspended job, a laptop's lid) does not count: the others were
+            # stopped with it.
+            now = time.monotonic()
+            passed_s, looked_at = min(now - looked_at, 2 * TICK_S), now
+            why, mark = self._peers.check(passed_s), self._mark
             idle_s = idle_s + passed_s if mark is seen else 0.0
             seen = mark
             if why is None and idle_s > self._limit_s(mark):
@@ -172,11 +327,9 @@ class Watchdog:
                 )
             if why is not None and not self._leaving.is_set():
                 self._end(why)
-            # Told once: what this rank hears while it leaves is why it does.
-            self._heard_last = why
 
     def _end(self, why: str) -> None:
-        """Ends this process, and says to the others why they must end."""
+        """Ends this process, and tells the others why they must end."""
         self._ending.set()
         try:
             self._peers.end_run(why)

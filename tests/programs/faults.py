@@ -16,21 +16,20 @@ import torch
 
 from gpt_pretrain.checkpoint import save
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.training import peers, rewind, setup, trainer, watchdog
+from gpt_pretrain.training import rewind, setup, trainer, watchdog
 from gpt_pretrain.training import run as training_run
 from gpt_pretrain.training.dump import named_weights
 
 
 def end_soon():
     """The watchdog's times from a known death to the end, shortened."""
-    peers.FOLLOW_S, watchdog.GRACE_S = 3.0, 1.5
+    watchdog.FOLLOW_S, watchdog.GRACE_S = 3.0, 1.5
 
 
 def hurry():
     """All of the watchdog's times, shortened."""
     end_soon()
-    peers.BEAT_S = 0.5
-    peers.SILENT_S = watchdog.SILENT_S = 6.0
+    watchdog.BEAT_S, watchdog.SILENT_S = 0.5, 6.0
     watchdog.TICK_S, watchdog.STEP_FLOOR_S = 0.2, 2.0
 
 
@@ -46,8 +45,15 @@ def _at_step(number, fault):
     trainer.train_step = faulty_step
 
 
-def die_at_step(number):
-    _at_step(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+def die_at_step(number, noted=None):
+    """A file says that it is about to."""
+
+    def die():
+        if noted is not None:
+            pathlib.Path(noted).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _at_step(number, die)
 
 
 def sleep_at_step(number):
@@ -153,8 +159,12 @@ def fail_saves(steps):
     save.write_checkpoint = fail
 
 
-def fail_at_step(number):
+def fail_at_step(number, awaited=None):
+    """Not before there is such a file."""
+
     def fail():
+        while awaited is not None and not pathlib.Path(awaited).exists():
+            time.sleep(0.01)
         raise RuntimeError("a fault of the test")
 
     _at_step(number, fail)
@@ -162,7 +172,7 @@ def fail_at_step(number):
 
 def run_out_of_memory_at_step(number):
     def run_out():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
 
     _at_step(number, run_out)
 
