@@ -109,3 +109,68 @@ def test_the_check_lets_legal_arrows_pass(tmp_path):
         "import torch\nfrom gpt_pretrain.config import schema\nfrom . import step\nfrom ..data import corpus"
     )
     assert broken_arrows(tmp_path / "gpt_pretrain") == []
+
+
+def modules_of(package):
+    """Each module's name with its file."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = [package.name, *path.relative_to(package).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def file_circles(package):
+    """Groups of files that import each other in a circle, wherever in the files the imports stand."""
+    modules = modules_of(package)
+    imports = {}
+    for name, path in modules.items():
+        known = {module for module in imported_modules(path, package) if module in modules}
+        # `from a.b import c` is an import of a.b.c where that is a file, and of a.b where it is not.
+        deepest = {module for module in known if not any(other.startswith(f"{module}.") for other in known)}
+        imports[name] = (deepest | {module for module in known if modules[module].name != "__init__.py"}) - {name}
+
+    def reaches(start):
+        seen, ahead = set(), [start]
+        while ahead:
+            for module in imports[ahead.pop()] - seen:
+                seen.add(module)
+                ahead.append(module)
+        return seen
+
+    reached = {name: reaches(name) for name in modules}
+    circles = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in modules
+        if name in reached[name]
+    }
+    return sorted(sorted(circle) for circle in circles)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert file_circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a.py": "from gpt_pretrain import b", "b.py": "from gpt_pretrain import a"},
+        {"a.py": "import gpt_pretrain.b", "b.py": "def f():\n    from . import c", "c.py": "from .a import x"},
+        {
+            "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gpt_pretrain.b import B",
+            "b.py": "from gpt_pretrain.a import A",
+        },
+        {"room/__init__.py": "from gpt_pretrain.room.a import A", "room/a.py": "from gpt_pretrain.room import B"},
+    ],
+)
+def test_a_circle_of_files_is_found(tmp_path, files):
+    package = tmp_path / "gpt_pretrain"
+    for name, source in {**files, "other.py": "from gpt_pretrain import a", "__init__.py": ""}.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(source)
+    (circle,) = file_circles(package)
+    assert len(circle) == len(files)
+
+
+def test_the_model_class_that_megatron_core_will_drop_is_named_in_few_files():
+    assert len([path for path in PACKAGE.rglob("*.py") if "GPTModel" in path.read_text()]) <= 2

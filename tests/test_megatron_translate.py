@@ -417,7 +417,7 @@ ELSEWHERE = {
         "model.embedding_gradient_fusion",
         "model.use_flash_attention",
     ),
-    "megatron/initialization.py": ("model.seed",),
+    "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",
         "model.optim.sched.init_lr",

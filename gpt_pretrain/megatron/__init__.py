@@ -1,1 +1,1 @@
-"""The one room that speaks megatron-core: our configuration becomes its configs, groups, model and optimizer."""
+"""The one room that speaks megatron-core: a run becomes its configs, process groups, model and optimizer."""

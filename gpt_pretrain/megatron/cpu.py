@@ -1,10 +1,10 @@
 """megatron-core on a machine without CUDA.
 
-megatron-core 0.19 asks `torch.cuda` for the current device, allocates with `device="cuda"`, keeps its dropout state
-in CUDA generators and recognises parameters by the type name `torch.cuda.FloatTensor`. Where no CUDA device exists,
-`install_cpu_device()` answers each of these with its CPU twin, once, for the life of the process; where one exists it
-does nothing. With it the same model, schedules and optimizers run under gloo, and nothing else in the project asks
-which device it is on.
+megatron-core 0.19 asks `torch.cuda` for the current device, allocates with `device="cuda"`, keeps its dropout state in
+CUDA generators and recognises parameters by the type name `torch.cuda.FloatTensor`. Where no CUDA device exists,
+`install_cpu_device` replaces each of these with its CPU twin for the life of the process; where one exists it does
+nothing. The same model, schedules and optimizers then run under gloo, and nothing else in the project asks which device
+it is on.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A CUDA stream where everything is synchronous already."""
+    """A CUDA stream on a device where everything is synchronous."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -63,7 +63,7 @@ class _Stream:
         """Nothing is in flight."""
 
     def record_event(self) -> "_Stream":
-        """An event that is over, as the stream always is."""
+        """An event that has passed already."""
         return self
 
     def synchronize(self) -> None:
@@ -76,16 +76,16 @@ def _stream_context(_: object) -> Iterator[None]:
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """Twin of CUDA calls that wait for or release what the CPU does not have."""
+    """Twin of CUDA calls that wait for, or release, what the CPU does not have."""
 
 
 def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Twin of the dispatcher's copy to the host: a tensor, as a NumPy array where that is asked for."""
+    """Twin of the dispatcher's copy to the host: the tensor itself, or a NumPy array where that is asked for."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _random_state(*_: object, **__: object) -> torch.Tensor:
-    """Dropout draws from the CPU generator, so its state is the one that the tracker must switch."""
+    """Dropout draws from the CPU generator, so the tracker must switch that one's state."""
     return torch.get_rng_state()
 
 

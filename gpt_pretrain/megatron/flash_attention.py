@@ -2,7 +2,7 @@
 
 Of Llama 3's heads on an H200 its kernels take 0.94 of the time of cuDNN 9.19's forward and 0.89 backward
 (benchmarks/flash_attention_h200.md). It comes as the package flash-attn-4, is written in CuTe's Python and
-compiled at its first call, some seconds a shape of heads (https://github.com/Dao-AILab/flash-attention).
+compiled at its first call, which takes some seconds per shape of heads (https://github.com/Dao-AILab/flash-attention).
 """
 
 import os
@@ -21,7 +21,7 @@ def _one_sequence(each: torch.Tensor) -> torch.Tensor:
 
 
 def _are_parts_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether they lie head by head beside each other, as a projection with as many groups as heads leaves them."""
+    """Whether the three lie side by side head by head, as a projection with as many groups as heads leaves them."""
     width = query.size(-1)
     return query.stride(2) == 3 * width and all(
         part.shape == query.shape
@@ -33,10 +33,10 @@ def _are_parts_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 class _CausalAttention(torch.autograd.Function):
-    """The package's kernels; gradients of what were parts of one tensor are parts of one again.
+    """The package's kernels; where the inputs were parts of one tensor, so are their gradients.
 
     Transformer Engine's split of the projection takes such gradients as they are and copies others together. The
-    package's own autograd function has a tensor for each.
+    package's own autograd function makes a tensor for each.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _CausalAttention(torch.autograd.Function):
         out, log_sum_exp, *_ = _flash_attn_fwd(*inputs, softmax_scale=scale, causal=True, return_lse=True)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
         ctx.scale = scale
-        # Transformer Engine's attention asks both, too; `trainer.deterministic` sets both.
+        # Transformer Engine's attention asks both, too, and `trainer.deterministic` sets both.
         ctx.in_order = (
             torch.are_deterministic_algorithms_enabled() or os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
         )
@@ -81,32 +81,32 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Each token attends to those up to itself.
+    """Causal attention: each token attends to itself and those before it.
 
-    megatron-core has sequences of a batch side by side, FlashAttention one after the other. To it they are heads of one
-    sequence here, batch · heads of them: head i reads keys and values of head i // (heads / groups), so that each reads
-    those of its own sequence. What is contiguous, as `qkv_rope` leaves it, is not copied, nor are parts of one
-    projection with as many groups as heads, whose gradients are parts of one tensor, too. Gradients of queries, and of
-    keys and values that several heads read, are added up in a fixed order where deterministic algorithms are asked
-    for, and else as they are ready.
+    megatron-core lays the sequences of a batch side by side, FlashAttention one after the other. Here they become
+    batch · heads heads of one sequence: head i reads keys and values of head i // (heads / groups), so that each head
+    reads those of its own sequence. Nothing is copied that is contiguous, as `split_and_rotate` leaves it, nor are the
+    parts of one projection with as many groups as heads, whose gradients are parts of one tensor, too. Gradients of
+    queries, and of keys and values that several heads read, are summed in a fixed order where deterministic algorithms
+    are on, and otherwise in the order in which they are ready.
 
     Args:
         query: [s, b, heads, width], BF16 or FP16.
         key: [s, b, groups, width].
         value: [s, b, groups, width].
-        scale: Of the scores; None: 1/√width.
+        scale: Factor of the scores; None: 1/√width.
 
     Returns:
         [s, b, heads · width].
     """
     if not _are_parts_of_one(query, key, value):
-        # Queries were rotated out of the projection, and a view of it would keep all of it for values alone.
+        # Queries were rotated out of the projection; a view of it would keep all of it alive for the values.
         value = value.contiguous()
     return _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class FlashAttention(TEDotProductAttention):  # type: ignore[misc]
-    """Transformer Engine's attention in all but its products: built, stored and loaded as that is."""
+    """Transformer Engine's attention with other products: it is built, stored and loaded in the same way."""
 
     @override
     def forward(
@@ -121,7 +121,7 @@ class FlashAttention(TEDotProductAttention):  # type: ignore[misc]
         num_splits: int | None = None,
     ) -> torch.Tensor:
         """See `causal_attention`; the arguments are those of megatron-core's `TEDotProductAttention`."""
-        assert attn_mask_type is AttnMaskType.causal, "no other mask is computed here"
+        assert attn_mask_type is AttnMaskType.causal, "FlashAttention computes causal masks only here"
         assert attention_bias is None, "biases are not added"
         assert packed_seq_params is None, "sequences have one length"
         return causal_attention(query, key, value, self.config.softmax_scale)

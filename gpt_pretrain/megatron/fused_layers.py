@@ -35,17 +35,17 @@ from gpt_pretrain.megatron.patches import ROTATION, SPLIT, WEIGHT_GRADIENTS, pat
 
 
 class CastingMLP(MLP):  # type: ignore[misc]
-    """megatron-core's MLP, its activation fused with the casts around it wherever both projections multiply in FP8."""
+    """megatron-core's MLP with its activation fused with the casts around it, where both projections run in FP8."""
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] to [s, b, h], and the bias of the second projection, which is not added yet."""
+        """[s, b, h] to [s, b, h], and the bias of the second projection, which is yet to be added."""
         first, second = self.linear_fc1, self.linear_fc2
         if not _multiply_in_fp8(first, second):
             return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
         check_arguments({"per_token_scale": per_token_scale, **kwargs})
-        # In two dimensions: Transformer Engine drops the transpose of a tensor that it reshapes.
+        # Two-dimensional, because Transformer Engine drops the transpose of a tensor that it reshapes.
         inputs, bias = first(hidden_states.view(-1, hidden_states.size(-1)))
         # Before its own first pass the second projection has no quantizers.
         second.init_fp8_metadata()
@@ -53,7 +53,7 @@ class CastingMLP(MLP):  # type: ignore[misc]
         activated = _ActivationCast.apply(inputs, bias, self, with_backward)  # type: ignore[no-untyped-call]
         output, output_bias = second(activated)
         if with_backward:
-            # The backward pass reads the transpose alone.
+            # The backward pass reads the transpose only.
             activated.update_usage(rowwise_usage=False, columnwise_usage=True)
         return output.view(*hidden_states.shape[:-1], -1), output_bias
 
@@ -65,9 +65,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _multiply_in_fp8(*layers: Any) -> bool:
-    """Whether all of these layers are Transformer Engine's and compute in FP8: not where `model.fp8_exclude` names one.
+    """Whether all of these are Transformer Engine's layers and compute in FP8, which `model.fp8_exclude` can prevent.
 
-    Layers that should be its and are not are the proof's to tell of (`gpt_pretrain.fp8`), after the first step.
+    After the first step the proof (`gpt_pretrain.fp8`) reports layers that should be Transformer Engine's and are not.
     """
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -93,24 +93,30 @@ def _gradient_quantizer(layer: Any) -> Any:
 def allocate(
     quantizer: Any, shape: tuple[int, ...], like: torch.Tensor, *, columnwise: bool = True
 ) -> tuple[Any, CastInto]:
-    """A Transformer Engine tensor of this quantizer, not yet written, and where to write it.
+    """An unwritten Transformer Engine tensor of this quantizer, and where to write it.
 
     Args:
         quantizer: Of delayed scaling (Float8Quantizer) or of tensorwise (Float8CurrentScalingQuantizer).
         shape: Of the tensor, [rows, columns].
-        like: Has its device, and the type that it stands for.
+        like: Has the device, and the type that the codes stand for.
         columnwise: Also as the transpose, which weight gradients read.
+
+    Raises:
+        TypeError: The quantizer is of another recipe.
     """
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine_torch import DType
+
+    if not isinstance(quantizer, Float8CurrentScalingQuantizer | Float8Quantizer):
+        raise TypeError(f"the fused cast writes tensors with one scale, and {type(quantizer).__name__} has others")
 
     quantizer.set_usage(rowwise=True, columnwise=columnwise)
     tensor = quantizer.make_empty(shape, dtype=like.dtype, device=like.device)
     dtype = torch.float8_e4m3fn if quantizer.dtype == DType.kFloat8E4M3 else torch.float8_e5m2
     current = isinstance(quantizer, Float8CurrentScalingQuantizer)
     if current:
-        assert not quantizer.with_amax_reduction, "this tensor is no rank's part of a larger one"
-        assert not quantizer.force_pow_2_scales, "refused where the recipe is chosen"
+        assert not quantizer.with_amax_reduction, "this tensor is whole, not one rank's part"
+        assert not quantizer.force_pow_2_scales, "the recipe asks for any scales"
         quantizer.amax.zero_()
     return tensor, CastInto(
         codes=tensor._data.view(dtype),
@@ -124,7 +130,7 @@ def allocate(
 
 
 class _ActivationCast(torch.autograd.Function):
-    """The activation of [rows, columns] as an FP8 tensor; the gradient of its input is one, too."""
+    """The activation of [rows, columns] as an FP8 tensor; the gradient of its input is an FP8 tensor, too."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: CastingMLP, with_backward: bool) -> Any:
@@ -152,29 +158,29 @@ class _ActivationCast(torch.autograd.Function):
 def split_and_rotate(
     mixed: torch.Tensor, query_angles: torch.Tensor, key_angles: torch.Tensor, widths: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stands for Transformer Engine's `apply_fused_qkv_rotary_pos_emb`, as megatron-core calls it.
+    """Replaces Transformer Engine's `apply_fused_qkv_rotary_pos_emb`, as megatron-core calls it.
 
     Args:
-        mixed: [s, b, groups, (heads of a group + 2) · width]: of each group its queries, its key and its value.
-        query_angles: Of each position, fp32 [≥ s, 1, 1, turned], the second half as the first, as megatron-core's
-            `RotaryEmbedding` has them. Elements of a head beyond `turned` stay as they are.
+        mixed: [s, b, groups, (heads of a group + 2) · width]: the queries, the key and the value of each group.
+        query_angles: The angles of each position, fp32 [≥ s, 1, 1, turned]; the second half equals the first, as in
+            megatron-core's `RotaryEmbedding`. Elements of a head beyond `turned` stay as they are.
         key_angles: The same tensor.
         widths: Elements of a group's queries, of its key, of its value.
 
     Returns:
-        Queries [s, b, heads, width], keys and values [s, b, groups, width], each contiguous: what Transformer Engine's
-        attention takes as it is. Rotated in fp32 and rounded once.
+        Queries [s, b, heads, width], keys and values [s, b, groups, width], rotated in fp32 and rounded once. Each is
+        contiguous, so that Transformer Engine's attention takes it as it is.
     """
-    assert query_angles is key_angles, "queries and keys are rotated alike"
-    assert query_angles.dtype is torch.float32, "angles in BF16 would be off by whole turns"
+    assert query_angles is key_angles, "queries and keys share their angles"
+    assert query_angles.dtype is torch.float32, "BF16 angles would be off by whole turns"
     assert query_angles.size(0) >= mixed.size(0), "each position has its angles"
-    assert query_angles.is_contiguous(), "read as they lie"
-    assert mixed.is_contiguous(), "read as it lies"
+    assert query_angles.is_contiguous(), "the kernel reads angles row by row"
+    assert mixed.is_contiguous(), "the kernel reads the projection row by row"
     return _SplitAndRotate.apply(mixed, query_angles, widths[-1])  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Queries, keys and values of a projection."""
+    """Splits and rotates; the backward pass rotates gradients back and joins them."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, angles: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
@@ -193,7 +199,7 @@ class _SplitAndRotate(torch.autograd.Function):
         from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
 
         (angles,) = ctx.saved_tensors
-        # Attention may give them as parts of one tensor, which are read where they are.
+        # Attention may return them as parts of one tensor; the kernel reads those in place.
         parts = [each if each.stride(-1) == 1 else each.contiguous() for each in gradients]
         mixed = parts[0].new_empty(ctx.shape)
         launch_qkv_rope(mixed, parts, angles, joins=True)
@@ -201,13 +207,13 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
-    """megatron-core's embedding, its backward pass adding to the main gradient."""
+    """megatron-core's embedding, whose backward pass adds to the main gradient."""
 
     is_tied: bool
-    """The LM head of the same model chunk has the same weight, and tells data parallelism of its gradient."""
+    """The LM head of the same model chunk shares the weight, and reports its gradient to data parallelism."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Tokens [b, s] to embeddings [b, s, h], or [s / TP, b, h] where they are scattered at once."""
+        """Tokens [b, s] to embeddings [b, s, h], or [s / TP, b, h] where they are scattered right away."""
         if not torch.is_grad_enabled():
             return super().forward(input_)  # type: ignore[no-any-return]
         rows = input_ - self.vocab_start_index
@@ -225,7 +231,7 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a weight, the first for -1 where it is shared out; their gradients go to its main gradient."""
+    """Looks up rows of a weight (on several ranks the first row for -1); gradients go to its main gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: Any, is_tied: bool, is_shared: bool) -> torch.Tensor:
@@ -238,24 +244,24 @@ class _Lookup(torch.autograd.Function):
         (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
         accumulate_rows(weight.main_grad, rows.flatten(), given.flatten(0, 1))
         weight.grad_added_to_main_grad = True
-        # megatron-core's data parallelism waits for some gradient of each weight, and does not read this one.
+        # Data parallelism waits for some gradient of each weight, and does not read this one.
         return None, None if ctx.is_tied else torch.empty_like(weight), None, None
 
 
 def install_embeddings(chunks: Sequence[Any]) -> None:
-    """Makes the token embedding of these models an `AccumulatingEmbedding`; its weight stays.
+    """Turns the token embedding of these model chunks into an `AccumulatingEmbedding`; its weight stays.
 
-    Main gradients must be fp32: BF16 would round every single token's.
+    Main gradients must be fp32, because BF16 would round the gradient of every token.
     """
     for chunk in chunks:
         if not chunk.pre_process:
             continue
         embedding = chunk.embedding.word_embeddings
-        assert type(embedding) is VocabParallelEmbedding, "the embedding that was read"
+        assert type(embedding) is VocabParallelEmbedding, "AccumulatingEmbedding was written for this very class"
         embedding.__class__ = AccumulatingEmbedding
         embedding.is_tied = chunk.post_process and chunk.share_embeddings_and_output_weights
         if embedding.is_tied:
-            # What is left of the head's gradient beside the main one is not to be added to it.
+            # Nothing that the head returns beside its main gradient may be added to that.
             embedding.weight.zero_out_wgrad = False
 
 
@@ -273,7 +279,7 @@ def install_split() -> None:
 
 
 class _WeightGradients:
-    """Stands for apex's module: its two functions, by the type of the main gradient."""
+    """Replaces apex's module, which has a function for each type of main gradient."""
 
     wgrad_gemm_accum_fp32 = staticmethod(accumulate_weight_gradient)
     wgrad_gemm_accum_fp16 = staticmethod(accumulate_weight_gradient)

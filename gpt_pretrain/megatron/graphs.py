@@ -1,13 +1,13 @@
-"""CUDA graphs of transformer layers: what a layer launches is recorded once and launched as a whole from then on.
+"""CUDA graphs of transformer layers: a layer's kernels are recorded once and from then on launched together.
 
-A small model's kernels end sooner than the host can launch the next. With `model.cuda_graph_impl=local` megatron-core
-(megatron.core.transformer.cuda_graphs) runs the first training step as it always does, records a graph of each layer's
-forward and of its backward pass at the step's end, and replays them in the steps after it. Embedding, LM head, loss,
-the exchange of gradients and the optimizer stay outside.
+The kernels of a small model end sooner than the host can launch the next. With `model.cuda_graph_impl=local`
+megatron-core (megatron.core.transformer.cuda_graphs) runs the first training step as usual, records a graph of each
+layer's forward pass and one of its backward pass at the end of the step, and replays them in later steps. Embedding, LM
+head, loss, the exchange of gradients and the optimizer stay outside.
 
-A replay reads and writes the addresses that were recorded and calls no Python. So only training steps are replayed,
-with their one shape; whatever looks into the layers has them computed by their modules (`without_graphs`). The proof of
-FP8 (`fp8/proof.py`) watches the first step, the recording included.
+A replay reads and writes the recorded addresses and calls no Python. So only training steps, which have one shape, are
+replayed; `without_graphs` has the layers computed by their modules for whatever looks into them. The proof of FP8
+(`fp8/proof.py`) watches the first step, the recording included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,26 +22,26 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
 from gpt_pretrain.megatron.patches import GRAPH_MEMORY, GRAPH_RECORDING, patch
 
-# megatron-core's own, and the pool that it took memory from, once for each time.
+# megatron-core's own; and the pool that it took memory from, listed once per call.
 _allocate = cuda_graphs.alloc_tensor_from_graph_mempool
 _taken_from: list[tuple[int, int]] = []
 
 
 class GraphedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
-    """A layer that is replayed in training steps, and computed by its modules otherwise."""
+    """A layer that training steps replay; otherwise its modules compute it."""
 
     is_replayed = True
-    """Whether training steps take the graphs."""
+    """Whether training steps replay the graphs."""
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        # megatron-core would replay a validation, too, and has no graph for a text's length.
+        # megatron-core would also replay validations, and has no graph for the length of a sampled text.
         return self.training and self.is_replayed and super()._should_call_local_cudagraph(*args, **kwargs)
 
 
 def prepare_graphs(seed: int) -> None:
-    """Called before the layers are built, on a GPU.
+    """Prepares megatron-core for graphs, before the layers are built, on a GPU.
 
-    An earlier job of a sweep may have left graphs of its own. megatron-core wants random states that graphs can hold.
+    An earlier job of a sweep may have left graphs behind. Graphs also need random states that they can hold.
     """
     cuda_graphs.delete_cuda_graphs()
     patch(GRAPH_RECORDING, create_cudagraphs=_create_graphs)
@@ -51,17 +51,17 @@ def prepare_graphs(seed: int) -> None:
 
 
 def _allocate_in_pool(meta: Any) -> torch.Tensor:
-    """megatron-core's: a tensor in the pool of the graphs, which torch keeps for it until `release_graphs`."""
+    """A tensor in the graphs' memory pool, which torch keeps until `release_graphs`."""
     _taken_from.append(cuda_graphs.CudaGraphManager.global_mempool)
     tensor: torch.Tensor = _allocate(meta)
     return tensor
 
 
 def _create_graphs() -> None:
-    """megatron-core's, called at the end of each step; what it does beside recording is undone.
+    """Records graphs at the end of a step like megatron-core's function, and undoes the rest of what that does.
 
-    Its passes before a recording draw random numbers, which without graphs, or in a run that is resumed elsewhere,
-    would not have been drawn. The memory of the first step, which no later one needs, was taken on another stream.
+    Before a recording it runs passes that draw random numbers, which a run without graphs, or one that is resumed
+    elsewhere, would not draw. The first step took memory on another stream, which no later step needs.
     """
     if not cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
         return
@@ -71,8 +71,8 @@ def _create_graphs() -> None:
     try:
         cuda_graphs.create_cudagraphs()
     except BaseException:
-        # megatron-core and Transformer Engine would take the next job of a sweep for a recording, and leave its
-        # gradients out.
+        # Otherwise megatron-core and Transformer Engine would take the next job of a sweep for a recording, and leave
+        # out its gradients.
         cuda_graphs._set_capture_end()
         if cuda_graphs.HAVE_TE_GRAPHS:
             cuda_graphs.te_set_capture_end()
@@ -85,7 +85,7 @@ def _create_graphs() -> None:
 
 @contextmanager
 def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, layers are computed by their modules, whose hooks are called."""
+    """Inside, modules compute the layers, and their hooks are called."""
     layers = _graphed_layers(chunks)
     for layer in layers:
         layer.is_replayed = False
@@ -97,11 +97,11 @@ def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    """Lets go of the graphs of a run that has ended, and so of their memory, which no other tensor can have.
+    """Frees the graphs of a run that has ended, and their memory, which no other tensor can use.
 
-    Otherwise the next job of a sweep has to do without it: what replays a layer and what the replay puts out refer to
-    each other through autograd's nodes, where Python's collector does not look. And torch counts who uses a pool, from
-    `_cuda_beginAllocateCurrentThreadToPool` to `_cuda_releasePool`, which megatron-core 0.19 does not call.
+    Otherwise the next job of a sweep has to do without that memory: a layer's runner and the outputs of its replay
+    refer to each other through autograd's nodes, which Python's collector does not see. torch also counts the users of
+    a pool, from `_cuda_beginAllocateCurrentThreadToPool` to `_cuda_releasePool`, which megatron-core 0.19 never calls.
     """
     for layer in _graphed_layers(chunks):
         for runner in layer.cudagraph_manager.cudagraph_runners:

@@ -1,8 +1,8 @@
 """Layer specs: which module each part of a transformer layer is built from.
 
-With Transformer Engine megatron-core's own spec is used. Without it, `LocalLayers` supplies megatron-core's
+With Transformer Engine (TE) that is megatron-core's own spec. Without it, `LocalLayers` supplies megatron-core's
 tensor-parallel linear layers and a norm that also works under sequence parallelism, which megatron-core's wrapper of
-torch's norms refuses.
+torch's norms does not.
 """
 
 import re
@@ -39,8 +39,8 @@ from gpt_pretrain.spec.kernels import Kernels
 class TorchNorm:
     """torch's LayerNorm or RMSNorm, its parameters marked for sequence parallelism.
 
-    Under sequence parallelism each tensor parallel rank normalises its own part of the sequence, so the gradients of
-    the norm's parameters have to be summed over the ranks; megatron-core does so for parameters that say
+    Under sequence parallelism each tensor parallel rank normalises its own part of the sequence, so that the gradients
+    of the norm's parameters must be summed over the ranks. megatron-core does so for parameters with the attribute
     `sequence_parallel` (megatron.core.distributed.finalize_model_grads).
     """
 
@@ -63,7 +63,7 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
         self._apex_layer_norm = apex_layer_norm
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """The norm's class: apex's fused kernel knows LayerNorm only."""
+        """The norm's class; apex has a fused kernel for LayerNorm only."""
         if self._apex_layer_norm and not rms_norm:
             from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
@@ -71,13 +71,13 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
         return TorchNorm
 
     def attach(self, chunk: MegatronModule) -> None:
-        """Called with each model chunk that was built from these layers; for layers that follow its passes."""
+        """Called with each model chunk built from these layers, for layers that follow its passes."""
 
 
 def build_layer_spec(
     config: TransformerConfig, kernels: Kernels, local_layers: LocalLayers, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, TE's or local ones, each told its name in the whole model."""
+    """The layers of one model chunk, TE's or local ones, each with its name in the whole model."""
     if kernels.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -115,9 +115,9 @@ def _layer_name(layer: int) -> str:
 
 
 def whole_model_modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules of a model chunk by their names in the whole model.
+    """The modules of a model chunk with their names in the whole model.
 
-    Layers are counted over all pipeline stages, experts over all ranks that share them out.
+    Layers are counted over all pipeline stages, experts over all expert parallel ranks.
     """
     decoder: Any = chunk.decoder
     layers = list(decoder.layers)
@@ -137,7 +137,7 @@ def whole_model_modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.M
 def apply_quantization_overrides(chunk: MegatronModule) -> None:
     """Takes the modules of `model.fp8_exclude` out of FP8 by their names in the whole model.
 
-    megatron-core matches the names within the chunk, which start at layer 0 on every pipeline stage.
+    megatron-core matches names within the chunk, which start at layer 0 on every pipeline stage.
     """
     for name, module in whole_model_modules(chunk):
         finish: Any = getattr(module, "finish_init", None)
@@ -150,7 +150,7 @@ def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> Module
     # megatron-core's own local spec stores its norms under the names of TE's fused modules, too.
     stored_under = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.num_moe_experts is None:
-        # In front of experts it is a module of its own with TE as well.
+        # Before experts the norm is a separate module with TE, too.
         stored_under["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=TransformerLayer,

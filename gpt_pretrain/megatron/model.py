@@ -20,20 +20,20 @@ from gpt_pretrain.megatron.fused_layers import (
     install_weight_gradients,
 )
 from gpt_pretrain.megatron.graphs import prepare_graphs
-from gpt_pretrain.megatron.initialization import built_without_first_values, initialize_weights
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
 from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
+from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
 from gpt_pretrain.spec.run_spec import RunSpec
 
 
 def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPTModel]:
-    """GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
+    """The GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
 
     Args:
         spec: The run.
-        local_layers: What layers without TE are built from; megatron-core's own, unless others are given.
+        local_layers: What layers without TE are built from; None: megatron-core's own.
 
     Returns:
         Models that map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s], on the last
@@ -84,22 +84,22 @@ class Model:
     spec: RunSpec
     """What it was built from."""
     gpt_chunks: list[GPTModel]
-    """The model chunks of this rank themselves."""
+    """The model chunks of this rank, unwrapped."""
     chunks: list[DistributedDataParallel]
-    """The same, wrapped: what the schedules and the optimizer take."""
+    """The same chunks, wrapped: what the schedules and the optimizer take."""
     transformer_config: TransformerConfig
     output_processor: Callable[..., torch.Tensor] | None
-    """What GPTModel hands hidden states to, for losses; it is to be given the gradient of each token's loss as its
-    context (`loss.losses_from_head`). None: GPTModel computes logits and losses itself."""
+    """The function that turns GPTModel's hidden states into losses (`loss.losses_from_head`); its context is the
+    gradient of each token's loss. None: GPTModel computes logits and losses itself."""
     num_parameters: int
-    """Parameters of the whole model, over all ranks; tied embeddings counted once."""
+    """Parameters of the whole model, over all ranks; tied embeddings count once."""
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """All ranks hold the newest parameters: for whatever reads them outside of a training step.
+        """All ranks hold the newest parameters inside, for whatever reads them outside of a training step.
 
-        With `overlap_param_gather` the optimizer leaves each rank with its own new shard, and the next training
-        forward pass gathers the rest; a validation or a checkpoint in between would see the old ones.
+        With `overlap_param_gather` the optimizer leaves each rank with its own new shard, and the next forward pass in
+        training gathers the rest. A validation or a checkpoint in between would see the old ones.
         """
         overlapped = self.chunks[0].ddp_config.overlap_param_gather
         if overlapped:
@@ -113,12 +113,12 @@ class Model:
                     chunk.enable_forward_pre_hook()
 
     def train(self) -> None:
-        """Dropout on."""
+        """Turns dropout on."""
         for chunk in self.chunks:
             chunk.train()
 
     def eval(self) -> None:
-        """Dropout off."""
+        """Turns dropout off."""
         for chunk in self.chunks:
             chunk.eval()
 
@@ -149,7 +149,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
         )
         for index, module in enumerate(modules)
     ]
-    # The schedules ask the config for these; megatron-core's own training script sets them in the same way.
+    # The schedules look for these in the config; megatron-core's training script sets them in the same way.
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = None
     if spec.model.overlap_grad_reduce:
@@ -172,7 +172,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
 def parameters_by_group(
     chunks: Sequence[GPTModel],
 ) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
-    """This rank's parameters with the ranks that the model is shared out over: of experts others than of the rest."""
+    """This rank's parameters with the ranks that share the model: those of experts, and those of all the rest."""
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
     for of_experts, group in (
         (False, parallel_state.get_model_parallel_group()),
@@ -182,7 +182,7 @@ def parameters_by_group(
 
 
 def _count_parameters(chunks: Sequence[GPTModel]) -> int:
-    """Parameters of the whole model: each shard counts, replicas and shared embeddings do not."""
+    """Parameters of the whole model: shards count, replicas and shared embeddings do not."""
     copies = {
         id(parameter)
         for chunk in chunks

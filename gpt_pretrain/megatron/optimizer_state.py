@@ -34,18 +34,18 @@ from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionA
 type _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-# What is copied to the device at once to be stored there in fewer bytes.
+# Values that are copied to the device at once, to be stored there in fewer bytes.
 _VALUES_AT_ONCE = 2**16 * SCALED_BLOCK
 
 
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, model_state: dict[str, Any], *, metadata: dict[str, Any], is_loading: bool
 ) -> dict[str, Any]:
-    """This rank's part of the optimizer, to be written from or read into.
+    """This rank's part of the optimizer, to write from or to read into.
 
     Args:
-        optimizer: megatron-core's; one that has not taken a step yet gets its states first.
-        model_state: The sharded state of the model's chunks, which the tensors are named and placed by.
+        optimizer: megatron-core's; before its first step it gets its states first.
+        model_state: The sharded state of the model's chunks, which gives the tensors their names and places.
         metadata: megatron-core's choice of formats.
         is_loading: Whether the tensors are to be read into; megatron-core's plain optimizers ask.
 
@@ -103,7 +103,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
 
 @torch.no_grad()
 def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weights: dict[str, Any]) -> None:
-    """Gives the optimizer the masters of weights that were loaded without it, and FP8 weights what these say.
+    """Makes masters from weights that were loaded without an optimizer, and FP8 weights from these masters.
 
     Args:
         optimizer: The run's, before its first step.
@@ -120,14 +120,14 @@ def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weight
 
 @torch.no_grad()
 def share_weights_of_masters(optimizer: MegatronOptimizer, model: Model) -> None:
-    """Makes weights what loaded masters say, on all ranks, where loading the weights did not; after scales were loaded.
+    """Makes weights follow the loaded masters on all ranks, where loading did not do so; after scales were loaded.
 
-    Weights stored in FP8: megatron-core writes them into a checkpoint as BF16. Cast from there, each would take the
-    scale that it happens to have in a fresh model (delayed), or one from an amax that was rounded (tensorwise), and the
-    run would go on from other weights than it was saved with.
+    Weights stored in FP8 are BF16 in megatron-core's checkpoints. Cast from there, each would take the scale that it
+    happens to have in a fresh model (delayed) or one from a rounded amax (tensorwise), and the run would continue from
+    other weights than it was saved with.
 
-    BF16 weights of the precision-aware optimizer: each rank has rewritten its part with the masters that it took. Of
-    masters that were saved in another type they are others than the loaded ones, which the other ranks still have.
+    BF16 weights of the precision-aware optimizer: each rank has rewritten its part with the masters that it took. If
+    the masters were saved in another type, these differ from the loaded weights that the other ranks still hold.
     """
     in_fp8 = [
         part
@@ -149,9 +149,9 @@ def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def _allocate_states(part: Any) -> None:
-    """Gives an optimizer before its first step the states that the step would give it: zeros.
+    """Gives an optimizer before its first step the states that the step would make: zeros.
 
-    megatron-core forgets Adam's step count, which torch keeps beside the moments.
+    megatron-core's own function forgets Adam's step count, which torch keeps beside the moments.
     """
     part.init_state_fn = _allocate_adam
     _allocate_adam(part.optimizer)
@@ -159,6 +159,8 @@ def _allocate_states(part: Any) -> None:
 
 def _allocate_adam(inner: torch.optim.Optimizer, *_: object) -> None:
     if not isinstance(inner, _ADAM):
+        # `PrecisionAwareAdam` and SGD have their states already (`optimizer.build_optimizer`).
+        assert isinstance(inner, PrecisionAwareAdam | torch.optim.SGD), f"{type(inner).__name__} has unknown states"
         return
     for group in inner.param_groups:
         for parameter in group["params"]:
@@ -178,18 +180,18 @@ def _steps_taken(inner: torch.optim.Optimizer) -> int:
 
 
 def _states_as_they_lie(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
-    """Masters and moments of a parameter, [n] each; those in fewer bytes are read when they are saved."""
+    """Masters and moments of a parameter, [n] each; states in fewer bytes are read only when they are saved."""
     if isinstance(part, PrecisionAwareOptimizer):
         return {kind: StoredValues.of(state) for kind, state in part.states(parameter).items()}
     states: dict[str, torch.Tensor] = dict(part._get_main_param_and_optimizer_states(parameter))
     master = states.pop("param")
-    # Step counts are one number for all. Without BF16 parameters the masters are the parameters.
+    # The step count is one number for all. Without BF16 parameters the masters are the parameters.
     states.pop("step", None)
     return {"fp32_param": master, **states} if part.config.bf16 else states
 
 
 class _HostStates:
-    """Host memory to read states into that take fewer bytes on the device: as plain numbers they would not fit."""
+    """Host memory for states that take fewer bytes on the device, where they would not fit as plain numbers."""
 
     def __init__(self, part: PrecisionAwareOptimizer) -> None:
         self._part = part
@@ -204,7 +206,7 @@ class _HostStates:
         return room
 
     def store(self) -> None:
-        """Takes the states from where they were read into."""
+        """Stores the states on the device."""
         for state, values in self._read:
             for start in range(0, values.numel(), _VALUES_AT_ONCE):
                 state.write(start, values[start : start + _VALUES_AT_ONCE].to(state.values.device).float())
@@ -215,13 +217,13 @@ class _Shards:
     """What a checkpoint is read into."""
 
     own: dict[str, torch.Tensor]
-    """By the names among the tensors."""
+    """By their names among the tensors."""
     host: _HostStates | None
-    """Whose memory that is, where it is not the optimizer's own."""
+    """Owns that memory, where it is not the optimizer's own."""
 
 
 class _Place(str):
-    """Where a tensor was taken from, by its name among the tensors."""
+    """Marks where a tensor was taken from, by its name among the tensors."""
 
     __slots__ = ()
 
@@ -250,7 +252,7 @@ def _own_shards(
     Args:
         part: The optimizer, with its states.
         model_state: The sharded state of the model's chunks, which says where a parameter lies in the whole model.
-        states_of: What this rank has of a parameter, each [n], by its kind in a checkpoint.
+        states_of: This rank's states of a parameter, [n] each, by their kinds in a checkpoint.
     """
     entries = nested_values(model_state)
     places = {entry.data: entry for entry in entries if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
@@ -265,7 +267,7 @@ def _own_shards(
 def _tensors_of(
     place: ShardedTensor | ShardedTensorFactory, prefix: str, dtype: torch.dtype
 ) -> Iterator[ShardedTensor]:
-    """The tensors of a checkpoint that a parameter becomes (gate and up of a SwiGLU are two), without values."""
+    """The tensors that a parameter becomes in a checkpoint, without values; a SwiGLU's gate and up are two."""
     shape = torch.empty(place.data.shape, dtype=dtype, device="meta")
     if isinstance(place, ShardedTensorFactory):
         built = replace(place, key=prefix + place.key, data=shape).build()
@@ -275,7 +277,7 @@ def _tensors_of(
 
 
 def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """What `values` hold of one tensor.
+    """The boxes of one tensor that `values` hold.
 
     Args:
         place: The tensor, a contiguous view into its parameter.
@@ -298,7 +300,7 @@ def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[
             global_shape=place.global_shape,
             global_offset=tuple(whole + offset for whole, offset in zip(place.global_offset, own, strict=True)),
             axis_fragmentations=None,
-            # Of the ranks of the data parallel group, this one alone has it.
+            # No other rank of the data parallel group has it.
             replica_id=(*place.replica_id[:-1], 0),
             allow_shape_mismatch=place.allow_shape_mismatch,
         )
@@ -306,7 +308,7 @@ def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[_Box]:
-    """Cuts the stretch from `start` to `end` of a tensor laid out row by row into boxes, in its order.
+    """Cuts the stretch from `start` to `end` of a tensor laid out row by row into boxes, in order.
 
     Yields:
         Offsets and sizes, one of each per axis.

@@ -1,4 +1,7 @@
-"""Process groups: from the launcher's ranks to megatron-core's tensor, pipeline, context and data parallel groups."""
+"""Process groups: from the launcher's ranks to megatron-core's tensor, pipeline, context and data parallel groups.
+
+Also what ranks do together outside of training: agree on the configuration, or take an answer from rank 0.
+"""
 
 import hashlib
 import json
@@ -30,34 +33,34 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
     """Opens torch.distributed and megatron-core's groups; closes them at the end.
 
     Rank order is Megatron-LM's (TP fastest, then CP, DP, PP): the ranks of a tensor parallel group sit on one node.
-    A single process takes no port: its store lives in memory.
+    A single process opens no port: its store lives in memory.
 
     Raises:
         UserError: The ranks do not have the same `model`.
     """
     if platform.cuda:
-        # srun can give each task a GPU of its own, which is then the only one that the task sees.
+        # srun can show each task only a GPU of its own.
         torch.cuda.set_device(launch.local_rank if launch.local_rank < platform.num_gpus else 0)
     backend = "nccl" if platform.cuda else "gloo"
     timeout = timedelta(minutes=30)
     if launch.world_size == 1:
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        # The launcher's store, which torchrun has opened already; srun's ranks open it at the first host.
+        # The launcher's store: torchrun has opened it already, srun's ranks open it on the first host.
         os.environ.setdefault("MASTER_ADDR", launch.master_addr)
         os.environ.setdefault("MASTER_PORT", str(launch.master_port))
-        # Not told of the device, torch opens NCCL's communicators at the first use of their groups. Told, it opens one
-        # for every group: of 21 on four GPUs 14 were for groups of one rank, which nobody needs, with 64 channels each,
-        # and took over 5 GiB of each GPU (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
+        # Without a device here, torch opens NCCL's communicators when their groups are first used. With one, it opens a
+        # communicator for every group. On four GPUs 14 of those 21 were for groups of one rank, which need none; with
+        # 64 channels each they took over 5 GiB of every GPU (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
         torch.distributed.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     try:
-        # Before the groups: ranks that do not agree on these would wait for each other.
+        # Before the groups are opened: ranks that disagree on these would wait for each other.
         check_ranks_agree(dict(flatten(config_to_dict(model), "model")))
         lay_out_ranks(model)
         yield
     except BaseException:
-        # Other ranks may wait in a collective that this one will never join: closing NCCL's groups would wait for them,
-        # and the error would never be printed. The end of the process closes them.
+        # Other ranks may be waiting in a collective that this one will never join. Closing NCCL's groups would wait for
+        # them, and the error would never be printed; the end of the process closes the groups.
         if launch.world_size == 1:
             _close()
         raise
@@ -79,7 +82,7 @@ def check_ranks_agree(values: Mapping[str, Any]) -> None:
         values: Dotted keys and plain values.
 
     Raises:
-        UserError: They differ; names the keys, the values and a rank that has them.
+        UserError: They differ. It names the keys, the values and a rank that has them.
     """
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     world_size = torch.distributed.get_world_size()
@@ -106,7 +109,7 @@ def _differences(everybody: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def lay_out_ranks(model: ModelConfig) -> None:
-    """Opens megatron-core's groups for a model's parallel sizes, and seeds dropout; torch.distributed is open."""
+    """Opens megatron-core's groups for a model's parallel sizes and seeds dropout; torch.distributed is open."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,
@@ -114,7 +117,7 @@ def lay_out_ranks(model: ModelConfig) -> None:
         context_parallel_size=model.context_parallel_size,
         expert_model_parallel_size=model.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size(model),
-        # Second groups for CPU tensors beside NCCL; under gloo the first ones serve.
+        # These would be additional groups for CPU tensors beside NCCL.
         create_gloo_process_groups=False,
     )
     track_random_states(in_graphs=False)
@@ -122,22 +125,22 @@ def lay_out_ranks(model: ModelConfig) -> None:
 
 
 def track_random_states(*, in_graphs: bool) -> None:
-    """Chooses what keeps the random states of dropout; with `in_graphs` CUDA graphs can draw from them (TE's does)."""
+    """Chooses the tracker of dropout's random states: TE's `in_graphs`, because CUDA graphs can draw from it."""
     tensor_parallel.random.initialize_rng_tracker(use_te_rng_tracker=in_graphs, force_reset=True)
 
 
 def seed_dropout(seed: int) -> None:
     """Sets this rank's random states of dropout.
 
-    It differs between tensor parallel ranks where activations are split, and between pipeline stages.
+    They differ between tensor parallel ranks where activations are split, and between pipeline stages.
     """
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
-    """Runs something on rank 0 and gives every rank its result, or the UserError that it raised; all ranks call it.
+    """Runs a function on rank 0 and gives its result, or its UserError, to every rank; all ranks call it.
 
-    What one rank finds alone would leave the others waiting for it.
+    An error on one rank alone would leave the others waiting for it.
     """
     answer: list[tuple[Result | None, str | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
@@ -155,31 +158,31 @@ def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
 
 
 def sum_over(group: torch.distributed.ProcessGroup, values: torch.Tensor) -> None:
-    """Adds up `values` of the ranks of a group, in place; nothing is sent where there is one.
+    """Sums `values` over the ranks of a group in place; a group of one sends nothing.
 
-    NCCL would open a communicator for that one, which takes 0.4 GiB of the GPU (see `process_groups`).
+    For a single rank NCCL would open a communicator that takes 0.4 GiB of the GPU (see `process_groups`).
     """
     if group.size() > 1:
         torch.distributed.all_reduce(values, group=group)
 
 
 def context_parallel_slices(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Cuts tensors [b, s] to this rank's [b, s / CP]: one slice of either half, which balances the causal mask."""
+    """Cuts tensors [b, s] to this rank's [b, s / CP]: a slice of each half, which balances the causal mask."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return tensors
-    # Without its group megatron-core 0.19 takes all ranks for it: CP 2 × DP 2 then left half of each sequence out.
+    # Without the group megatron-core 0.19 takes all ranks for it: CP 2 × DP 2 would leave out half of each sequence.
     slices: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False, cp_group=group)
     return slices
 
 
 def data_parallel_rank() -> int:
-    """This rank among those that see different samples (context parallel ranks see the same)."""
+    """This rank's index among those that see different samples; context parallel ranks see the same ones."""
     return int(parallel_state.get_data_parallel_rank())
 
 
 def is_last_stage_writer() -> bool:
-    """Whether this rank holds the loss and is the one of its tensor parallel group that reports it."""
+    """Whether this rank holds the loss and reports it for its tensor parallel group."""
     return bool(
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -206,7 +206,7 @@ WEIGHT_CAST = Patch(
             "fsdp_shard_model_params",
         )
     },
-    what="FP8 weights cast from their masters shard by shard (fp8_weights.cast_masters)",
+    what="FP8 weights cast from their masters shard by shard (weights.cast_masters)",
     why="Transformer Engine 2.12 takes a shard for a matrix of one row and casts it together with its transpose, many "
     "times slower than reading and writing it, and holds all shards in BF16 at once",
     until="Transformer Engine's cast_master_weights_to_fp8 makes no transposes of shards",

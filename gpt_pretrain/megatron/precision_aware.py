@@ -25,10 +25,10 @@ from gpt_pretrain.kernels.adam import AdamState, AdamStep, Master, Moment, updat
 
 
 class PrecisionAwareAdam(torch.optim.Optimizer):
-    """Takes what megatron-core hands to Transformer Engine's FusedAdam.
+    """Adam with the arguments that megatron-core passes to Transformer Engine's FusedAdam.
 
-    Gradients are read from `decoupled_grad` of the parameters, in fp32 or BF16. The parameters are the masters;
-    `allocate` says which weights they belong to.
+    It reads gradients, fp32 or BF16, from the parameters' `decoupled_grad`. The parameters are the masters; `allocate`
+    says which weights they belong to.
     """
 
     def __init__(
@@ -45,30 +45,30 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype,
         store_param_remainders: bool = False,
     ) -> None:
-        """megatron-core names the arguments; the last is for `PrecisionAwareOptimizer`, which makes the masters.
+        """megatron-core names the arguments. The last one is for `PrecisionAwareOptimizer`, which makes the masters.
 
         Raises:
-            UserError: On a GPU, Triton is not installed.
+            UserError: The run is on a GPU, and Triton is not installed.
         """
-        assert adam_w_mode, "weight decay is decoupled"
-        assert not capturable, "steps are not captured"
+        assert adam_w_mode, "the update decouples weight decay"
+        assert not capturable, "steps are never captured in a graph"
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
         self._moment_dtypes = exp_avg_dtype, exp_avg_sq_dtype
         device = torch.cuda.current_device()
-        # Not zero: leave everything as it is.
+        # Other than zero: leave everything as it is.
         self.found_inf = torch.zeros((), device=device)
-        # What gradients are multiplied with.
+        # The factor that gradients are multiplied by.
         self.grad_scale = torch.ones((), device=device)
         self.steps_taken = torch.zeros((), dtype=torch.float64, device=device)
         self.states: dict[torch.Tensor, AdamState] = {}
         self._update = _kernel() if self.found_inf.is_cuda else update
 
     def allocate(self, master: torch.Tensor, weight: torch.Tensor | None) -> None:
-        """Gives a parameter its states: moments of zero.
+        """Gives a parameter its states, with moments of zero.
 
         Args:
             master: One of the parameters, [n].
-            weight: The BF16 weight that is to follow it, [n]; None where nothing does, or something else sees to it.
+            weight: The BF16 weight that the update writes with it, [n]; None where there is none to write here.
         """
         first, second = self._moment_dtypes
         self.states[master] = AdamState(
@@ -79,7 +79,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient, unless `found_inf`."""
+        """Updates every parameter that has a gradient, unless `found_inf` is set."""
         self.steps_taken += 1 - self.found_inf
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -102,15 +102,15 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
 
 def _kernel() -> Callable[[torch.Tensor, AdamState, AdamStep], None]:
-    """`update` on a GPU, imported before the first step: without Triton the run does not start."""
+    """`update` for a GPU, imported before the first step, so that a run without Triton does not start."""
     try:
         from gpt_pretrain.kernels.adam_triton import update_on_gpu
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise UserError(
-            "model.optim.use_precision_aware_optimizer=true updates in a Triton kernel on a GPU, and Triton is not "
-            "installed, which comes with torch for CUDA; install it (python -m pip install triton), or use false"
+            "model.optim.use_precision_aware_optimizer=true needs Triton on a GPU, and Triton is not installed. It "
+            "comes with torch for CUDA; install it (python -m pip install triton), or use false"
         ) from None
     return update_on_gpu
 
@@ -123,14 +123,14 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Norms and zeroing are those of gradients that have another type than the masters. Not before the masters are
-        # made, and others are made of the same config.
+        # From here on, norms and zeroing treat gradients as of another type than the masters. This must follow the
+        # making of the masters, and other optimizers are made of the same config.
         self.config = copy.copy(self.config)
         self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         if self.is_stub_optimizer:
             return
         for weight, master in self._weights_and_masters():
-            # Read by the kernel, and changed in the kernel: a weight that is cast to FP8 later is neither.
+            # The kernel reads and writes the weight, unless it is cast to FP8 later.
             follows = weight is not None and not self._is_distopt_quantized_param(weight)
             remainders = follows and self.config.store_param_remainders
             if remainders and self.config.main_params_dtype is torch.float32:
@@ -141,16 +141,16 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
         for group in self.shard_fp32_groups:
             for parameter in group:
                 self.optimizer.allocate(parameter, None)
-        # Masters in fp32, one by one: nothing else has use for their memory.
+        # Frees the memory of the fp32 masters, which nothing else fits.
         torch.cuda.empty_cache()
 
     def _weights_and_masters(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
-        """This rank's parts of parameters that have masters; None for FP8 weights that have no flat form."""
+        """This rank's parts of parameters with their masters; None for FP8 weights, which have no flat form."""
         for weights, masters in zip(self.shard_float16_groups, self.shard_fp32_from_float16_groups, strict=True):
             yield from zip(weights, masters, strict=True)
 
     def _parameters_and_masters(self) -> Iterator[tuple[Any, Any]]:
-        """Parameters of which this rank has a part, and the masters of these parts."""
+        """Parameters of which this rank holds a part, with the masters of these parts."""
         for parameter_groups, master_groups in (
             (self.model_float16_groups, self.shard_fp32_from_float16_groups),
             (self.model_fp32_groups, self.shard_fp32_groups),
@@ -159,20 +159,20 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
                 yield from zip(parameters, masters, strict=True)
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Lets Adam read gradients where they were reduced."""
+        """Lets Adam read gradients where they were reduced, without a copy."""
         for parameter, master in self._parameters_and_masters():
             part = self._get_model_param_range_map(parameter)["param"]
             master.decoupled_grad = parameter.main_grad.view(-1)[part.start : part.end]
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Casts FP8 weights from their masters; the others were written with theirs."""
+        """Casts FP8 weights from their masters; Adam has written the others with theirs."""
         if not self.is_stub_optimizer and self.ddp_config.fp8_param_gather:
             distrib_optimizer.quantize_param_shard(
                 *self._get_fp8_params_and_shard_fp32_from_fp8(), self.data_parallel_group
             )
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any]) -> None:
-        """Makes the masters what weights say that were loaded without them.
+        """Sets the masters to weights that were loaded without them.
 
         Args:
             state_dict: The loaded weights by chunk, in high precision.
@@ -184,6 +184,6 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
             self.optimizer.states[master].master.write(0, values.float())
 
     def states(self, parameter: torch.nn.Parameter) -> Mapping[str, Master | Moment]:
-        """What this rank has of a parameter, by the names of a checkpoint."""
+        """This rank's states of a parameter, by their names in a checkpoint."""
         group, index = self.model_param_group_index_map[parameter]
         return self.optimizer.states[self.optimizer.param_groups[group]["params"][index]].by_name

@@ -1,4 +1,4 @@
-"""From a run to megatron-core's configs: the fields of `spec.core_fields`, in torch's and megatron-core's types."""
+"""From a run to megatron-core's configs: the fields of `spec.core_fields`, in the types of torch and megatron-core."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -31,7 +31,7 @@ _ACTIVATIONS = {
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Torch's own."""
+    """The type of torch with this name."""
     found: torch.dtype = getattr(torch, dtype.value)
     return found
 
@@ -54,20 +54,20 @@ def _arguments(fields: Iterable[Field]) -> dict[str, Any]:
 
 
 def translate_transformer(spec: RunSpec) -> TransformerConfig:
-    """The layers."""
+    """The config of the layers."""
     return TransformerConfig(**_arguments(transformer_fields(spec)))
 
 
 def translate_ddp(spec: RunSpec) -> DistributedDataParallelConfig:
-    """Gradient reduction and parameter gathering."""
+    """The config of gradient reduction and parameter gathering."""
     return DistributedDataParallelConfig(**_arguments(ddp_fields(spec)))
 
 
 def translate_optimizer(spec: RunSpec) -> OptimizerConfig:
-    """The optimizer."""
+    """The config of the optimizer."""
     options = OptimizerConfig(**_arguments(optimizer_fields(spec)))
     if spec.model.optim.use_precision_aware_optimizer:
-        # Behind megatron-core's check, which wants Transformer Engine's FusedAdam: ours takes its place.
+        # Set after megatron-core's check, which asks for Transformer Engine's FusedAdam: ours replaces it.
         for name, value in _arguments(optimizer_state_fields(spec)).items():
             setattr(options, name, value)
     return options

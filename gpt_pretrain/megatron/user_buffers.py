@@ -1,8 +1,8 @@
-"""Transformer Engine's user buffers: memory that the ranks of a tensor parallel group read and write of each other.
+"""Transformer Engine's user buffers: memory of each rank that the others of its tensor parallel group read and write.
 
-With `model.tp_comm_overlap` a product of TE's linear layers and the exchange of its input or output over the tensor
-parallel ranks run at the same time, in pieces (`initialize_ub` of TE 2.12, pytorch/module/base.py). The buffers hold
-one microbatch's activations, and belong to the run: made before the layers, which look them up at every pass.
+With `model.tp_comm_overlap` a product of TE's linear layers overlaps with the exchange of its input or output between
+the tensor parallel ranks, piece by piece (`initialize_ub` of TE 2.12, pytorch/module/base.py). The buffers hold the
+activations of one microbatch. They belong to the run and are made before the layers, which look them up in every pass.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ _STANDARD_OUTPUT = 1
 
 @contextmanager
 def user_buffers(spec: RunSpec) -> Iterator[None]:
-    """Makes the buffers that `model.tp_comm_overlap` asks for, if it does; process groups are open.
+    """Makes the buffers if `model.tp_comm_overlap` asks for them; process groups are open.
 
     Raises:
-        UserError: The GPUs of this host have no multicast, and nothing says to do without.
+        UserError: The GPUs of this host have no multicast, and the environment does not allow a run without it.
     """
     model = spec.model
     if not model.tp_comm_overlap:
@@ -38,8 +38,8 @@ def user_buffers(spec: RunSpec) -> Iterator[None]:
     without = MULTICAST_OFF[USER_BUFFERS_WITHOUT]
     if not tex.device_supports_multicast() and os.environ.get(USER_BUFFERS_WITHOUT) != without:
         raise UserError(
-            "model.tp_comm_overlap=true makes user buffers with NVLink multicast, which these GPUs or their driver do "
-            f"not have; export {USER_BUFFERS_WITHOUT}={without}, or use false"
+            "model.tp_comm_overlap=true makes user buffers with NVLink multicast, which these GPUs or their driver "
+            f"lack; export {USER_BUFFERS_WITHOUT}={without}, or use false"
         )
     precisions = {linear.precision == "fp8" for linear in spec.linears if linear.layer >= 0}
     modes = base.UserBufferQuantizationMode
@@ -52,15 +52,15 @@ def user_buffers(spec: RunSpec) -> Iterator[None]:
             bootstrap_backend="nccl",
         )
     yield
-    # Not after an error: that would wait for the GPU, and the GPU perhaps for a rank that will never come.
+    # Not after an error: that would wait for the GPU, which may be waiting for a rank that will never come.
     base.destroy_ub()
 
 
 @contextmanager
 def silent_output() -> Iterator[None]:
-    """What is written to the standard output inside is lost, also what a library of C writes.
+    """Discards what is written to the standard output inside, by C libraries too.
 
-    TE tells of every buffer there, and it belongs to the run.
+    The standard output belongs to the run, and TE reports every buffer there.
     """
     sys.stdout.flush()
     kept = os.dup(_STANDARD_OUTPUT)
@@ -78,9 +78,9 @@ def silent_output() -> Iterator[None]:
 
 @contextmanager
 def without_user_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, exchanges follow the products of a forward pass without gradients, which may have any length.
+    """Inside, exchanges follow the products of a forward pass without gradients, whose length is then free.
 
-    TE cuts the output of a row parallel product into pieces of the buffer's shape, gradients or not.
+    With overlap TE cuts the output of a row-parallel product into pieces of the buffer's shape, gradients or not.
     """
     modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     overlapped = [module for module in modules if getattr(module, "ub_overlap_rs_fprop", False)]

@@ -88,7 +88,7 @@ def _optimizer_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, flo
     moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
     seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
     if settings is not None and settings.params:
-        # `megatron.fp8_weights` reads masters, writes BF16, reads that and writes FP8; all but delayed scaling go over
+        # `megatron.weights` reads masters, writes BF16, reads that and writes FP8; all but delayed scaling go over
         # the masters once more, for their amax. Transposes are of whole weights.
         cast = 9 if settings.recipe.keeps_history else 13
         transposes = 2 if machine.gpu.needs_fp8_transposes else 0

@@ -107,7 +107,7 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("add_qkv_bias", model.qkv_bias, ("model.qkv_bias",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
-    # Weights are drawn anew, independent of the layout, in megatron/initialization.py; built on the device.
+    # megatron/weights.py draws the weights anew, independent of the layout; built on the device.
     yield Field("use_cpu_initialization", False)
 
 
