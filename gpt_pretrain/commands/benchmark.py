@@ -47,16 +47,24 @@ python -m gpt_pretrain.benchmark \\
 )
 
 
+def refuse(request: Request, launch: Launch) -> None:
+    """Refuses ranks of a launcher, and sweeps.
+
+    Raises:
+        ConfigError: The command line asks for one of them.
+    """
+    if launch.world_size > 1:
+        problem = f"a benchmark starts its processes itself, and {launch.launcher} started this one"
+        raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
+    if request.options.multirun:
+        raise ConfigError(["-m: a benchmark compares benchmark.variants=[…] and takes no sweep"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
 
     def compare(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
-        if launch.world_size > 1:
-            problem = f"a benchmark starts its processes itself, and {launch.launcher} started this one"
-            raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
-        if request.options.multirun:
-            raise ConfigError(["-m: a benchmark compares benchmark.variants=[…] and takes no sweep"])
         check_run_dir(jobs[0].config)
         console = Console()
         if not console.is_terminal:
@@ -64,4 +72,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparison = Comparison(jobs[0].config, request.loader.source, request.overrides, given, console)
         return 0 if comparison.run() else FAILED
 
-    return run_with_config(PROGRAM, compare, given, rules=benchmark_problems)
+    return run_with_config(PROGRAM, compare, given, rules=benchmark_problems, refuse=refuse)

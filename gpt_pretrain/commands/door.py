@@ -78,6 +78,7 @@ def run_with_config(
     *,
     launch: Launch | None = None,
     rules: Callable[[Config], list[str]] | None = None,
+    refuse: Callable[["Request", Launch], None] | None = None,
 ) -> int:
     """Checks a command line that Hydra composes, and runs it, or shows what it asks to see.
 
@@ -87,6 +88,7 @@ def run_with_config(
         arguments: What follows the command's name; `sys.argv` when not given.
         launch: The process's place in the run; read from the launcher's variables when not given.
         rules: The cross-field rules; those of training when not given.
+        refuse: Raises `ConfigError` for what the command never does, whatever the configuration says.
 
     Returns:
         The exit code.
@@ -96,6 +98,8 @@ def run_with_config(
         from gpt_pretrain.commands.command_line import check_request, parse_command_line, show
 
         request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        if refuse is not None:
+            refuse(request, launch)
         jobs = check_request(request, launch, rules)
         if request.runs:
             return command(request, jobs, launch)

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 import torch
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.process import Process, this_process
