@@ -119,7 +119,7 @@ def resolves(link):
 @pytest.mark.parametrize("folder", ["gpt_pretrain", "conf", "tests"])
 def test_every_page_that_a_comment_names_exists(folder):
     files = [path for suffix in ("py", "yaml") for path in (ROOT / folder).rglob(f"*.{suffix}")]
-    pattern = re.compile(r"(?:docs|benchmarks)/\w+\.md(?:#[\w-]+)?")
+    pattern = re.compile(r"(?:docs|benchmarks)/[\w-]+\.md(?:#[\w-]+)?")
     named = {link for path in files for link in pattern.findall(path.read_text())}
 
     assert named

@@ -45,7 +45,7 @@ PROGRAM = Program(
     examples="""\
 python -m gpt_pretrain                            a tiny GPT on real text
 python -m gpt_pretrain trainer.max_steps=50 model.optim.lr=1e-3
-torchrun --nproc-per-node 8 -m gpt_pretrain model=llama3_8b parallelism=dp
+torchrun --nproc-per-node 8 -m gpt_pretrain experiment=llama3_8b_8gpu
 python -m gpt_pretrain data=text 'model.data.text_files=["corpus/*.jsonl"]'
 python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one after another
 python -m gpt_pretrain --config-dir my_conf --config-name my_run

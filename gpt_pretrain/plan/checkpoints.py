@@ -2,7 +2,7 @@
 
 A checkpoint holds weights, masters and moments, each once, however many GPUs hold copies; each GPU writes about the
 same number of bytes. The two rates were measured on one H200 with a local disk, with the 21.8 GB of gpt2_1_5b
-(benchmarks/gpt2_1_5b_h200_2026-11-21.md). A disk that many GPUs share has its own rate.
+(benchmarks/gpt2_1_5b_1xh200.md). A disk that many GPUs share has its own rate.
 """
 
 from dataclasses import dataclass
