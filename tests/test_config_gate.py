@@ -22,6 +22,16 @@ def problems(*arguments):
     return caught.value.problems
 
 
+def assert_names(found, *expected):
+    """Each problem has the words expected of it, in their order."""
+    assert len(found) == len(expected), found
+    for problem, words in zip(found, expected, strict=True):
+        rest = problem
+        for word in words.split():
+            _, there, rest = rest.partition(word)
+            assert there, (problem, word)
+
+
 @pytest.fixture
 def my_conf(tmp_path):
     """Writes YAML files into a user's configuration folder."""
@@ -60,13 +70,11 @@ def test_everything_wrong_is_told_in_one_error():
 @pytest.mark.parametrize("prefix", ["", "+", "++", "~"])
 def test_an_unknown_key_is_refused_behind_every_prefix(prefix):
     override = f"{prefix}model.hiden_size" + ("" if prefix == "~" else "=3")
-    assert problems(override) == ("model.hiden_size is not a key; did you mean model.hidden_size?",)
+    assert_names(problems(override), "model.hiden_size model.hidden_size?")
 
 
 def test_unknown_keys_in_a_mapping_are_refused():
-    assert problems("model={num_layers: 2, optim: {lrr: 1}}") == (
-        "model.optim.lrr is not a key; did you mean model.optim.lr?",
-    )
+    assert_names(problems("model={num_layers: 2, optim: {lrr: 1}}"), "model.optim.lrr model.optim.lr?")
 
 
 @pytest.mark.parametrize(
@@ -97,11 +105,12 @@ def test_keys_of_a_users_file_are_checked_and_the_file_is_named(my_conf):
         model__mine="# @package model\ndefaults: [tiny]\nnum_layer: 3\n",
     )
     found = problems("--config-dir", str(folder), "--config-name", "my_run", "model=mine")
-    assert found == (
-        f"{folder}/model/mine.yaml: model.num_layer is not a key; did you mean model.num_layers?",
-        f"{folder}/my_run.yaml: model.hiden_size is not a key; did you mean model.hidden_size?",
-        f"{folder}/my_run.yaml: foo is not a key",
-        f"model.num_layers='two' is not an integer (in {folder}/my_run.yaml)",
+    assert_names(
+        found,
+        f"{folder}/model/mine.yaml: model.num_layer model.num_layers?",
+        f"{folder}/my_run.yaml: model.hiden_size model.hidden_size?",
+        f"{folder}/my_run.yaml: foo",
+        f"model.num_layers='two' integer {folder}/my_run.yaml",
     )
 
 
@@ -127,53 +136,48 @@ def test_an_experiment_overrides_several_groups(my_conf):
 def test_a_file_hidden_by_one_of_ours_is_refused(my_conf):
     folder = my_conf(model__tiny="num_layers: 2\n")
     (found,) = problems("--config-dir", str(folder))
-    assert found.startswith(f"{folder}/model/tiny.yaml is hidden by ")
+    assert found.startswith(f"{folder}/model/tiny.yaml ")
+    assert "conf/model/tiny.yaml" in found.removeprefix(f"{folder}/model/tiny.yaml")
 
 
 def test_config_path_replaces_conf(my_conf):
     folder = my_conf(config="name: alone\n")
     found = problems("--config-path", str(folder))
-    assert [problem.partition(" ")[0] for problem in found] == [
-        "run_dir", "model", "trainer", "checkpoint", "logging", "sample", "plan", "benchmark"
-    ]  # fmt: skip
-    assert found[1].startswith("model is not in the configuration")
+    assert_names(found, "run_dir", "model", "trainer", "checkpoint", "logging", "sample", "plan", "benchmark")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("model: [", "while parsing a flow"),
-        (f"{RUN}name: a\nname: b\n", "found duplicate key name"),
-        ("- a\n", "must be a DictConfig"),
-        ("defaults:\n  - config\n  - model: tny\n", "Could not find 'model/tny'"),
-        (f"{RUN}model:\n  seed: ${{nowhere}}\n", "model.seed=${nowhere} cannot be resolved"),
-        (f"{RUN}model: 3\n", "model=3 replaces a whole section; set its keys instead: num_layers, "),
-        (f"{RUN}model:\n  seed: null\n", "model.seed=null may not be null; it takes: integer (in "),
+        ("model: [", "my_run.yaml"),
+        (f"{RUN}name: a\nname: b\n", "duplicate name"),
+        ("- a\n", "'my_run' DictConfig"),
+        ("defaults:\n  - config\n  - model: tny\n", "'model/tny' tiny?"),
+        (f"{RUN}model:\n  seed: ${{nowhere}}\n", "model.seed=${nowhere}"),
+        (f"{RUN}model: 3\n", "model=3 num_layers, optim"),
+        (f"{RUN}model:\n  seed: null\n", "model.seed=null integer my_run.yaml"),
     ],
 )
-def test_broken_files_are_told_without_a_traceback(my_conf, text, message):
+def test_broken_files_are_told_without_a_traceback(my_conf, text, named):
     folder = my_conf(my_run=text)
-    found = problems("--config-dir", str(folder), "--config-name", "my_run")
-    assert any(message in problem for problem in found), found
+    assert_names(problems("--config-dir", str(folder), "--config-name", "my_run"), named)
 
 
 def test_open_values_are_told_with_their_meaning():
     found = problems("model=base")
     assert len(found) == 5
-    assert found[0] == (
-        "model.num_layers has no value; choose a preset that sets it, or give model.num_layers=… "
-        "(integer: Transformer layers.)"
-    )
+    assert_names(found[:1], "model.num_layers model.num_layers=… integer: Transformer layers.")
 
 
 def test_a_sweep_is_checked_job_by_job_before_the_first_starts():
     found = problems("-m", "model.num_query_groups=1,2,3", "model.seed=1,2", "trainer.max_steps=0")
-    assert set(found) == {
-        "trainer.max_steps=0 is too small; use 1 or more",
-        "model.num_attention_heads=4 is not divisible by model.num_query_groups=3; "
-        "use model.num_query_groups=1, 2 or 4 "
+    assert_names(
+        sorted(found),
+        "model.num_attention_heads=4 model.num_query_groups=3; model.num_query_groups=1, 2 or 4 "
         "[model.num_query_groups=3 model.seed=1; model.num_query_groups=3 model.seed=2]",
-    }
+        "trainer.max_steps=0 1",
+    )
+    assert "[" not in sorted(found)[1]
 
 
 def test_jobs_of_a_sweep_have_their_own_run_directories():
@@ -188,14 +192,14 @@ def test_a_sweep_with_a_run_directory_per_job_is_its_own():
 
 def test_a_sweep_into_one_run_directory_is_refused():
     (found,) = problems("-m", "model.seed=1,2", "run_dir=same")
-    assert found.startswith("run_dir='same' is shared by 2 jobs of the sweep")
+    assert_names([found], "run_dir='same' 2 ${hydra:job.num}")
 
 
 def test_a_sweep_under_a_launcher_is_refused(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     (found,) = problems("-m", "model.seed=1,2")
-    assert found.startswith("-m runs a sweep's jobs one after another in one process, and torchrun started this one")
+    assert_names([found], "-m torchrun")
 
 
 def test_options_and_overrides_may_be_mixed():

@@ -1,6 +1,5 @@
 """`python -m gpt_pretrain.prepare_data`: what it leaves is what the training's own preparation finds."""
 
-import re
 
 import pytest
 
@@ -39,9 +38,9 @@ def test_training_finds_what_was_prepared_for_it(arguments, tmp_path, capsys):
 
 def test_what_training_would_refuse_is_refused(tmp_path, capsys):
     assert main(["data=text", f"model.data.text_files=[{tmp_path}/nothing]"]) == 2
-    assert re.search(r"model\.data\.text_files: .*/nothing ", capsys.readouterr().err)
+    assert f"model.data.text_files: {tmp_path}/nothing " in capsys.readouterr().err
     assert main(["model.hiden_size=64"]) == 2
-    assert "did you mean model.hidden_size?" in capsys.readouterr().err
+    assert "model.hidden_size?" in capsys.readouterr().err
 
 
 def test_random_tokens_need_no_preparation(capsys):

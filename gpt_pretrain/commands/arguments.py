@@ -61,6 +61,7 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
             meant.add(nearest)
         elif text is None:
             problems.append(f"{name} has no value; write {name}=…")
+            meant.add(name)
         elif name in values:
             problems.append(f"{argument}: {name} is given twice")
         else:

@@ -1,0 +1,213 @@
+"""The one door of the commands: their arguments, what they load to answer, and how they end."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from enum import Enum
+
+import pytest
+
+from gpt_pretrain.commands.arguments import read_arguments
+from gpt_pretrain.commands.checkpoint import CheckpointArguments, Task
+from gpt_pretrain.commands.doctor import DoctorArguments
+from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.help import Program
+from gpt_pretrain.config.choices import PlanGpu
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from tests.launching import REPOSITORY, run_ranks
+
+OF_A_RUN = ("gpt_pretrain", "gpt_pretrain.plan", "gpt_pretrain.prepare_data", "gpt_pretrain.benchmark")
+OF_THEIR_OWN = (
+    "gpt_pretrain.export",
+    "gpt_pretrain.import_hf",
+    "gpt_pretrain.generate",
+    "gpt_pretrain.checkpoint",
+    "gpt_pretrain.doctor",
+    "gpt_pretrain.benchmark.picture",
+)
+
+
+class Colour(Enum):
+    red = "#f00"
+    green = "#0f0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    source: str
+    """Where from."""
+    max_steps: int = 3
+    """How many."""
+    colour: Colour | None = None
+    """Which."""
+    quiet: bool = False
+    """Whether."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["source=a"], {}),
+        (["++source=a=b, '${c}'"], {"source": "a=b, '${c}'"}),
+        (["source=null", "colour=null"], {"source": "null"}),
+        (
+            ["source=a", "max_steps=1", "quiet=true", "colour=red"],
+            {"max_steps": 1, "quiet": True, "colour": Colour.red},
+        ),
+        (["--source", "a", "--max-steps", "-1", "--quiet"], {"max_steps": -1, "quiet": True}),
+        (["--source=a", "--max_steps=1", "--quiet=false", "--colour", "red"], {"max_steps": 1, "colour": Colour.red}),
+        (["--quiet", "source=a"], {"quiet": True}),
+    ],
+)
+def test_a_value_is_given_by_its_key_or_option(arguments, expected):
+    assert read_arguments(Arguments, arguments) == Arguments(**{"source": "a", **expected})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["source "]),
+        (["suorce=a"], ["suorce "]),
+        (["--suorce", "a"], ["suorce ", "a "]),
+        (["source"], ["source "]),
+        (["--source"], ["source "]),
+        (["--quiet", "max_steps"], ["max_steps ", "source "]),
+        (["source=a", "--source", "b"], ["--source: source "]),
+        (["source=a", "max_steps=two", "colour=rot", "quiet=1"], ["max_steps=two ", "colour=rot ", "quiet=1 "]),
+    ],
+)
+def test_every_mistake_is_told_by_its_key(arguments, expected):
+    with pytest.raises(ConfigError) as caught:
+        read_arguments(Arguments, arguments)
+    assert [problem for problem in caught.value.problems if problem.startswith(tuple(expected))] == [
+        *caught.value.problems
+    ]
+    assert len(caught.value.problems) == len(expected)
+
+
+def test_what_was_probably_meant_is_offered():
+    with pytest.raises(ConfigError) as caught:
+        read_arguments(Arguments, ["source=a", "max_step=1", "colour=#0F0"])
+    key, value = caught.value.problems
+    assert key.endswith(" max_steps?")
+    assert "red, green or null" in value
+    assert value.endswith(" green?")
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "arguments", "expected"),
+    [
+        (
+            CheckpointArguments,
+            ("command", "path"),
+            ["list", "runs/model.seed=1"],
+            CheckpointArguments(command=Task.list, path="runs/model.seed=1"),
+        ),
+        (
+            CheckpointArguments,
+            ("command", "path"),
+            ["path=run", "command=verify"],
+            CheckpointArguments(command=Task.verify, path="run"),
+        ),
+        (DoctorArguments, (), ["--json"], DoctorArguments(json=True)),
+        (DoctorArguments, (), ["--assume-gpu", "h200"], DoctorArguments(assume_gpu=PlanGpu.h200)),
+        (DoctorArguments, (), ["--assume-gpu=b200", "json=true"], DoctorArguments(json=True, assume_gpu=PlanGpu.b200)),
+    ],
+)
+def test_the_spellings_of_the_doctor_and_of_checkpoint(kind, plain, arguments, expected):
+    assert read_arguments(kind, arguments, plain) == expected
+
+
+def end_by(error):
+    if isinstance(error, signal.Signals):
+        os.kill(os.getpid(), error)
+    elif error is not None:
+        raise error
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (None, 7, ""),
+        (UserError("one\ntwo"), 2, "error: one\n       two\n"),
+        (ConfigError(["one", "two"]), 2, "error: one\nerror: two\n"),
+        (RunError("one"), 1, "error: one\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (signal.SIGINT, 130, ""),
+    ],
+)
+def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, capsys):
+    program = Program(about="", examples="")
+    assert run_with_arguments(program, Arguments, lambda _: end_by(error), ["source=a"]) == code
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_command_to_be_started_again(number):
+    with pytest.raises(SystemExit) as ended:
+        run_with_arguments(Program(about="", examples=""), Arguments, lambda _: end_by(number), ["source=a"])
+    assert ended.value.code == 75
+
+
+# What a run loads, and no answer needs.
+HEAVY = ("torch", "megatron", "transformer_engine", "numpy")
+
+
+def load(module, arguments):
+    """Runs a command as Python's -m does: its exit code, what of `HEAVY` it loaded, how often it read which YAML."""
+    program = f"""
+import collections, json, runpy, sys
+opened = collections.Counter()
+sys.addaudithook(lambda event, args: opened.update([str(args[0])]) if event == "open" else None)
+sys.argv[1:] = {arguments!r}
+try:
+    runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    code = end.code
+read = {{name: times for name, times in opened.items() if name.endswith(".yaml")}}
+print("\\n" + json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules], read]))
+"""
+    done = run_ranks(1, ["-c", program])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "code"),
+    [
+        *((module, ["--help"], 0) for module in (*OF_A_RUN, *OF_THEIR_OWN)),
+        *((module, ["model.hiden_size=3"], 2) for module in OF_A_RUN),
+        *((module, ["hiden_size=3"], 2) for module in OF_THEIR_OWN),
+        ("gpt_pretrain", ["model.num_attention_heads=7"], 2),
+        ("gpt_pretrain", ["--cfg", "job", "model=llama3_8b"], 0),
+        ("gpt_pretrain", ["-m", "model.seed=1,2", "model.num_attention_heads=7"], 2),
+        ("gpt_pretrain.plan", ["model=llama3_8b", "fp8=mxfp8"], 2),
+        ("gpt_pretrain.checkpoint", ["list", str(REPOSITORY)], 2),
+    ],
+)
+def test_an_answer_needs_no_torch_and_reads_each_file_once(module, arguments, code):
+    ended, heavy, read = load(module, arguments)
+    assert (ended, heavy) == (code, [])
+    assert set(read.values()) == ({1} if module in OF_A_RUN else set())
+
+
+def test_a_plan_needs_no_torch_and_reads_each_file_once(tmp_path):
+    arguments = ["model=llama3_8b", "parallelism=tp2_sp_pp2", "fp8=delayed", f"run_dir={tmp_path / 'run'}"]
+    ended, heavy, read = load("gpt_pretrain.plan", arguments)
+    assert (ended, heavy) == (0, [])
+    assert set(read.values()) == {1}
+    assert str(REPOSITORY / "conf" / "model" / "llama3_8b.yaml") in read
+    assert (tmp_path / "run" / "plan.json").is_file()
+
+
+@pytest.mark.parametrize("module", OF_THEIR_OWN)
+def test_help_of_a_command_names_it_and_its_keys(module):
+    done = run_ranks(1, ["-m", module, "-h"])
+    assert (done.returncode, done.stderr) == (0, "")
+    about, _, keys = done.stdout.partition("\nKeys")
+    assert about.startswith(f"{module}: ")
+    assert f"  python -m {module} " in about
+    assert keys.count("   (") >= 2
+    assert max(map(len, about.splitlines())) <= 100
