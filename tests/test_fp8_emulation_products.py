@@ -147,3 +147,9 @@ def test_the_listener_is_told_what_each_product_reads(recipe, wgrad, tensors, co
             assert operand.amax.tolist() == pytest.approx([amaxes[operand.role]])
             assert operand.scale.dtype is torch.float32
             assert (operand.scale.numel() == 1) == (recipe == "tensorwise")
+
+
+def test_a_recipe_without_a_cast_is_an_error(compose_config):
+    settings = resolve_fp8(compose_config("fp8=delayed", "model.fp8_emulate=true").model)
+    with pytest.raises(NotImplementedError, match=r"model\.fp8_recipe=delayed.*tensorwise, blockwise, mxfp8"):
+        stateless_cast(settings)

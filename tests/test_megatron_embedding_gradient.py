@@ -57,30 +57,31 @@ def test_rows_of_tokens_grow_and_no_others(tied):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
         (
             ("model.gradient_accumulation_fusion=false",),
-            "model.gradient_accumulation_fusion=false: a tied LM head has to add its gradient in the product, too",
+            "model.gradient_accumulation_fusion=false",
         ),
         (
             ("fp8=delayed", "model.fp8_emulate=true"),
-            "model.fp8_emulate=true: emulated layers compute weight gradients themselves",
+            "model.fp8_emulate=true",
         ),
         (
             (BF16, IN_BF16),
-            "model.grad_reduce_in_fp32=false: BF16 would round the gradient of every token",
+            "model.grad_reduce_in_fp32=false",
         ),
         (
             ("model=gpt2_124m", "model.cuda_graph_impl=local"),
-            "model.cuda_graph_impl=local: untried beside layers that are replayed",
+            "model.cuda_graph_impl=local",
         ),
     ],
 )
-def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, message):
-    assert broken_rules(ASKED, *overrides) == [
-        f"model.embedding_gradient_fusion=true does not go with {message}; use null or false"
-    ]
+def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, named):
+    (message,) = broken_rules(ASKED, *overrides)
+    assert message.startswith("model.embedding_gradient_fusion=true ")
+    assert f" {named}: " in message
+    assert message.endswith("use null or false")
     assert broken_rules(*overrides) == []
 
 
@@ -91,7 +92,7 @@ def test_needs_gradients_added_in_products():
     check_machine(spec_of(load_config(["data=mock", ASKED, ACCUMULATED]), CPU, launched()))
     with pytest.raises(ConfigError) as refused:
         check_machine(spec_of(asked, CPU, launched()))
-    assert str(refused.value) == (
-        "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
-        "here; set it, or use null or false"
-    )
+    message = str(refused.value)
+    assert message.startswith("model.embedding_gradient_fusion=true ")
+    assert "model.gradient_accumulation_fusion=true" in message
+    assert message.endswith("use null or false")

@@ -145,34 +145,36 @@ def test_a_fixed_order_is_asked_for_where_algorithms_are_to_be_deterministic(pac
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "named"),
     [
         (
             ("model.transformer_engine=false",),
-            "model.transformer_engine=false: it takes the place of Transformer Engine's attention",
+            "model.transformer_engine=false",
         ),
         (
             ("model=tiny", "fp8=delayed", "model.fp8_emulate=true"),
-            "model.fp8_emulate=true: it takes the place of Transformer Engine's attention",
+            "model.fp8_emulate=true",
         ),
         (
             ("fp8=delayed", "model.fp8_dot_product_attention=true"),
-            "model.fp8_dot_product_attention=true: its products are in BF16",
+            "model.fp8_dot_product_attention=true",
         ),
         (
             ("model.context_parallel_size=2",),
-            "model.context_parallel_size=2: ranks exchange keys and values in Transformer Engine's attention",
+            "model.context_parallel_size=2",
         ),
-        (("model.attention_dropout=0.1",), "model.attention_dropout=0.1: it drops nothing"),
-        (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local: untried in layers that are replayed"),
-        (("model.kv_channels=100",), "heads of 100 channels: it takes multiples of 8 up to 256"),
-        (("model.kv_channels=264",), "heads of 264 channels: it takes multiples of 8 up to 256"),
+        (("model.attention_dropout=0.1",), "model.attention_dropout=0.1"),
+        (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local"),
+        (("model.kv_channels=100",), "heads of 100 channels"),
+        (("model.kv_channels=264",), "heads of 264 channels"),
     ],
 )
-def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, message):
+def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):
     allowed = broken_rules(*LLAMA, *overrides)
-    refused = set(broken_rules(*LLAMA, *overrides, ASKED)) - set(allowed)
-    assert refused == {f"{ASKED} does not go with {message}; use null or false"}
+    (message,) = set(broken_rules(*LLAMA, *overrides, ASKED)) - set(allowed)
+    assert message.startswith(f"{ASKED} ")
+    assert f" {named}: " in message
+    assert message.endswith("use null or false")
     assert not spec_of(load_config([*LLAMA, *overrides]), WITH_FLASH).kernels.use_flash_attention
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Moment, StoredValues, update
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.optimizer import _make_conditional
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, _kernel
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
 from tests.launching import run_ranks
@@ -299,3 +301,10 @@ def test_masters_follow_weights_that_are_loaded_alone(tmp_path):
             for parameter, master in part._parameters_and_masters():
                 values = part.optimizer.states[master].master.read(0, master.numel())
                 assert torch.equal(values.to(torch.float16), parameter.detach().flatten().to(torch.float16))
+
+
+def test_an_optimizer_that_cannot_skip_an_update_is_an_error():
+    install_cpu_device()
+    inner = torch.optim.Adagrad([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match="Adagrad"):
+        _make_conditional(SimpleNamespace(optimizer=inner))

@@ -1,1 +1,1 @@
-"""FP8: what ran in it, proven from the live layers; its statistics; and its emulation where there is none."""
+"""FP8: the proof, from the live layers, of what ran in it; its statistics; and its emulation on other machines."""

@@ -1,9 +1,8 @@
-"""What the statistics of FP8 tensors warn of, and what to do about it.
+"""Warnings about FP8 tensors, from their statistics, and what to do about them.
 
-Each warning is given once, and again only after its tensor had recovered; layers that begin to show the same at the
-same step share one. Between two observations lie `logging.fp8_statistics_interval` steps: what happens and passes in
-between is not seen, and a scale that "jumps every time" has been seen to differ from one observation to the next, not
-from step to step.
+Each warning appears once, and again only after its tensor has recovered. Layers whose tensors begin to show the same
+condition at the same step share one. Observations are `logging.fp8_statistics_interval` steps apart: nothing between
+them is seen, and a scale that jumps has differed from one observation to the next, not from step to step.
 """
 
 import math
@@ -17,21 +16,21 @@ from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
 from gpt_pretrain.spec.fp8 import FORMAT_MAX, Fp8Settings
 
-# Observations in a row whose scales must differ, each by at least so many powers of two from the one before.
+# Consecutive observations whose scales must each differ from the one before by at least this many powers of two.
 JUMP_OBSERVATIONS = 4
 JUMP_BINADES = 2
-# Layers that a warning names besides the one that it is about.
+# Layers that a warning names besides the one that it describes.
 LAYERS_NAMED = 3
-# What Transformer Engine takes for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
+# What Transformer Engine uses for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
 _INFINITE = torch.finfo(torch.float32).max
 
 
 class Alarms:
-    """Remembers what it has warned of and the scales that it has seen.
+    """Remembers its warnings and the scales that it has seen.
 
     Args:
         settings: The run's FP8.
-        saturation_threshold: Share of saturated values that is too much.
+        saturation_threshold: Share of saturated values above which a tensor is warned about.
         interval: Steps between two observations.
     """
 
@@ -47,7 +46,7 @@ class Alarms:
         return self._settings.recipe.scales_tensors
 
     def check(self, statistics: StepStatistics) -> list[str]:
-        """The new warnings of a step: one for all layers whose same tensor has begun to show the same condition."""
+        """The new warnings of a step: one for all layers that begin to show a condition in the same kind of tensor."""
         active: set[tuple[str, str, str]] = set()
         new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
         for tensor in statistics.tensors:
@@ -60,7 +59,7 @@ class Alarms:
         return [_joined(statistics.step, found) for found in new.values()]
 
     def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str]]:
-        """Each condition that holds of a tensor, with its message."""
+        """Each condition that a tensor shows, with its message."""
         degenerate = self._degenerate(tensor)
         if degenerate is not None:
             yield "degenerate", degenerate
@@ -72,20 +71,20 @@ class Alarms:
     def _degenerate(self, tensor: TensorStatistics) -> str | None:
         if tensor.amax is not None and math.isinf(tensor.amax):
             return (
-                "it holds inf or NaN, and its scale can say nothing about it; lower model.optim.lr or lengthen "
+                "it contains inf or NaN, which no scale can represent; lower model.optim.lr or lengthen "
                 f"model.optim.sched.warmup_steps, and see whether {self._without(tensor)} avoids it"
             )
         if tensor.scale_min == 0.0:
             return (
-                "its scale is 0, and all its values become zero; the amax it came from was infinite: lower "
+                "its scale is 0, so that all its values become zero; it came from an infinite amax: lower "
                 f"model.optim.lr, or keep the layer out of FP8 with {self._without(tensor)}"
             )
-        # A single block of (nearly) zeros is nothing unusual.
+        # A single block of (nearly) zeros is not unusual.
         scale = tensor.scale_max if self._one_scale_per_tensor else tensor.scale_min
         if scale is not None and scale >= _INFINITE:
             return (
-                f"its scale is infinite, from values that are all (nearly) zero (amax {_number(tensor.amax)}); nothing "
-                "reaches this layer: look at its inputs and at model.init_method_std, or keep it out of FP8 with "
+                f"its scale is infinite, because all its values are (nearly) zero (amax {_number(tensor.amax)}); "
+                "nothing reaches this layer: check its inputs and model.init_method_std, or keep it out of FP8 with "
                 f"{self._without(tensor)}"
             )
         return None
@@ -117,7 +116,7 @@ class Alarms:
         return self._settings.gradient_format if gradient else self._settings.forward_format
 
     def _jumps(self, tensor: TensorStatistics, degenerate: bool) -> bool:
-        """Whether the scale differs strongly at each of the last observations; blocks have no scale to follow."""
+        """Whether the scale changed strongly at each of the last observations; blocks have no single scale."""
         scales = self._scales[tensor.layer, tensor.tensor]
         if not self._one_scale_per_tensor or tensor.scale_min is None:
             return False
@@ -135,7 +134,7 @@ class Alarms:
         message = f"its scale jumps, by a factor of {2**JUMP_BINADES} or more every {every}: {seen}; "
         if not settings.recipe.keeps_history:
             return message + (
-                "current scales follow, but the tensor itself varies that much: where the loss spikes too, lower "
+                "current scales follow, but the tensor itself varies that much: if the loss spikes too, lower "
                 "model.optim.lr or lengthen model.optim.sched.warmup_steps"
             )
         if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
@@ -149,7 +148,7 @@ class Alarms:
 
 
 def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
-    """One warning of several layers: the message of the one that saturates most, and the names of some others."""
+    """One warning for several layers: the message of the one that saturates most, and the names of some others."""
     worst, message = max(found, key=lambda each: each[0].saturated or 0.0)
     others = [tensor.layer for tensor, _ in found if tensor is not worst]
     text = f"FP8 at step {step}: {worst.tensor} of {worst.layer}: {message}"

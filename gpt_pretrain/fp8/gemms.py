@@ -1,6 +1,6 @@
-"""What a linear layer tells of each of its matrix products: the one language of proof, statistics and emulation.
+"""How a linear layer's matrix products are described: the one language of proof, statistics and emulation.
 
-Transformer Engine's products are watched from outside (`fp8/observer.py`); emulated layers report theirs themselves.
+`fp8/observer.py` watches Transformer Engine's products from outside; emulated layers report theirs themselves.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from enum import Enum
 
 import torch
 
-# The types of codes, by the names of their formats.
+# The type of the codes of each format.
 CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def spread_over_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """The scale of each value of a matrix [rows, columns] from those of its blocks.
+    """The scale of each value of a matrix [rows, columns], from the scales of its blocks.
 
     Args:
-        scales: [blocks of rows, blocks of columns]; more of them, which only pad the array, are left out.
+        scales: [blocks of rows, blocks of columns]; entries beyond, which only pad the array, are left out.
         block: Rows and columns of a block.
         shape: Rows and columns of the matrix; blocks at its lower and right edge may be smaller.
     """
@@ -54,17 +54,17 @@ OPERANDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
-    """One operand as the product reads it; nothing here waits for the device."""
+    """One operand, as the product reads it; nothing here waits for the device."""
 
     role: Role
     format: str
     """"e4m3" or "e5m2"; "bfloat16" or "float32" where it is not quantised."""
     codes: torch.Tensor | None
-    """The values as float8_e4m3fn or float8_e5m2, any shape; None where it is not quantised."""
+    """The values as float8_e4m3fn or float8_e5m2, any shape; None where the operand is not quantised."""
     scale: torch.Tensor | None
-    """fp32: what values were multiplied by before they were rounded, one for the tensor [1] or one per block."""
+    """fp32: the factor of the values before they were rounded, one for the tensor [1] or one per block."""
     amax: torch.Tensor | None
-    """fp32 [1]: largest magnitude before the rounding; None where it is not known."""
+    """fp32 [1]: the largest magnitude before the rounding; None where it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +77,9 @@ class Product:
 
     @property
     def formats(self) -> tuple[str, str]:
-        """Formats of the operands."""
+        """The formats of the two operands."""
         return self.operands[0].format, self.operands[1].format
 
 
-# Called for each product that a linear layer computes, right before it does.
+# Called with each product of a linear layer, right before it is computed.
 ProductListener = Callable[[Product], None]

@@ -1,8 +1,8 @@
-"""Do FP8 weights follow their masters? Asked once, after the first optimizer step of a run with FP8 parameters.
+"""Checks, after the first optimizer step of a run with FP8 parameters, that FP8 weights follow their masters.
 
-With the wrong fields set megatron-core's optimizer passes FP8 weights over: the loss falls a little, through norms and
-embeddings, and the matrices never change (FP8.md, trap 1). Each rank looks at the part of each weight whose master it
-holds, which is right whether the others have been gathered yet or not.
+With the wrong fields set, megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and
+embeddings, but the matrices never change. Each rank checks the part of each weight whose master it holds, which is up
+to date whether the other parts have been gathered yet or not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,20 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
 from gpt_pretrain.spec.fp8 import FORMAT_MAX
 
-# Columns of the fingerprint: sums of codes that all have to cancel for a change to go unnoticed.
+# Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
 _COLUMNS = 256
-# Of blockwise weights; mxfp8 has no FP8 weights here.
+# Rows and columns of the blocks of blockwise weights; mxfp8 has no FP8 weights here.
 _BLOCK = 128
-# E4M3: spacing between neighbours relative to their value, and absolute below the smallest normal number.
+# E4M3: the spacing of neighbours relative to their value, and the absolute one below the smallest normal number.
 _RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
-# Values that are compared at once. All of a large weight together would take five times its size in fp32 beside
-# optimizer states that just fit: 2 GiB of a matrix of 5,120 × 20,480.
+# Values that are compared at once. A whole large weight would take five times its size in fp32 beside optimizer states
+# that only just fit: 2 GiB for a matrix of 5,120 × 20,480.
 _PIECE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shard:
-    """A rank's part of an FP8 weight, and the master of that part, fp32 or fp16."""
+    """A rank's part of an FP8 weight, and the fp32 or FP16 master of that part."""
 
     weight: Any
     master: torch.Tensor
@@ -44,7 +44,7 @@ class _Shard:
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """What codes are multiplied by, fp32: [1], or [n] where each block of 128×128 values has its own."""
+        """The factor of the codes, fp32: [1], or [n] where each block of 128×128 values has its own."""
         if hasattr(self.weight, "_scale_inv"):
             one: torch.Tensor = self.weight._scale_inv
             return one
@@ -54,13 +54,13 @@ class _Shard:
         return each.reshape(-1)[self.start : self.start + self.master.numel()]
 
     def count_off(self) -> int:
-        """Values further than one FP8 step from their masters; waits for the device."""
+        """Number of values further than one FP8 step from their masters; waits for the device."""
         off = torch.zeros((), dtype=torch.int64, device=self.master.device)
         each_scale_inv = self.scale_inv.expand(self.master.numel())
         pieces = (each.split(_PIECE) for each in (self.codes, self.master.view(-1), each_scale_inv))
         for codes, master, scale_inv in zip(*pieces, strict=True):
             limit = FORMAT_MAX["e4m3"] * scale_inv
-            # A delayed scale may be too large for the newest values, which then saturate.
+            # A delayed scale may be too large for the newest values, so that they saturate.
             aim = master.float().clamp(-limit, limit)
             step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
             values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
@@ -77,7 +77,7 @@ def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
 
 
 def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
-    """int64 [at most 256 + rest]: column sums, which need no copy of the codes."""
+    """int64 [up to 256 + the rest]: column sums, which need no copy of the codes."""
     whole = codes.numel() // _COLUMNS * _COLUMNS
     return torch.cat([codes[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), codes[whole:].long()])
 
@@ -87,7 +87,7 @@ class MasterCheck:
 
     Args:
         optimizer: The run's optimizer.
-        names: id of a weight to the name of its layer in the whole model.
+        names: Maps the id of a weight to the name of its layer in the whole model.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str]) -> None:
@@ -97,10 +97,10 @@ class MasterCheck:
 
     @torch.no_grad()
     def problems(self, lr: float) -> Iterator[tuple[str, str, str, str]]:
-        """Layer, what, planned, live: of each weight that did not follow its master; waits for the device.
+        """Layer, what, planned and live of each weight that did not follow its master; waits for the device.
 
         Args:
-            lr: Learning rate of the step. A weight must have changed where so many values moved by it that some must
+            lr: Learning rate of the step. A weight must have changed where it moved so many values that some must
                 have reached another code.
         """
         for shard, before in zip(_shards(self._optimizer), self._before, strict=True):

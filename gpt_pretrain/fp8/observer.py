@@ -26,24 +26,25 @@ from gpt_pretrain.megatron.patches import patched
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
 
-# A module's name in the whole model, and a product right before it is computed. Must not wait for the device.
+# Called with a module's name in the whole model and a product, right before that is computed. Must not wait for the
+# device.
 Listener = Callable[[str, Product], None]
-# The same of a grouped product that has no rows: no token came to any of this rank's experts.
+# The same for a grouped product without rows: no token came to any of this rank's experts.
 IdleListener = Callable[[str, Phase], None]
 
 # A linear layer's name in the whole model, and one of its products.
 type _Key = tuple[str, Phase]
 type _Formats = tuple[str, str]
 
-# How general_gemm's layout tells the three products apart (TE 2.12, pytorch/module/linear.py).
+# The layouts by which general_gemm's three products can be told apart (TE 2.12, pytorch/module/linear.py).
 _PHASES = {"TN": Phase.forward, "NN": Phase.dgrad, "NT": Phase.wgrad}
-# Its first two arguments in each of them.
+# Its first two arguments in each product.
 _ARGUMENTS = {
     Phase.forward: (Role.weight, Role.input),
     Phase.dgrad: (Role.weight, Role.output_gradient),
     Phase.wgrad: (Role.input, Role.output_gradient),
 }
-# Where a tensor is cast: its amax is that of the cast until the next microbatch's.
+# The product before which a tensor is cast; until the next microbatch its amax belongs to that cast.
 _CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
 
 
@@ -55,13 +56,13 @@ def observe_products(
     idle_listener: IdleListener | None = None,
     measure_amax: bool = False,
 ) -> Iterator[None]:
-    """Tells the listener of every product that the linear layers of these model chunks compute inside.
+    """Tells the listener about every product that the linear layers of these model chunks compute inside.
 
     Args:
         chunks: This rank's model chunks.
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
-        idle_listener: Receives the layer's name and which product of it, where experts compute nothing.
-        measure_amax: Take the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
+        idle_listener: Receives the layer's name and which of its products, where experts compute nothing.
+        measure_amax: Computes the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
     """
     emulated: list[tuple[Any, ProductListener | None]] = []
     transformer_engine: dict[str, torch.nn.Module] = {}
@@ -86,7 +87,7 @@ def observe_products(
 
 
 def _both(first: ProductListener | None, second: ProductListener) -> ProductListener:
-    """The proof and the statistics may watch the same step."""
+    """One listener for two: the proof and the statistics may watch the same step."""
     if first is None:
         return second
 
@@ -98,7 +99,7 @@ def _both(first: ProductListener | None, second: ProductListener) -> ProductList
 
 
 def is_te_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is one of Transformer Engine's linear layers, without importing it where it is not loaded."""
+    """Whether a module is a linear layer of Transformer Engine, without importing that."""
     return any(
         cls.__module__.startswith("transformer_engine.pytorch.module.")
         and cls.__name__ in ("Linear", "LayerNormLinear", "GroupedLinear")
@@ -110,7 +111,7 @@ def is_te_linear(module: torch.nn.Module) -> bool:
 def _watch_transformer_engine(
     modules: dict[str, torch.nn.Module], listener: Listener, idle_listener: IdleListener | None, *, measure_amax: bool
 ) -> Iterator[None]:
-    # The module whose product comes next: set when its forward pass begins, and when its backward pass does.
+    # The module that computes the next product: set at the beginning of its forward and its backward pass.
     current: list[str] = [""]
 
     def enter(name: str, module: torch.nn.Module, arguments: Any) -> None:
@@ -130,7 +131,7 @@ def _watch_transformer_engine(
             if idle_listener is not None and not any(kwargs["m_splits"]):
                 idle_listener(current[0], phase)
             for rows, of_weights, of_rows in zip(kwargs["m_splits"], a, b, strict=True):
-                # An expert that no token came to computes nothing.
+                # An expert without tokens computes nothing.
                 if rows:
                     listener(current[0], _product(phase, of_weights, of_rows, measure_amax=measure_amax))
             return gemm(a, b, *args, **kwargs)
@@ -139,7 +140,7 @@ def _watch_transformer_engine(
 
     def watched_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(ctx: Any, *args: Any) -> Any:
-            # Without gradients there is no context to remember the name in.
+            # Without gradients there is no context to store the name in.
             if hasattr(ctx, "save_for_backward"):
                 ctx.observed_name = current[0]
             return forward(ctx, *args)
@@ -175,11 +176,11 @@ def _watch_transformer_engine(
 
 @contextmanager
 def observe_attention(listener: Callable[[Phase, str], None]) -> Iterator[None]:
-    """Tells the listener of every fused attention of Transformer Engine inside: its pass, and its queries' format.
+    """Tells the listener about every fused attention of Transformer Engine inside: which pass, in which format.
 
-    Attention by another backend (flash-attn, unfused) is not reported: neither computes in FP8.
+    Other backends (flash-attn, unfused) are not reported, because none of them computes in FP8.
     """
-    # Where the queries are among the arguments.
+    # The position of the queries among the arguments.
     places = {"fused_attn_fwd": (Phase.forward, 5), "fused_attn_bwd": (Phase.dgrad, 4)}
 
     def watched(function: Callable[..., Any], phase: Phase, queries: int) -> Callable[..., Any]:
@@ -210,12 +211,12 @@ def _format(tensor: Any) -> str:
 
 
 def _operand(role: Role, phase: Phase, tensor: Any, *, measure_amax: bool) -> Operand:
-    """What TE hands to cuBLAS: a plain tensor, or one of its quantised storages (TE 2.12, pytorch/tensor/storage)."""
+    """An operand of cuBLAS: a plain tensor, or one of TE's quantised storages (TE 2.12, pytorch/tensor/storage)."""
     name = _format(tensor)
     if name not in CODE_TYPES:
         return Operand(role=role, format=name, codes=None, scale=None, amax=None)
     codes, scale_inv = _stored(tensor)
-    # E8M0 is an exponent with a bias of 127. Blocks that only pad the array of scales hold zeros.
+    # E8M0 is an exponent with a bias of 127. Blocks that only pad the array of scales contain zeros.
     scale = torch.exp2(127.0 - scale_inv.float()) if scale_inv.dtype is torch.uint8 else 1.0 / scale_inv
     amax = None
     if phase is _CAST_IN[role]:
@@ -232,7 +233,7 @@ def _operand(role: Role, phase: Phase, tensor: Any, *, measure_amax: bool) -> Op
 
 
 def _stored(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as bytes and inverse scales of the copy that is there: row-wise, or the transposed one."""
+    """Codes as bytes and inverse scales, of the row-wise copy or, without one, of the transposed copy."""
     if hasattr(tensor, "_scale_inv"):
         return (tensor._transpose if tensor._data is None else tensor._data), tensor._scale_inv
     if tensor._rowwise_data is not None:
@@ -242,7 +243,7 @@ def _stored(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One thing that is not as planned."""
+    """One way in which a layer differs from the plan."""
 
     module: str
     what: str
@@ -252,21 +253,21 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """What a rank's products are against the plan."""
+    """A rank's products compared with the plan."""
 
     differences: tuple[Difference, ...]
     as_planned: frozenset[_Key]
-    """Products that this rank has computed, in the planned formats."""
+    """Products that this rank has computed in the planned formats."""
     idle: Mapping[_Key, Difference]
-    """Products that it has called for no rows alone: what differs if no other rank has computed them."""
+    """Products that this rank has only called for no rows, each with its difference if no other rank computed it."""
 
 
 class WatchedProducts:
-    """Notes what the linear layers of this rank compute.
+    """Records what the linear layers of this rank compute.
 
     Args:
         settings: The FP8 of the run.
-        high: Type of what is not in FP8: "bfloat16".
+        high: The type of everything outside of FP8, like "bfloat16".
     """
 
     def __init__(self, settings: Fp8Settings, high: str) -> None:
@@ -276,15 +277,15 @@ class WatchedProducts:
         self._idle: set[_Key] = set()
 
     def note(self, module: str, product: Product) -> None:
-        """A product that is computed."""
+        """Records a product that is computed."""
         self._formats[module, product.phase].add(product.formats)
 
     def note_idle(self, module: str, phase: Phase) -> None:
-        """A grouped product that is called for no rows."""
+        """Records a grouped product that is called for no rows."""
         self._idle.add((module, phase))
 
     def compare(self, planned: Mapping[str, Linear]) -> Compared:
-        """Compares with the linear layers of this rank, by their names in the whole model."""
+        """Compares with the plan of this rank's linear layers, by their names in the whole model."""
         differences, as_planned, idle = [], set(), {}
         for name, linear in planned.items():
             for phase, formats in self._planned_formats(linear).items():
@@ -296,7 +297,7 @@ class WatchedProducts:
                     differences.append(difference)
                 elif (name, phase) in self._idle:
                     idle[name, phase] = difference
-                # Layers that never compute in FP8 need not report what they do.
+                # Layers outside of FP8 need not report their products.
                 elif linear.precision == "fp8":
                     differences.append(difference)
         differences += self._unplanned(planned)
@@ -322,7 +323,7 @@ class WatchedProducts:
 
 
 def differences_of_ranks(ranks: Sequence[Compared]) -> list[Difference]:
-    """What differs on any rank, each once; an idle product only where no rank has computed it as planned."""
+    """Every difference of any rank, once; an idle product differs only if no rank has computed it as planned."""
     computed = {key for rank in ranks for key in rank.as_planned}
     found = [difference for rank in ranks for difference in rank.differences]
     found += [difference for rank in ranks for key, difference in rank.idle.items() if key not in computed]

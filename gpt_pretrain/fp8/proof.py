@@ -1,9 +1,9 @@
-"""The proof: what the configuration asked of FP8 is what the live layers did in their first training step.
+"""The proof that the live layers did in their first training step what the configuration asked of FP8.
 
-Each rank watches every matrix product of its linear layers during one step, reads back their recipe objects and how
-their weights are stored, and compares all of it with the plan (`spec/products.py`, `spec/fp8.py`). Any difference on
-any rank ends the run on all of them, with a table. After that step nothing of it is left in the way. What a product of
-experts is where a rank's had no tokens, the other ranks tell (`fp8/observer.py`).
+During one step each rank watches every matrix product of its linear layers. Then it reads back their recipe objects and
+how they store their weights, and compares all of it with the plan (`spec/products.py`, `spec/fp8.py`). Any difference
+on any rank ends the run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts
+had no tokens, the other ranks prove their products (`fp8/observer.py`).
 """
 
 import time
@@ -50,18 +50,18 @@ class Proven:
     """What the proof found, the same on all ranks."""
 
     fp8_flops_share: float
-    """Share of a step's matrix operations in FP8, as planned and now proven; attention and LM head are in the whole."""
+    """Share of a step's matrix operations in FP8, planned and now proven; the whole includes attention and LM head."""
     fp8_parameter_bytes_share: float
-    """Share of the model's parameter bytes that is FP8."""
+    """Share of the model's parameter bytes in FP8."""
     time_s: float
-    """Seconds that the comparison took, the step itself left out."""
+    """Seconds that the comparison took, without the step itself."""
 
 
 class ProofError(UserError):
     """The live layers do not do what was planned.
 
     Args:
-        differences: All that differs, of all ranks; never empty.
+        differences: All differences of all ranks, at least one.
     """
 
     def __init__(self, differences: list[Difference]) -> None:
@@ -70,7 +70,7 @@ class ProofError(UserError):
 
 
 def _table(differences: list[Difference]) -> str:
-    """One row for all layers that differ in the same way."""
+    """One row for all layers with the same difference."""
     places: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for each in differences:
         places[each.what, each.planned, each.live].append(each.module)
@@ -85,7 +85,7 @@ def _table(differences: list[Difference]) -> str:
 
 
 class Proof:
-    """Watches one training step of a model with FP8, and judges it.
+    """Watches one training step of a model with FP8 and judges it.
 
     Args:
         model: This rank's model; FP8 is on.
@@ -94,7 +94,7 @@ class Proof:
 
     def __init__(self, model: Model, optimizer: MegatronOptimizer) -> None:
         spec, settings = model.spec, model.spec.fp8
-        assert settings is not None, "there is nothing to prove without FP8"
+        assert settings is not None, "without FP8 there is nothing to prove"
         self._spec = spec
         self._settings = settings
         self._chunks = model.gpt_chunks
@@ -108,7 +108,7 @@ class Proof:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the training step that is to be judged."""
+        """Watches the training step inside, which `judge` compares with the plan."""
         if self._settings.params:
             self._masters = MasterCheck(
                 self._optimizer, {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
@@ -122,13 +122,13 @@ class Proof:
             yield
 
     def judge(self, lr: float) -> Proven:
-        """Compares what was watched with the plan, on all ranks together; every rank calls it.
+        """Compares the watched step with the plan, on all ranks together; every rank calls it.
 
         Args:
             lr: Learning rate of the step.
 
         Raises:
-            ProofError: Something differs, on this rank or another.
+            ProofError: This rank or another found a difference.
         """
         torch.cuda.synchronize()
         began = time.monotonic()
@@ -192,7 +192,7 @@ def _linears_of(spec: RunSpec, chunks: list[MegatronModule]) -> Iterator[Linear]
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
     planned = _planned_recipe(settings) if linear.precision == "fp8" else _NOT_IN_FP8
     live = _live_recipe(module)
-    # Another recipe has other fields, which say nothing more.
+    # The fields of another recipe say nothing more.
     same = planned["recipe"] == live["recipe"]
     for what in sorted({*planned, *live}) if same else ["recipe"]:
         if planned.get(what) != live.get(what):
@@ -202,7 +202,7 @@ def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Se
 
 
 def _planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
-    """What `_live_recipe` says of a layer that does as the settings say."""
+    """The result of `_live_recipe` for a layer that follows the settings."""
     recipe = settings.recipe
     said = {"recipe": recipe.te_class, "format": "HYBRID" if settings.hybrid else "E4M3"}
     if recipe.keeps_history:
@@ -218,7 +218,7 @@ def _planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
 
 
 def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
-    """The recipe of the last forward pass: of an emulated layer, of a Transformer Engine layer, or none."""
+    """The recipe of a layer's last forward pass: emulated, Transformer Engine's, or none."""
     settings = getattr(module, "fp8_settings", None)
     if isinstance(settings, Fp8Settings):
         return _planned_recipe(settings)
@@ -230,7 +230,7 @@ def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
     said = {"recipe": name, "format": recipe.fp8_format.name}
     known = next((each for each in RECIPES.values() if each.te_class == name), None)
     if known is not None and known.keeps_history:
-        # The history that is there, not the one that the recipe asks for.
+        # The history that the layer has, not the one that the recipe asks for.
         said |= {
             "margin": str(recipe.margin),
             "amax history": str(meta["scaling_fwd"].amax_history.shape[0]),
@@ -244,7 +244,7 @@ def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
 
 
 def _weight_storage(module: torch.nn.Module) -> str:
-    """How a linear layer stores its weights: "fp8", or their type. One of experts has several: weight0, weight1, …."""
+    """How a linear layer stores its weights: "fp8", or their type. Layers of experts have weight0, weight1, …."""
     stored = {
         "fp8" if is_float8tensor(parameter) else str(parameter.dtype).removeprefix("torch.")
         for name, parameter in module.named_parameters(recurse=False)
@@ -254,7 +254,7 @@ def _weight_storage(module: torch.nn.Module) -> str:
 
 
 def _parameter_bytes(parameters: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
-    """Bytes of all these parameters, and of those stored in FP8; scales are left out."""
+    """Bytes of all these parameters, and of those stored in FP8; without scales."""
     total = in_fp8 = 0
     for parameter in parameters:
         if is_float8tensor(parameter):

@@ -1,20 +1,23 @@
 """What FP8 does to the tensors of one step: largest magnitude, scale, values saturated, values flushed to zero.
 
-The linear layers' products are watched (`fp8/observer.py`) through one training step, and their operands are reduced
-on the device into one table for the whole model: a row for each linear layer and each of its three tensors, on every
-rank the same. Two collectives, a maximum and a sum, join the ranks whatever each of them holds: tensor parallel shards,
-data parallel replicas, pipeline stages, or nothing in FP8. Nothing waits for the device until the table is read.
+`fp8/observer.py` watches the linear layers' products during one training step. Their operands are reduced on the device
+into one table for the whole model, the same on every rank: a row for each of the three tensors of each linear layer.
+Two collectives, a maximum and a sum, join the ranks whatever each holds: tensor parallel shards, data parallel
+replicas, pipeline stages, or nothing in FP8. Nothing waits for the device until the table is read.
 
 What is counted:
 
 - Each tensor where it is read first: inputs and weights in the forward product, output gradients in dgrad. Weights
-  once a step, the others in every microbatch; a pass that is recomputed counts again and changes no share. The other
+  count once a step, the others in every microbatch; a recomputed pass counts again and changes no share. The other
   product of a tensor reads the same codes, transposed, or with block scales codes that were cast along its other axis.
-- Saturated: codes of the format's largest magnitude, in casts where amax · scale is beyond that magnitude. Delayed
-  scales alone can be too large for their tensor: the others are computed from it.
-- Flushed: codes that are zero. What was zero before the cast cannot be told apart, so this is an upper bound.
+- Saturated: codes of the format's largest magnitude, in casts where amax · scale exceeds that magnitude. Only delayed
+  scales can be too large for their tensor; the others are computed from it.
+- Flushed: codes that are zero. This is an upper bound, because values that were zero before the cast count, too.
 
-Shares are means over all values: of all microbatches, and of all ranks.
+Shares are means over all values of all microbatches and all ranks.
+
+Delayed scaling also has state, its scales and amax histories: at the end of the file is what training asks and
+changes of it before a model's first step and after one that was skipped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,13 +37,13 @@ from gpt_pretrain.spec.products import Linear
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
-# A scale computed from the amax itself, fp8_max / amax, may exceed it by the rounding of fp32.
+# Multiplied by its amax, a scale of fp8_max / amax may exceed fp8_max by a rounding of fp32.
 _ROUNDING = 1.0 + 2.0**-20
-# Columns of the maxima; smallest scales are kept negated.
+# Columns of the maxima; the smallest scale is stored negated.
 _AMAX, _MINUS_SCALE_MIN, _SCALE_MAX, _HISTORY = range(4)
-# Columns of the sums. Saturation can be judged of those values only whose amax is known.
+# Columns of the sums. Saturation can be judged only for values whose amax is known.
 _VALUES, _FLUSHED, _JUDGED, _SATURATED = range(4)
-# Where delayed scaling keeps a tensor's history: which of a module's states, and the column in it.
+# Where delayed scaling keeps a tensor's history: which of the module's states, and which column.
 _HISTORY_OF = {
     Role.input: ("scaling_fwd", 0),
     Role.weight: ("scaling_fwd", 1),
@@ -50,7 +53,7 @@ _HISTORY_OF = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorStatistics:
-    """A tensor of a linear layer in one step; the fields of `report.records.Fp8Tensor`."""
+    """A tensor of a linear layer in one step, with the fields of `report.records.Fp8Tensor`."""
 
     layer: str
     tensor: str
@@ -64,19 +67,19 @@ class TensorStatistics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStatistics:
-    """All tensors that were cast in one step, layers in forward order."""
+    """All tensors that were cast in one step, in the order of the forward pass."""
 
     step: int
     tensors: list[TensorStatistics]
 
 
 class StatisticsCollector:
-    """Watches single steps; every rank watches the same ones, so that its collectives meet.
+    """Watches single steps; every rank watches the same ones, so that their collectives meet.
 
     Args:
         linears: The linear layers of the whole model, the rows of the table.
         chunks: This rank's model chunks.
-        device: Where they are.
+        device: The device of the chunks.
     """
 
     def __init__(self, linears: Sequence[Linear], chunks: Sequence[MegatronModule], device: torch.device) -> None:
@@ -95,10 +98,10 @@ class StatisticsCollector:
 
     @contextmanager
     def observe(self, step: int) -> Iterator[None]:
-        """Watches the training step inside, and joins all ranks' tables after it; every rank calls it.
+        """Watches the training step inside and then joins the tables of all ranks; every rank calls it.
 
         Args:
-            step: Its number.
+            step: The number of the step.
         """
         self._clear()
         with observe_products(self._chunks, self.add, measure_amax=True):
@@ -110,7 +113,7 @@ class StatisticsCollector:
 
     @torch.no_grad()
     def add(self, layer: str, product: Product) -> None:
-        """Counts the operands of a product that are counted in it; does not wait for the device."""
+        """Counts those operands of a product that count there; does not wait for the device."""
         for operand in product.operands:
             row = self._rows.get((layer, operand.role))
             if row is not None and operand.codes is not None and self._counts(layer, operand.role, product.phase):
@@ -131,7 +134,7 @@ class StatisticsCollector:
         else:
             amax, judged = _finite_or_inf(operand.amax.detach().float()).max(), values
             saturated = largest * (amax * scale_min > FORMAT_MAX[operand.format] * _ROUNDING)
-        # Casts pass over NaN when they take the amax, and leave it in the codes.
+        # Casts ignore NaN when they take the amax, and leave it in the codes.
         amax = torch.where(highest > largest_code, torch.inf, amax)
         seen = torch.stack([amax, -scale_min, scale_max])
         self._maxima[row, :_HISTORY] = torch.maximum(self._maxima[row, :_HISTORY], seen)
@@ -143,12 +146,12 @@ class StatisticsCollector:
                 for role in Role:
                     history = amax_history(module, role)
                     if history is not None and (name, role) in self._rows:
-                        # The first row is the present pass's, zero while there is none.
+                        # The first row belongs to the present pass; between passes it is zero.
                         used = torch.count_nonzero(history[1:]) + 1
                         self._maxima[self._rows[name, role], _HISTORY] = used
 
     def read(self) -> list[StepStatistics]:
-        """Statistics of the steps observed since the last call; waits for the device if there are any."""
+        """Statistics of the steps observed since the last call; waits for the device if there were any."""
         pending, self._pending = self._pending, []
         return [
             StepStatistics(step=step, tensors=self._tensors(maxima.tolist(), sums.tolist()))
@@ -164,9 +167,9 @@ class StatisticsCollector:
 
 
 def amax_history(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
-    """A tensor's amax history, fp32 [fp8_amax_history_len], as Transformer Engine's linear layers keep it.
+    """A tensor's amax history, fp32 [fp8_amax_history_len], of Transformer Engine's or emulated linear layers.
 
-    Emulated layers keep it likewise. None for modules without FP8 and for recipes without a history.
+    None for modules without FP8 and for recipes without a history.
     """
     state, column = _state_of(module, role)
     history = getattr(state, "amax_history", None)
@@ -174,7 +177,7 @@ def amax_history(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
 
 
 def delayed_scale(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
-    """The scale of a tensor's next cast, fp32 [], where `amax_history` has a history; 1 until a pass has shown one."""
+    """The scale of a tensor's next cast, fp32 [], where `amax_history` is not None; 1 until a pass has set one."""
     state, column = _state_of(module, role)
     return None if getattr(state, "amax_history", None) is None else state.scale[column]
 
@@ -186,10 +189,10 @@ def _state_of(module: torch.nn.Module, role: Role) -> tuple[Any, int]:
 
 @torch.no_grad()
 def forget_non_finite_amaxes(chunks: Sequence[MegatronModule]) -> None:
-    """Takes NaN and infinity out of all amax histories; recipes without histories have none.
+    """Replaces NaN and infinity in all amax histories with 0; recipes without histories have none.
 
-    Nothing was updated in such a step, but its amaxes would stay for `model.fp8_amax_history_len` steps, in which
-    Transformer Engine would leave the scales where they are: no scale follows from an infinite amax.
+    A skipped step updates nothing, but its amaxes would stay in the histories for `model.fp8_amax_history_len` steps.
+    All that time Transformer Engine would leave the scales unchanged, because no scale follows from an infinite amax.
     """
     for module in _modules(chunks):
         for role in Role:
@@ -199,13 +202,13 @@ def forget_non_finite_amaxes(chunks: Sequence[MegatronModule]) -> None:
 
 
 def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
-    """Scales that the gradients of layers' outputs are cast with next, fp32 [FP8 layers of this rank].
+    """The scales of the next casts of output gradients, fp32 [FP8 layers of this rank].
 
-    1 where no pass has shown an amax: a largest code over an amax is not.
+    A scale is 1 only where no pass has shown an amax: the largest code over an amax is not 1.
     """
     found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
     scales = [scale for scale in found if scale is not None]
-    # What is stacked stays when Transformer Engine writes the next ones in place.
+    # A stacked copy stays when Transformer Engine writes the next scales in place.
     return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
 
 
@@ -214,18 +217,18 @@ def _modules(chunks: Sequence[MegatronModule]) -> Iterator[torch.nn.Module]:
 
 
 def _finite_or_inf(values: torch.Tensor) -> torch.Tensor:
-    """NaN becomes infinity: collectives may drop a NaN that a maximum must keep."""
+    """NaN becomes infinity, because collectives may drop a NaN from a maximum."""
     return torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
 
 
 def _extremes(scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest and the largest of a tensor's scales, fp32 []."""
-    assert scale is not None, "what has FP8 codes has a scale"
+    assert scale is not None, "FP8 codes have a scale"
     scale = scale.detach().float()
     if scale.numel() == 1:
         only = _finite_or_inf(scale).max()
         return only, only
-    # Places that only pad an array of block scales hold NaN.
+    # Entries that only pad an array of block scales are NaN.
     missing = torch.isnan(scale)
     return torch.where(missing, torch.inf, scale).min(), torch.where(missing, -torch.inf, scale).max()
 
@@ -237,7 +240,7 @@ def _tensor(layer: str, role: Role, maxima: list[float], sums: list[int]) -> Ten
         layer=layer,
         tensor=role.value,
         amax=known[_AMAX],
-        # A negated infinity is a value here: known is the smallest scale where the largest is.
+        # Here -inf can be a value: the smallest scale is known wherever the largest is.
         scale_min=None if known[_SCALE_MAX] is None else -maxima[_MINUS_SCALE_MIN],
         scale_max=known[_SCALE_MAX],
         saturated=sums[_SATURATED] / sums[_JUDGED] if sums[_JUDGED] else None,

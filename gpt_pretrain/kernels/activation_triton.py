@@ -1,12 +1,11 @@
-"""The kernels behind `activation_cast`: an activation and its gradient, written as FP8 codes and as their transpose.
+"""The kernels behind `CastingMLP`: an activation and its gradient, written as FP8 codes and as their transpose.
 
-One program takes a tile: it reads what the activation needs once, computes in fp32, rounds to the type of the layers as
-separate kernels would, and writes the tile's codes twice. Instructions count here as bytes do: with a third fewer of
-them the SwiGLU of Llama 3 8B moves 4.1 TB/s on an H200 in place of 3.6, and its gradient 3.9 in place of 2.8. A module
-of its own, as Triton is not installed everywhere.
+One program takes a tile. It reads the inputs of the activation once, computes in fp32, rounds to the type of the layers
+as separate kernels would, and writes the tile's codes twice. Instructions count here as much as bytes. A third fewer of
+them raised the SwiGLU of Llama 3 8B on an H200 from 3.6 to 4.1 TB/s, and its gradient from 2.8 to 3.9.
 """
 
-# Triton reads annotations and takes none but its own, and kernels are called with everything by place.
+# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 import torch
@@ -15,19 +14,19 @@ import triton.language as tl
 
 from gpt_pretrain.kernels.fp8_codes import CastInto
 
-# A tile, its rows in pairs: of thirteen on an H200 none was faster by more than 1%.
+# A tile, its rows in pairs. Of thirteen sizes on an H200 none was faster by more than 1%.
 _PAIRS = 32
 _COLUMNS = 64
 _WARPS = 4
 
-# The interpreter knows no assembly.
+# Triton's interpreter does not run assembly.
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def _sigmoid(values):  # type: ignore[no-untyped-def]
-    # tl.exp and a division take more instructions for numbers below the smallest normal one. Here those are nothing
-    # beside 1, and a share that small makes no code but 0.
+    # tl.exp and a division take more instructions to handle subnormal numbers. Here those vanish beside 1, and a share
+    # that small becomes the code 0.
     inverse = 1 + tl.exp2(-1.4426950408889634 * values)
     if _ASSEMBLY:
         share = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [inverse], tl.float32, True, 1)
@@ -59,7 +58,7 @@ def _read_biased(inputs, bias, rows, columns, inside, width: tl.constexpr, BIASE
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What values are multiplied by; one program of all leaves its inverse."""
+    """The factor that values are multiplied by; a single program stores its inverse."""
     if LARGEST == 0:
         factor = tl.load(scale)
     else:
@@ -74,20 +73,20 @@ def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.const
 
 @triton.jit
 def _measure(magnitudes, amax):  # type: ignore[no-untyped-def]
-    # Transformer Engine's amax passes over NaN, and so does a maximum, which leaves NaN where there is nothing else.
+    # Transformer Engine's amax ignores NaN, and so does a maximum, except where everything is NaN.
     largest = tl.max(magnitudes)
     tl.atomic_max(amax, tl.where(largest == largest, largest, 0.0), sem="relaxed")  # noqa: PLR0124
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _word(even, odd, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codes of two rows, one above the other, as one number: a GPU transposes numbers of two bytes, not of one.
+    """The codes of two rows, one above the other, as one number: GPUs transpose numbers of two bytes, not of one.
 
-    Not put together from single codes: to shift the second one out of a conversion, ptxas 12.8 reads a register that
-    holds something else.
+    They are not assembled from single codes: to shift the second one out of a conversion, ptxas 12.8 reads the wrong
+    register.
     """
     if _ASSEMBLY:
-        # Two at a time.
+        # Two values at a time.
         tl.static_assert((dtype == tl.float8e4nv) | (dtype == tl.float8e5))
         convert: tl.constexpr = (
             "cvt.rn.satfinite.e4m3x2.f32" if dtype == tl.float8e4nv else "cvt.rn.satfinite.e5m2x2.f32"
@@ -141,7 +140,7 @@ def _activate(  # type: ignore[no-untyped-def]
         share, _ = _gelu_parts(biased)
         values = biased * share
     if BIASED:
-        # Outside of the tensor a bias is left.
+        # Outside of the tensor the bias alone would remain.
         values = tl.where(inside, values, 0.0)
     return values.to(inputs.dtype.element_ty).to(tl.float32)
 
@@ -170,7 +169,7 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if WRITES:
-        # First of all, so that no tile waits for it.
+        # First, so that no tile waits for it.
         factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
     even = _activate(inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
     odd = _activate(inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
@@ -185,7 +184,7 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
 def _differentiate(  # type: ignore[no-untyped-def]
     gradients, inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr
 ):
-    """The gradient of a GELU's inputs, or of gates; and of what those are multiplied with."""
+    """The gradient of a GELU's inputs or of gates, and that of the values which gates multiply."""
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     arriving = _read(gradients, rows, columns, inside, width)
     if GATED:
@@ -199,7 +198,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
         share, slope = _gelu_parts(biased)
         values = arriving * share * (1 + biased * (1 - share) * slope)
         values = values.to(inputs.dtype.element_ty).to(tl.float32)
-        # There is none, and Triton returns no None.
+        # A GELU has no such values, and a Triton function cannot return None.
         of_linear = values
     return values, of_linear
 
@@ -230,7 +229,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     pairs = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if WRITES:
-        # First of all, so that no tile waits for it.
+        # First, so that no tile waits for it.
         factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
     even, even_linear = _differentiate(gradients, inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
     odd, odd_linear = _differentiate(gradients, inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
@@ -258,7 +257,7 @@ def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: Cas
 
     Args:
         inputs: [rows, 2 · width] of a SwiGLU, gates first, or [rows, width] of a GELU, contiguous.
-        bias: [width], added to the inputs of a GELU; or None.
+        bias: [width], added to the inputs of a GELU; None: no bias.
         into: FP8 of [rows, width].
     """
     rows, width = into.codes.shape
@@ -293,7 +292,7 @@ def launch_gradient(
     """Writes the gradient of the activation's inputs as FP8, and returns that of the bias, [width] in fp32.
 
     Args:
-        gradients: [rows, width], of what the activation computed, contiguous.
+        gradients: [rows, width], of the activation's results, contiguous.
         inputs: As for `launch_activation`, and so is the bias.
         bias: As there.
         into: FP8 of the inputs' shape.
@@ -330,15 +329,15 @@ def launch_gradient(
 
 def _grid(rows: int, width: int) -> tuple[int, int]:
     """Programs across and down."""
-    # Transformer Engine's own rule for FP8: no row is without its pair, and codes are stored in words.
+    # Transformer Engine's own rule for FP8. It pairs every row and lets codes be stored in words.
     assert rows % 8 == 0 and width % 16 == 0, f"no FP8 tensor has {rows} rows of {width}"  # noqa: PT018
     return triton.cdiv(width, _COLUMNS), triton.cdiv(rows, 2 * _PAIRS)
 
 
 def _passes(into: CastInto) -> tuple[tuple[bool, bool], ...]:
-    """Whether each pass looks for the amax, and whether it writes: a scale that comes from the amax takes two passes.
+    """Whether each pass measures the amax, and whether it writes: a scale that comes from the amax takes two passes.
 
-    The second computes the activation anew, which moves fewer bytes than to write it and to read it back.
+    The second pass recomputes the activation, which moves fewer bytes than writing it and reading it back.
     """
     return ((True, False), (False, True)) if into.scale_from_amax else ((True, True),)
 

@@ -32,9 +32,9 @@ class ScaledFormat:
 
     mantissa_bits: int
     headroom: int
-    """The largest value of a block, divided by the scale, is at least 2 to this and below twice that."""
+    """The largest value of a block, divided by the scale, lies from 2^headroom to below 2^(headroom + 1)."""
     smallest: float
-    """Smallest positive number."""
+    """The smallest positive number."""
     saved_as: torch.dtype
     """The smallest type that holds a value times a power of two exactly."""
 
@@ -46,16 +46,16 @@ SCALED = {
 # Multipliers of a hash, below 2 to the 32.
 _HASH = (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35)
 _LOWER = 0xFFFFFFFF
-# Biased exponent, in fp32, of 2^-14: what is smaller lies as dense as that.
+# Biased fp32 exponent of 2^-14: smaller numbers have the same spacing.
 _SMALLEST_NORMAL_FP16 = 113
-# Biased exponent of the smallest scale: what it is multiplied with stays a normal number of fp32 and bf16.
+# Biased exponent of the smallest scale, which keeps products with it normal numbers of fp32 and BF16.
 SMALLEST_EXPONENT = 32
 
 
 def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
     """A power of two for each block.
 
-    What the largest value is rounded to decides, so that it decides the same when it is quantised again.
+    The rounded largest value decides, so that quantising it again gives the same scale.
 
     Args:
         largest: fp32, the largest magnitudes.
@@ -67,12 +67,12 @@ def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
 
 
 def rounded_to_fp16(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
-    """Values between two fp16 numbers, moved at random so that the nearest is right in the mean; the same for a seed.
+    """Values moved at random so that rounding them to the nearest FP16 is right on average; reproducible by seed.
 
     Args:
         values: fp32 [n].
-        start: Index of the first in the rank's part of its parameter; every parameter draws the same.
-        seed: Another in each step.
+        start: Index of the first value in the rank's part of its parameter; all parameters draw the same numbers.
+        seed: Different in each step.
     """
     index = torch.arange(start, start + values.numel(), device=values.device)
     # fmix32 (Appleby's MurmurHash3) of index and seed, in the lower half of 64 bits.
@@ -87,14 +87,14 @@ def rounded_to_fp16(values: torch.Tensor, start: int, seed: int) -> torch.Tensor
 
 @dataclass(slots=True)
 class Moment:
-    """One of Adam's moments of one parameter, zeros at first."""
+    """One of Adam's moments of one parameter."""
 
     values: torch.Tensor
     """[n], as stored."""
     scales: torch.Tensor | None
     """fp32 [blocks]; None for types without."""
     keeps_positive: bool
-    """Whether what is not zero stays so: of a moment that is divided by."""
+    """Positive values never become zero, because the update divides by their root."""
 
     @classmethod
     def zeros(cls, like: torch.Tensor, dtype: torch.dtype, *, keeps_positive: bool) -> "Moment":
@@ -119,10 +119,10 @@ class Moment:
         return values.mul_(each[start - first * SCALED_BLOCK :][: end - start])
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start`, the first of a block, on: whole blocks, or all to the end.
+        """Stores values in place from the beginning of a block: whole blocks, or everything to the end.
 
         Args:
-            start: Index of the first.
+            start: Index of the first value.
             values: fp32 [n].
         """
         target = self.values[start : start + values.numel()]
@@ -144,9 +144,9 @@ class Master:
     """The master of one parameter."""
 
     values: torch.Tensor
-    """[n]: fp32, fp16, or int16, which are the remainders of `weight`."""
+    """[n]: fp32, fp16, or int16 for remainders of `weight`."""
     weight: torch.Tensor | None
-    """BF16 [n], the parameter, which changes with its master; None where it is cast later, or is the master."""
+    """BF16 [n], the parameter, written with its master; None where it is cast later or is the master itself."""
 
     @property
     def saved_as(self) -> torch.dtype:
@@ -163,10 +163,10 @@ class Master:
         return (high + values).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on, and the weight that they make.
+        """Stores values from `start` on, and the weight that follows from them.
 
         Args:
-            start: Index of the first.
+            start: Index of the first value.
             values: fp32 [n].
         """
         place = slice(start, start + values.numel())
@@ -179,14 +179,14 @@ class Master:
             return
         self.values[place] = values
         if self.weight is not None:
-            # What the master says, and not what it was rounded from: so it comes out again of a checkpoint.
+            # From the stored master, not from the unrounded value, so that a checkpoint gives the same weight.
             self.weight[place] = self.values[place]
 
 
 class StoredValues(torch.Tensor):
-    """Values of a state that take memory only where they are read: to be saved, box by box.
+    """The values of a state, to be saved box by box: they take memory only while they are read.
 
-    A tensor by shape and type alone, which can be cut (`view`, slices of what is flat); `dequantize` reads it.
+    A tensor with shape and type but no storage. It can be cut (`view`, slices of a flat one); `dequantize` reads it.
     """
 
     _read: Callable[[int, int], torch.Tensor]
@@ -195,7 +195,7 @@ class StoredValues(torch.Tensor):
     def __new__(
         cls, read: Callable[[int, int], torch.Tensor], start: int, shape: torch.Size, like: torch.Tensor
     ) -> "StoredValues":
-        """Args are how to read values from one index to another, the first index, shape, and type and device."""
+        """Args: how to read values between two indices, the first index, the shape, and a tensor like it."""
         made: StoredValues = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         made._read, made._start = read, start
         return made
@@ -214,7 +214,7 @@ class StoredValues(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # declared as the function that turns it off
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Cuts, and what a checkpoint's planner asks."""
+        """Cuts, and the operations of a checkpoint's planner."""
         values, *rest = args
         like = torch.empty(0, dtype=values.dtype, device=values.device)
         match func:
@@ -228,20 +228,20 @@ class StoredValues(torch.Tensor):
             case torch.ops.aten.slice.Tensor if values.dim() == 1:
                 start, end, _ = slice(*rest[1:]).indices(values.numel())
                 return cls(values._read, values._start + start, torch.Size([end - start]), like)
-        raise NotImplementedError(f"{func} of optimizer states that are to be saved")
+        raise NotImplementedError(f"{func} on optimizer states that are being saved")
 
 
-# Values updated at once: what bounds the memory of a step.
+# Values updated at once, which bounds the memory of a step.
 _CHUNK = 4096 * SCALED_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamStep:
-    """What one update depends on besides the states."""
+    """What an update depends on besides the states."""
 
     device_values: torch.Tensor
-    """fp32 [5], on the device: 1 to skip the update or 0, what gradients are multiplied with, the two bias corrections
-    1 - beta^step, and the number of the step."""
+    """fp32 [5], on the device: 1 to skip the update, else 0; the factor of the gradients; the two bias corrections
+    1 - beta^step; the number of the step."""
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -250,7 +250,7 @@ class AdamStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamState:
-    """Everything Adam has of one parameter."""
+    """All of Adam's states of one parameter."""
 
     master: Master
     exp_avg: Moment
@@ -263,7 +263,7 @@ class AdamState:
 
 
 def update(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
-    """One parameter's update, a chunk at a time.
+    """Updates one parameter, a chunk at a time.
 
     Args:
         gradient: [n], fp32 or BF16.

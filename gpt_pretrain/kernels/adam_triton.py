@@ -1,6 +1,6 @@
 """`adam.update` as one Triton kernel, which reads and writes every value once. Imported on a GPU only."""
 
-# Triton reads annotations and takes none but its own, and kernels are called with everything by place.
+# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 import torch
@@ -12,7 +12,7 @@ from gpt_pretrain.kernels.adam import SCALED, SMALLEST_EXPONENT, AdamState, Adam
 
 _BLOCK = tl.constexpr(SCALED_BLOCK)
 _SMALLEST_EXPONENT = tl.constexpr(SMALLEST_EXPONENT)
-# Blocks of one program, so that a warp has a few of them in flight.
+# Blocks per program, so that each warp has several in flight.
 _ROWS = tl.constexpr(8)
 
 
@@ -44,7 +44,7 @@ def _write_moment(  # type: ignore[no-untyped-def]
         exponents = ((largest + (1 << (22 - MANTISSA_BITS))) >> 23) - HEADROOM
         exponents = tl.maximum(exponents, _SMALLEST_EXPONENT)
         tl.store(scales + rows, (exponents << 23).to(tl.float32, bitcast=True), mask=inside_rows)
-        # Of a power of two the inverse is exact.
+        # The inverse of a power of two is exact.
         divided = moment * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
         if KEEPS_POSITIVE:
             divided = tl.where(moment > 0, tl.maximum(divided, SMALLEST), divided)
@@ -54,7 +54,7 @@ def _write_moment(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rounded_to_fp16(values, offsets, number):  # type: ignore[no-untyped-def]
-    # `adam.rounded_to_fp16`; products of 32 bits without a sign keep their lower half.
+    # `adam.rounded_to_fp16`; unsigned 32-bit products keep their lower half.
     mixed = offsets.to(tl.uint32) * 0x9E3779B9 + number.to(tl.uint32) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
@@ -155,7 +155,7 @@ def update_on_gpu(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> N
     _adam_update[(programs,)](
         gradient,
         master.values,
-        # What is not used has to be a tensor all the same.
+        # Unused arguments must be tensors all the same.
         master.values if master.weight is None else master.weight,
         first.values,
         step.device_values if first.scales is None else first.scales,

@@ -130,11 +130,11 @@ def _of_all_ranks(statistics: torch.Tensor, group: torch.distributed.ProcessGrou
 
 
 def row_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What the loss of each row needs of these columns.
+    """What the loss of each row needs from these columns.
 
     Args:
         logits: [rows, columns], rows contiguous.
-        labels: [rows], counted from the first of these columns; outside of them where another rank has the column.
+        labels: [rows], counted from the first of these columns; outside of them where another rank holds the column.
 
     Returns:
         [3, rows], fp32: the largest logit, the sum of exp(logit - largest), and the label's logit or -inf.
@@ -155,7 +155,7 @@ def merge_statistics(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     """The loss of each row and the logarithm of its sum of exponentials, both [rows] in fp32.
 
     Args:
-        statistics: [ranks, 3, rows] of all ranks that share the columns.
+        statistics: [ranks, 3, rows], from all ranks that share the columns.
     """
     largest = statistics[:, 0].amax(dim=0)
     exponentials = (statistics[:, 1] * torch.exp(statistics[:, 0] - largest)).sum(dim=0)
@@ -166,7 +166,7 @@ def merge_statistics(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def turn_into_gradient(
     logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, loss_gradient: torch.Tensor
 ) -> None:
-    """Overwrites logits by the gradient of the rows' losses: (softmax - 1 at the label) · gradient of the loss.
+    """Overwrites logits with the gradient of the rows' losses: (softmax - 1 at the label) · gradient of the loss.
 
     Args:
         logits: [rows, columns], rows contiguous.

@@ -1,19 +1,19 @@
-"""The kernel behind `embedding_gradient`: gradients of tokens, added to the rows of a table in an order that is fixed.
+"""The kernel behind `main_gradient.accumulate_rows`: token gradients, added to the rows of a table in a fixed order.
 
-`index_add_` adds with atomics on a GPU, so that two runs differ in the last bit; and its values would have to be copied
-to fp32. Here tokens are sorted by their rows, and one program adds all those of one row, in fp32, before it touches the
-table. A module of its own, as Triton is not installed everywhere.
+On a GPU `index_add_` adds with atomics, so that two runs differ in the last bit, and its values must be copied to fp32
+first. Here tokens are sorted by their rows, and one program sums all gradients of a row in fp32 before it touches the
+table.
 """
 
-# Triton reads annotations and takes none but its own, and kernels are called with everything by place.
+# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 import torch
 import triton
 import triton.language as tl
 
-# Tokens that a program adds at a time, and columns of the table that it adds them to: the fastest of eight on an H200,
-# where about one token in four is the same.
+# Tokens that a program adds at a time, and columns of the table that it adds them to. The fastest of eight on an H200,
+# with about one token in four the same.
 _TOKENS = 32
 _COLUMNS = 128
 _WARPS = 2
@@ -26,7 +26,7 @@ def _add_rows_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(0)
     row = tl.load(rows + first)
     before = tl.load(rows + first - 1, mask=first > 0, other=-1)
-    # The first of a row's tokens stands for all of them; -1 before it is no row's, and a row of another rank.
+    # The first token of a row acts for all of them. -1 is no row of this rank, and stands before the first token.
     if row != before:
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < width
@@ -45,11 +45,11 @@ def _add_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def add_rows(table: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-    """Adds each token's gradient to its row of a table.
+    """Adds the gradient of each token to its row of a table.
 
     Args:
         table: [rows, h] in fp32, contiguous.
-        rows: Each token's row, int64 [tokens]; -1 where it has none.
+        rows: The row of each token, int64 [tokens]; -1 where it has none.
         gradients: [tokens, h] of any floating type, contiguous.
     """
     num_tokens, width = gradients.shape

@@ -11,34 +11,34 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CastInto:
-    """Where an FP8 tensor is written, and with which scale."""
+    """Where a kernel writes an FP8 tensor, and with which scale."""
 
     codes: torch.Tensor
     """[rows, columns], float8_e4m3fn or float8_e5m2."""
     transposed: torch.Tensor | None
-    """[columns, rows], the same codes; None where no weight gradient will read them."""
+    """[columns, rows], the same codes; None where no weight gradient reads them."""
     scale: torch.Tensor
-    """[1], fp32: what values are multiplied by, unless `scale_from_amax`."""
+    """[1], fp32: the factor of the values, unless `scale_from_amax`."""
     inverse_scale: torch.Tensor
-    """[1], fp32: receives the inverse."""
+    """[1], fp32: receives the inverse of the scale."""
     amax: torch.Tensor
-    """[1], fp32: receives the largest magnitude if that is larger."""
+    """[1], fp32: raised to the largest magnitude."""
     scale_from_amax: bool
-    """The scale takes the largest magnitude to the largest code."""
+    """The scale maps the largest magnitude to the largest code."""
     amax_epsilon: float
-    """The smallest amax that a scale comes from."""
+    """The smallest amax that a scale is computed from."""
 
 
 def count_codes(codes: torch.Tensor, largest: int) -> torch.Tensor:
-    """Counts codes without regard to their sign; does not wait for the device.
+    """Counts codes regardless of their sign; does not wait for the device.
 
     Args:
         codes: float8_e4m3fn or float8_e5m2, any shape, contiguous.
         largest: The code of the format's largest finite magnitude.
 
     Returns:
-        int64 [3]: how many are zero, how many are `largest`, and the code of the largest magnitude that there is, which
-        is beyond `largest` for NaN and infinity.
+        int64 [3]: how many codes are zero, how many are `largest`, and the code of the largest magnitude, which exceeds
+        `largest` for NaN and infinity.
     """
     magnitudes_and_signs = codes.detach().view(torch.uint8)
     if codes.is_cuda:

@@ -1,4 +1,4 @@
-"""The kernel behind `count_codes` on GPUs; a module of its own, as Triton is not installed everywhere."""
+"""The kernel behind `fp8_codes.count_codes` on GPUs."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ _BLOCK = tl.constexpr(4096)
 _BLOCKS_PER_PROGRAM = tl.constexpr(16)
 
 
-# Triton reads annotations, and takes none but its own.
+# Triton reads annotations and accepts its own only.
 @triton.jit
 def _count(codes, counts, size, largest):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     first = tl.program_id(0).to(tl.int64) * _BLOCK * _BLOCKS_PER_PROGRAM
@@ -28,7 +28,7 @@ def _count(codes, counts, size, largest):  # type: ignore[no-untyped-def] # noqa
 
 
 def count_bytes(codes: torch.Tensor, largest: int) -> torch.Tensor:
-    """`count_codes` of codes as bytes.
+    """`count_codes` for codes as bytes.
 
     Args:
         codes: uint8, any shape, contiguous.

@@ -1,10 +1,10 @@
-"""The kernel behind `qkv_rope`: queries, keys and values split and rotated, or their gradients turned back and joined.
+"""The kernel behind `split_and_rotate`: queries, keys and values split and rotated, or their gradients rejoined.
 
-A program takes one group of some tokens. It computes cosines and sines once for all heads, and reads and writes every
-element once. A module of its own, as Triton is not installed everywhere.
+A program takes one group of a few tokens. It computes cosines and sines once for all heads, and reads and writes every
+element once.
 """
 
-# Triton reads annotations and takes none but its own, and kernels are called with everything by place.
+# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
 # ruff: noqa: ANN001, ANN202, PLR0917
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Tokens of a program. On an H200 115 µs each way for 16,384 tokens of Llama 3 8B, where torch takes 103 to copy as many
-# bytes. More tokens, several groups to a program, or heads that are read ahead took 2% less at most.
+# Tokens per program. On an H200 each direction takes 115 µs for 16,384 tokens of Llama 3 8B; torch copies as many bytes
+# in 103. More tokens, several groups per program, or reading heads ahead saved 2% at most.
 _TOKENS = 8
 _WARPS = 2
 
@@ -32,7 +32,7 @@ def _move_head(  # type: ignore[no-untyped-def]
         tile = inside & (columns < HALF)
         first = tl.load(source + columns, mask=tile).to(tl.float32)
         second = tl.load(source + HALF + columns, mask=tile).to(tl.float32)
-        # What compilers make of first · cos - second · sin, written out: one product is rounded, the other is not.
+        # What compilers make of first · cos - second · sin, spelled out: only one of the two products is rounded.
         tl.store(into + columns, tl.fma(first, cos, -(second * sin)).to(into.dtype.element_ty), mask=tile)
         tl.store(into + HALF + columns, tl.fma(second, cos, first * sin).to(into.dtype.element_ty), mask=tile)
     if 2 * HALF < WIDTH:
@@ -67,7 +67,7 @@ def _qkv_rope_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
 ):
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    # Times a stride it may pass 32 bits.
+    # Multiplied by a stride it may exceed 32 bits.
     group = tl.program_id(1).to(tl.int64)
     inside = tokens < num_tokens
     position, sequence = (tokens // batch).to(tl.int64), (tokens % batch).to(tl.int64)
@@ -88,15 +88,15 @@ def _qkv_rope_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_qkv_rope(mixed: torch.Tensor, parts: Sequence[torch.Tensor], angles: torch.Tensor, *, joins: bool) -> None:
-    """Writes rotated queries, rotated keys, and values; or, of gradients of these, those of what they came from.
+    """Splits a projection into rotated queries, rotated keys, and values; or joins their gradients into its gradient.
 
     Args:
         mixed: [s, b, groups, (heads of a group + 2) · width], contiguous; read, or written if `joins`.
-        parts: Queries [s, b, groups · heads of a group, width], keys and values [s, b, groups, width]. Any strides, but
-            elements of a head lie beside each other. Written, or read if `joins`.
-        angles: Of each position, fp32 [≥ s, 1, 1, turned], contiguous, the second half as the first; `turned` is the
-            width, or less: then the rest of a head is left as it is.
-        joins: From the parts to `mixed`, and back through the rotation.
+        parts: Queries [s, b, groups · heads of a group, width], keys and values [s, b, groups, width]; written, or read
+            if `joins`. Any strides, but the elements of a head are contiguous.
+        angles: The angles of each position, fp32 [≥ s, 1, 1, turned], contiguous; the second half equals the first.
+            Elements of a head beyond `turned` are copied unrotated.
+        joins: Goes from the parts to `mixed`, and back through the rotation.
     """
     queries, keys, values = parts
     length, batch, num_groups, _ = mixed.shape

@@ -107,13 +107,12 @@ def allocate(
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine_torch import DType
 
-    if not isinstance(quantizer, Float8CurrentScalingQuantizer | Float8Quantizer):
+    current = isinstance(quantizer, Float8CurrentScalingQuantizer)
+    if not current and not isinstance(quantizer, Float8Quantizer):
         raise TypeError(f"the fused cast writes tensors with one scale, and {type(quantizer).__name__} has others")
-
     quantizer.set_usage(rowwise=True, columnwise=columnwise)
     tensor = quantizer.make_empty(shape, dtype=like.dtype, device=like.device)
     dtype = torch.float8_e4m3fn if quantizer.dtype == DType.kFloat8E4M3 else torch.float8_e5m2
-    current = isinstance(quantizer, Float8CurrentScalingQuantizer)
     if current:
         assert not quantizer.with_amax_reduction, "this tensor is whole, not one rank's part"
         assert not quantizer.force_pow_2_scales, "the recipe asks for any scales"

@@ -25,8 +25,7 @@ class Patch:
     place: str
     """The module, or "module:Class"."""
     names: Mapping[str, _Parameters]
-    """Each name with the parameters of the function that it stands for; None for values, classes and what is not
-    written in Python."""
+    """Each name with the parameters of the Python function that it stands for; None for anything else."""
     absent_without: str | None = None
     """A library that brings the functions among the names; without it they do not exist before they are patched."""
     what: str
@@ -90,19 +89,19 @@ def _check(record: Patch, owner: Any, name: str) -> None:
         )
 
 
-_NO_CUDA = "megatron-core 0.19 calls torch.cuda on every machine, and this one has no CUDA device"
-_UNTIL_CPU = "megatron-core asks for its device instead of naming CUDA"
+def _without_cuda(place: str, names: Mapping[str, _Parameters], what: str) -> Patch:
+    return Patch(
+        place=place,
+        names=names,
+        what=what,
+        why="megatron-core 0.19 calls CUDA on every machine, and this one has no CUDA device",
+        until="megatron-core asks for its device instead of naming CUDA",
+    )
 
-CPU_LIBRARIES = Patch(
-    place="sys",
-    names={"modules": None},
-    what="Transformer Engine and apex do not import (hide_libraries)",
-    why="megatron-core takes their optimizers and norms wherever they import, and those are CUDA kernels",
-    until="megatron-core's caller can choose the implementations",
-)
-CPU_DEVICE = Patch(
-    place="torch.cuda",
-    names={
+
+CPU_DEVICE = _without_cuda(
+    "torch.cuda",
+    {
         "current_device": (),
         "Stream": None,
         "current_stream": ("device",),
@@ -114,37 +113,33 @@ CPU_DEVICE = Patch(
         "set_rng_state": ("new_state", "device"),
         "manual_seed": ("seed",),
     },
-    what="device, streams and random states answer for the CPU",
-    why=_NO_CUDA,
-    until=_UNTIL_CPU,
+    "device, streams and random states answer for the CPU",
 )
-CPU_RANDOM_STATE = Patch(
-    place="torch.cuda.random",
-    names={"get_rng_state": ("device",)},
-    what="the random state is that of the CPU generator",
-    why=_NO_CUDA,
-    until=_UNTIL_CPU,
+CPU_RANDOM_STATE = _without_cuda(
+    "torch.cuda.random", {"get_rng_state": ("device",)}, "the random state is that of the CPU generator"
 )
-CPU_TRACKED_STATE = Patch(
-    place="megatron.core.tensor_parallel.random",
-    names={"_set_cuda_rng_state": ("new_state", "device", "graph_safe")},
-    what="the tracker of dropout's random states switches the CPU generator",
-    why=_NO_CUDA,
-    until=_UNTIL_CPU,
+CPU_TRACKED_STATE = _without_cuda(
+    "megatron.core.tensor_parallel.random",
+    {"_set_cuda_rng_state": ("new_state", "device", "graph_safe")},
+    "the tracker of dropout's random states switches the CPU generator",
 )
-CPU_RECOMPUTATION = Patch(
-    place="megatron.core.tensor_parallel.random:CheckpointFunction",
-    names={"backward": ("ctx", "args")},
-    what="recomputed activations enter a function mode of their own",
-    why="torch switches a mode off while its handler runs, and a backward pass runs inside of one",
-    until=_UNTIL_CPU,
+CPU_RECOMPUTATION = _without_cuda(
+    "megatron.core.tensor_parallel.random:CheckpointFunction",
+    {"backward": ("ctx", "args")},
+    "recomputed activations enter a function mode of their own: torch switches a mode off while its handler runs, and "
+    "a backward pass runs inside of one",
 )
-CPU_DISPATCHER = Patch(
-    place="megatron.core.transformer.moe.token_dispatcher",
-    names={"maybe_move_tensor_to_cpu": ("tensor", "as_numpy", "record_stream")},
-    what="counts of tokens that are on the CPU already stay tensors",
-    why="megatron-core converts them only when it copies them from a GPU, and collectives take numbers",
-    until=_UNTIL_CPU,
+CPU_DISPATCHER = _without_cuda(
+    "megatron.core.transformer.moe.token_dispatcher",
+    {"maybe_move_tensor_to_cpu": ("tensor", "as_numpy", "record_stream")},
+    "counts of tokens, which are on the CPU already, become the numbers that collectives take",
+)
+CPU_LIBRARIES = Patch(
+    place="sys",
+    names={"modules": None},
+    what="Transformer Engine and apex do not import (hide_libraries)",
+    why="megatron-core takes their optimizers and norms wherever they import, and those are CUDA kernels",
+    until="megatron-core's caller can choose the implementations",
 )
 
 GRADIENT_NORM = Patch(
@@ -235,57 +230,26 @@ GRAPH_MEMORY = Patch(
     until="delete_cuda_graphs gives the graphs' memory back",
 )
 
-_WATCHED = "products of live layers are reported to the proof and the statistics while these watch"
-_NO_HOOK = "Transformer Engine has no hook at the products themselves"
-_UNTIL_HOOK = "Transformer Engine tells a listener of each product (its debug tools write files)"
-LINEAR_PRODUCTS = Patch(
-    place="transformer_engine.pytorch.module.linear",
-    names={"general_gemm": None},
-    what=_WATCHED,
-    why=_NO_HOOK,
-    until=_UNTIL_HOOK,
-)
-LINEAR_PASSES = Patch(
-    place="transformer_engine.pytorch.module.linear:_Linear",
-    names={"forward": None, "backward": None},
-    what=_WATCHED,
-    why=_NO_HOOK,
-    until=_UNTIL_HOOK,
-)
-NORM_LINEAR_PRODUCTS = Patch(
-    place="transformer_engine.pytorch.module.layernorm_linear",
-    names={"general_gemm": None},
-    what=_WATCHED,
-    why=_NO_HOOK,
-    until=_UNTIL_HOOK,
-)
-NORM_LINEAR_PASSES = Patch(
-    place="transformer_engine.pytorch.module.layernorm_linear:_LayerNormLinear",
-    names={"forward": None, "backward": None},
-    what=_WATCHED,
-    why=_NO_HOOK,
-    until=_UNTIL_HOOK,
-)
-GROUPED_PRODUCTS = Patch(
-    place="transformer_engine.pytorch.module.grouped_linear",
-    names={"general_grouped_gemm": None},
-    what=_WATCHED,
-    why=_NO_HOOK,
-    until=_UNTIL_HOOK,
-)
-GROUPED_PASSES = Patch(
-    place="transformer_engine.pytorch.module.grouped_linear:_GroupedLinear",
-    names={"forward": None, "backward": None},
-    what=_WATCHED,
-    why=_NO_HOOK,
-    until=_UNTIL_HOOK,
-)
-ATTENTION_PASSES = Patch(
-    place="transformer_engine.pytorch.attention.dot_product_attention.backends",
-    names={"fused_attn_fwd": None, "fused_attn_bwd": None},
-    what="the format of fused attention's queries is reported to the proof while it watches",
-    why=_NO_HOOK,
-    until=_UNTIL_HOOK,
+
+def _watched(place: str, *names: str) -> Patch:
+    return Patch(
+        place=place,
+        names=dict.fromkeys(names),
+        what="the live layers' products are reported to the proof and the statistics while these watch",
+        why="Transformer Engine has no hook at the products themselves",
+        until="Transformer Engine tells a listener about each product (its debug tools write files)",
+    )
+
+
+_MODULES = "transformer_engine.pytorch.module"
+LINEAR_PRODUCTS = _watched(f"{_MODULES}.linear", "general_gemm")
+LINEAR_PASSES = _watched(f"{_MODULES}.linear:_Linear", "forward", "backward")
+NORM_LINEAR_PRODUCTS = _watched(f"{_MODULES}.layernorm_linear", "general_gemm")
+NORM_LINEAR_PASSES = _watched(f"{_MODULES}.layernorm_linear:_LayerNormLinear", "forward", "backward")
+GROUPED_PRODUCTS = _watched(f"{_MODULES}.grouped_linear", "general_grouped_gemm")
+GROUPED_PASSES = _watched(f"{_MODULES}.grouped_linear:_GroupedLinear", "forward", "backward")
+ATTENTION_PASSES = _watched(
+    "transformer_engine.pytorch.attention.dot_product_attention.backends", "fused_attn_fwd", "fused_attn_bwd"
 )
 
 PATCHES = tuple(value for value in vars().values() if isinstance(value, Patch))

@@ -20,7 +20,7 @@ from gpt_pretrain.spec.run_spec import RunSpec
 _COPIED, _WRITTEN_BESIDE, _WRITTEN_ALONE = 31e9, 1.58e9, 0.81e9
 # While a checkpoint is written beside them, steps take this much longer.
 _SLOWER = 0.2
-# A checkpoint has moments in the smallest plain type that holds them exactly (`kernels.adam_states`).
+# A checkpoint has moments in the smallest plain type that holds them exactly (`kernels.adam`).
 _SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
 
 

@@ -3,7 +3,7 @@
 Loss, gradient norm and whether the step was skipped are copied to the host beside the computation and looked at one
 step later, when they have long arrived: the host is at most one step ahead of the GPU, which still has a whole step to
 compute, and all ranks read the same numbers at the same step. A step whose loss or gradient is not finite has changed
-nothing by then (`megatron/update.py`), so to hear of it late does no harm.
+nothing by then (`megatron/optimizer.py`), so to hear of it late does no harm.
 """
 
 import math

@@ -45,7 +45,7 @@ _MANTISSA_BITS = 23
 _MANTISSA_MASK = 0x007FFFFF
 _LARGEST_E8M0 = 254
 
-# Values of one scale under Float8BlockScaling and MXFP8BlockScaling.
+# Values that share a scale under Float8BlockScaling and MXFP8BlockScaling.
 _BLOCK, _MICRO_BLOCK = 128, 32
 
 # (amax of each block, format, type of the values) → scale of each block, fp32.
@@ -61,14 +61,14 @@ class Quantised:
     codes: torch.Tensor
     """[rows, columns], float8_e4m3fn or float8_e5m2."""
     scale: torch.Tensor
-    """fp32: what the values were multiplied by; [1], or [blocks of rows, blocks of columns]."""
+    """fp32: the factor of the values; [1], or [blocks of rows, blocks of columns]."""
     amax: torch.Tensor
     """fp32 [1]: the largest magnitude of the values."""
     block: tuple[int, int] | None
     """Rows and columns of a block; None where the tensor has one scale."""
 
     def values(self) -> torch.Tensor:
-        """What the codes stand for, fp32 [rows, columns]: code times the reciprocal of the scale, as TE stores it."""
+        """The values of the codes, fp32 [rows, columns]: code times the reciprocal of the scale, which TE stores."""
         inverse = self.scale.reciprocal()
         if self.block is not None:
             rows, columns = self.codes.shape
@@ -77,7 +77,7 @@ class Quantised:
 
 
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of a tensor, NaN passed over; fp32 [1]."""
+    """The largest magnitude of a tensor, ignoring NaN; fp32 [1]."""
     return _magnitudes(x).amax().float().reshape(1)
 
 
@@ -177,20 +177,20 @@ class Cast(Protocol):
     """How a layer's tensors become FP8."""
 
     def __call__(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix [rows, columns], whole over the tensor parallel ranks where these split its rows."""
+        """Casts a matrix [rows, columns], gathered where tensor parallel ranks split its rows."""
 
 
 def role_format(settings: Fp8Settings, role: Role) -> str:
-    """Format of a role's codes: "e4m3" or "e5m2"."""
+    """The format of a role's codes: "e4m3" or "e5m2"."""
     return settings.gradient_format if role is Role.output_gradient else settings.forward_format
 
 
 class CurrentScaling:
     """One scale per tensor, from the tensor itself (TE: Float8CurrentScaling).
 
-    Split over the sequence, TE reduces the amax over the tensor parallel ranks: here the tensor comes whole. Weights,
-    inputs of row-parallel layers and gradients of column-parallel ones are scaled by each rank's own part, there as
-    here.
+    For a tensor that is split over the sequence, TE reduces the amax over the tensor parallel ranks; here the tensor
+    comes whole. Both scale weights, inputs of row-parallel layers and gradients of column-parallel layers by each
+    rank's own part.
     """
 
     def __init__(self, settings: Fp8Settings) -> None:
@@ -206,8 +206,8 @@ class CurrentScaling:
 class BlockScaling:
     """One scale, a power of two, per 1×128 values of inputs and gradients, per 128×128 of weights.
 
-    TE: Float8BlockScaling with its defaults, on Hopper. Where ranks split the sequence TE casts the parts, of multiples
-    of 128 tokens, and gathers codes; that gives the blocks of the whole.
+    TE: Float8BlockScaling with its defaults, on Hopper. Where ranks split the sequence TE casts the parts, which are
+    multiples of 128 tokens, and gathers codes; that gives the blocks of the whole.
     """
 
     def __init__(self, settings: Fp8Settings) -> None:
@@ -241,10 +241,20 @@ def _cast_both_ways(x: torch.Tensor, format: str, length: int, rule: ScaleRule) 
 
 
 def stateless_cast(settings: Fp8Settings) -> Cast:
-    """The cast of a recipe whose scales come from the tensors alone: all but delayed."""
+    """The cast of a recipe whose scales come from the tensors themselves: all but delayed.
+
+    Raises:
+        NotImplementedError: The recipe has no cast here.
+    """
     casts: dict[Fp8RecipeName, Callable[[Fp8Settings], Cast]] = {
         Fp8RecipeName.tensorwise: CurrentScaling,
         Fp8RecipeName.blockwise: BlockScaling,
         Fp8RecipeName.mxfp8: MicroScaling,
     }
-    return casts[Fp8RecipeName[settings.recipe.name]](settings)
+    name = settings.recipe.name
+    if Fp8RecipeName[name] not in casts:
+        raise NotImplementedError(
+            f"model.fp8_emulate=true cannot cast for model.fp8_recipe={name}; use one of "
+            f"{', '.join(known.name for known in casts)}"
+        )
+    return casts[Fp8RecipeName[name]](settings)

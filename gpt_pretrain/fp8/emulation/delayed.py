@@ -1,24 +1,24 @@
-r"""Delayed scaling: the scale of a cast comes from the magnitudes that earlier casts saw.
+r"""Delayed scaling: the scale of a cast comes from the magnitudes in earlier casts.
 
-Each linear layer keeps, for its input, weight and output (`scaling_fwd`) and for the gradients of its output and input
-(`scaling_bwd`), a scale and a history of amaxes, of which row 0 belongs to the pass under way. A cast uses the scale as
-it is and raises row 0 to its own amax. Then, once per pass:
+Each linear layer keeps a scale and a history of amaxes for its input, weight and output (`scaling_fwd`) and for the
+gradients of its output and input (`scaling_bwd`). Row 0 of a history belongs to the present pass. A cast uses the scale
+as it is and raises row 0 to its own amax. Then, once per pass:
 
     row 0  ← maximum over the amax reduction group
     amax   = max(history)  or  row 0 (most_recent)
     scale  ← (largest code / 2^margin) / amax
     history rolls: row i ← row i + 1, the last ← row 0, row 0 ← 0
 
-A tensor that was not cast since the last update (row 0 is zero) keeps scale and history: a weight is cast in a step's
-first microbatch alone. An infinite amax keeps the scale. Outputs and input gradients are never cast; their columns are
-there because Transformer Engine's are.
+A tensor that was not cast since the last update (row 0 is zero) keeps its scale and history: a weight is cast only in
+the first microbatch of a step. An infinite amax keeps the scale. Outputs and input gradients are never cast; they have
+columns because Transformer Engine (TE) has them.
 
-When the passes end, in TE 2.12 as here: for inputs and weights at the end of the forward pass of the transformer block
-(the exit of the outermost autocast), if it computes gradients; validation leaves its amaxes in row 0 for the next
-training pass. For gradients at the end of the backward pass of the layer that ran first in the forward pass. Either
-updates all layers of the process, of other model chunks too. Under activation recomputation the second forward pass
-casts with the scales of the first and records nothing, and every recomputed layer updates at the end of its backward
-pass; its forward update finds nothing recorded, so it is left out here.
+Passes end as in TE 2.12. For inputs and weights that is the end of the transformer block's forward pass (the exit of
+the outermost autocast), if it computes gradients; validation leaves its amaxes in row 0 for the next training pass. For
+gradients it is the end of the backward pass of the layer that ran first in the forward pass. Either updates all layers
+of the process, those of other model chunks too. Under activation recomputation the second forward pass casts with the
+scales of the first and records nothing. Every recomputed layer updates at the end of its backward pass; the forward
+update there would find nothing recorded and is left out here.
 
 Sources: TE's pytorch/quantization.py (FP8GlobalStateManager), common/recipe/delayed_scaling.cu
 (`amax_and_scale_update_after_reduction`) and megatron-core's transformer_block.py.
@@ -49,17 +49,17 @@ class Scaling:
         self.amax_history = torch.zeros(settings.amax_history_len, num_tensors, dtype=torch.float32, device=device)
 
     def record(self, column: int, amax: torch.Tensor) -> None:
-        """Raises the amax of the pass under way to that of a cast, [1]."""
+        """Raises the amax of the present pass to that of a cast, [1]."""
         row = self.amax_history[0, column : column + 1]
         torch.maximum(row, amax, out=row)
 
     def reduce(self, group: torch.distributed.ProcessGroup) -> None:
-        """Makes the amaxes of the pass under way those of all ranks of the group."""
+        """Takes the maximum of the present pass's amaxes over the ranks of the group."""
         if group.size() > 1:
             torch.distributed.all_reduce(self.amax_history[0], op=torch.distributed.ReduceOp.MAX, group=group)
 
     def update(self) -> None:
-        """New scales, and a rolled history, for the tensors that were cast since the last update."""
+        """Sets new scales and rolls the histories of the tensors that were cast since the last update."""
         history = self.amax_history
         was_cast = history[0] != 0
         amax = history.amax(dim=0) if self._takes_maximum else history[0].clone()
@@ -70,7 +70,7 @@ class Scaling:
         history.copy_(torch.where(was_cast, rolled, history))
 
     def take_place(self, whole: "Scaling", offset: int) -> None:
-        """Moves into the columns of a larger one, so that one update serves many layers."""
+        """Moves into columns of a larger one, so that one update serves many layers."""
         columns = slice(offset, offset + self.scale.numel())
         whole.scale[columns] = self.scale
         whole.amax_history[:, columns] = self.amax_history
@@ -78,7 +78,7 @@ class Scaling:
 
 
 class DelayedScaling:
-    """Scales and histories of all emulated layers of this process, and when they are updated."""
+    """The scales and histories of all emulated layers of this process, and when they are updated."""
 
     def __init__(self, settings: Fp8Settings, group: torch.distributed.ProcessGroup) -> None:
         self.settings = settings
@@ -96,12 +96,12 @@ class DelayedScaling:
         )
 
     def new_layer(self) -> "LayerScaling":
-        """State of one more layer."""
+        """The state of one more layer."""
         self._layers.append(LayerScaling(self, *self._joined(1)))
         return self._layers[-1]
 
     def attach(self, block: TransformerBlock) -> None:
-        """Follows the forward passes of a model chunk, whose layers have been built."""
+        """Follows the forward passes of a model chunk whose layers have been built."""
         self._forward, self._backward = self._joined(len(self._layers))
         for index, layer in enumerate(self._layers):
             layer.forward.take_place(self._forward, 3 * index)
@@ -114,25 +114,25 @@ class DelayedScaling:
         self._has_first_layer = False
 
     def _end_forward(self) -> None:
-        # Reducing what validation recorded changes no later maximum, and leaves all ranks with the state that rank 0
-        # writes into a checkpoint.
+        # Reducing what validation recorded changes no later maximum, and gives all ranks the state that rank 0 writes
+        # into a checkpoint.
         self._forward.reduce(self._group)
         if self._in_training_pass:
             self._forward.update()
         self._in_training_pass = False
 
     def end_backward(self) -> None:
-        """Updates the gradients' scales; for the layers that `LayerScaling.ends_backward` names."""
+        """Updates the gradients' scales; called by layers whose `LayerScaling.ends_backward` is set."""
         self._backward.reduce(self._group)
         self._backward.update()
 
     @property
     def in_training_pass(self) -> bool:
-        """Within the forward pass of a block whose gradients will be computed, be it now or by recomputation."""
+        """Whether a block's forward pass is running whose gradients will be computed, by recomputation too."""
         return self._in_training_pass
 
     def claim_first_layer(self) -> bool:
-        """True once per forward pass of a block."""
+        """True for the first caller in each forward pass of a block."""
         is_first, self._has_first_layer = not self._has_first_layer, True
         return is_first
 
@@ -146,16 +146,16 @@ class LayerScaling:
         """Input, weight, output."""
         self.backward = backward
         """Gradients of output and input."""
-        # Scales of inputs that will be computed again, oldest first; backward passes come in the forward's order.
+        # Scales of inputs that will be recomputed, oldest first: backward passes keep the order of the forward passes.
         self._to_recompute: deque[torch.Tensor] = deque()
         self.ends_backward = False
-        """Whether the backward pass of what was cast last ends with an update."""
+        """Whether the backward pass of the newest input ends with an update."""
 
     def __call__(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix with the scale of earlier passes; `x` is detached, so the mode tells why it is cast."""
+        """Casts a matrix with the scale of earlier passes; `x` is detached, so the grad mode tells training passes."""
         scaling = self.backward if role is Role.output_gradient else self.forward
         column = _COLUMNS[role]
-        # The update writes scales in place, while codes live until the backward pass.
+        # Updates write scales in place, but codes live until the backward pass.
         scale, amax = scaling.scale[column : column + 1].clone(), tensor_amax(x)
         is_recomputed = False
         if role is Role.input:
@@ -178,11 +178,11 @@ class LayerScaling:
         self._all.end_backward()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies by the names of TE's extra state."""
+        """Copies under the names of TE's extra state."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restores `state`, of a history of the same length."""
+        """Restores `state`; its histories have the same length."""
         for name, tensor in self._tensors().items():
             tensor.copy_(state[name])
 

@@ -41,10 +41,10 @@ from gpt_pretrain.spec.run_spec import RunSpec
 
 
 class LinearProducts:
-    """What one layer's products share: how its tensors are cast, and the codes of its weight.
+    """What the products of one layer share: how its tensors are cast, and the codes of its weight.
 
-    The weight is cast in the first microbatch of a step and its codes serve the others (TE's `get_weight_workspace`,
-    told by megatron-core's `set_is_first_microbatch`), so that with delayed scaling a step has one scale of it.
+    The weight is cast in the first microbatch of a step, and its codes serve the others, so that with delayed scaling a
+    step has one scale for it (TE's `get_weight_workspace`, driven by megatron-core's `set_is_first_microbatch`).
     """
 
     def __init__(self, settings: Fp8Settings, cast: Cast) -> None:
@@ -64,12 +64,12 @@ class LinearProducts:
         """The layer's output.
 
         Args:
-            x: [..., in], whole over the ranks that split the sequence; in the weight's type, or fp32 where what comes
-                before hands it on unrounded.
+            x: [..., in], gathered where ranks split the sequence; in the weight's type, or fp32 where the module before
+                it does not round.
             weight: [out, in]; the output is of its type.
             bias: [out], added to the product.
             is_first_microbatch: The weight has changed.
-            listener: Who is told of the products, at the time of each.
+            listener: Returns who is told about the products; called at the time of each.
         """
         rows = x.reshape(-1, x.shape[-1])
         input_codes = self._cast(rows.detach(), Role.input)
@@ -81,7 +81,7 @@ class LinearProducts:
 
 
 class _Call:
-    """One forward pass of a layer: its codes, until the backward pass has read them."""
+    """One forward pass of a layer; keeps its codes until the backward pass has read them."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Call:
         self._listener = listener
 
     def tell(self, phase: Phase, *operands: Quantised | torch.Tensor) -> None:
-        """Reports a product that is about to be computed."""
+        """Reports a product right before it is computed."""
         listener = self._listener()
         if listener is not None:
             first, second = (_operand(role, data) for role, data in zip(OPERANDS[phase], operands, strict=True))
@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
         ctx.call = call
         ctx.has_bias = bias is not None
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        # Codes take the place of the values, unless the weight's gradient is to come from these.
+        # The codes replace the values, unless the weight's gradient comes from the values.
         ctx.save_for_backward(None if call.wgrad_fp8 else x)
         call.tell(Phase.forward, call.x.along_rows, call.weight.along_rows)
         y = call.x.along_rows.values() @ call.weight.along_rows.values().t()
@@ -151,7 +151,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _EmulatedLinear(torch.nn.Module):
-    """What emulated column- and row-parallel layers have in common, in front of megatron-core's class."""
+    """What emulated column- and row-parallel layers have in common, before megatron-core's class in the bases."""
 
     def __init__(self, *args: Any, settings: Fp8Settings, cast: Cast, name: str, **kwargs: Any) -> None:
         super().__init__(*args, name=name, **kwargs)
@@ -164,7 +164,7 @@ class _EmulatedLinear(torch.nn.Module):
 
     @property
     def fp8_meta(self) -> dict[str, Scaling]:
-        """State of delayed scaling by the names that Transformer Engine's layers use; empty for other recipes."""
+        """The state of delayed scaling under the names of Transformer Engine's layers; empty for other recipes."""
         scaling = self._scaling
         return {} if scaling is None else {"scaling_fwd": scaling.forward, "scaling_bwd": scaling.backward}
 
@@ -179,7 +179,7 @@ class _EmulatedLinear(torch.nn.Module):
         tp_group: torch.distributed.ProcessGroup | None,
         **_: Any,
     ) -> torch.Tensor:
-        """x·wᵀ + b in the weight's type; megatron-core's other arguments belong to fusions that the rules refuse."""
+        """x·wᵀ + b in the weight's type; the other arguments belong to fusions that the rules refuse."""
         if sequence_parallel:
             # Its backward sums the gradients over the ranks and scatters them.
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -193,13 +193,13 @@ class _EmulatedLinear(torch.nn.Module):
         return None if self._scaling is None else self._scaling.state()
 
     def set_extra_state(self, state: dict[str, torch.Tensor] | None) -> None:
-        """Restores them; a checkpoint without leaves them at their start."""
+        """Restores them; a checkpoint without them leaves the initial ones."""
         if self._scaling is not None and state is not None:
             self._scaling.load(state)
 
 
 class _LayerNorm(torch.nn.LayerNorm):
-    """torch's, or with its result left in fp32."""
+    """torch's norm, or one whose result stays in fp32."""
 
     is_rounded = True
 
@@ -212,7 +212,7 @@ class _LayerNorm(torch.nn.LayerNorm):
 
 
 class _RMSNorm(torch.nn.RMSNorm):
-    """torch's, or with its result left in fp32."""
+    """torch's norm, or one whose result stays in fp32."""
 
     is_rounded = True
 
@@ -240,11 +240,11 @@ class EmulatedRowParallelLinear(_EmulatedLinear, RowParallelLinear):  # type: ig
 
 
 class EmulatedLayers(LocalLayers):
-    """megatron-core's local layers with emulated products in the linear layers that the plan has in FP8.
+    """megatron-core's local layers, with emulated products in the linear layers that the plan puts in FP8.
 
     Args:
         settings: The FP8 of the run.
-        modules: Names in the whole model of the layers in FP8; the others are megatron-core's own.
+        modules: Names, in the whole model, of the layers in FP8; the others are megatron-core's own.
     """
 
     def __init__(self, settings: Fp8Settings, modules: frozenset[str]) -> None:
@@ -257,11 +257,11 @@ class EmulatedLayers(LocalLayers):
             self._scaling = DelayedScaling(settings, group)
 
     def column_parallel_linear(self) -> Any:
-        """Builds column-parallel layers."""
+        """What builds column-parallel layers."""
         return self._column
 
     def row_parallel_linear(self) -> Any:
-        """Builds row-parallel layers."""
+        """What builds row-parallel layers."""
         return self._row
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
@@ -269,7 +269,7 @@ class EmulatedLayers(LocalLayers):
         return _Norm
 
     def attach(self, chunk: MegatronModule) -> None:
-        """Follows the passes of a model chunk that was built from these layers."""
+        """Follows the passes of a model chunk built from these layers."""
         if self._scaling is None:
             return
         self._scaling.attach(chunk.decoder)
@@ -296,7 +296,7 @@ class EmulatedLayers(LocalLayers):
 
 
 def emulated_layers(spec: RunSpec) -> EmulatedLayers | None:
-    """The layers of a run with `model.fp8_emulate`; None without.
+    """The layers of a run with `model.fp8_emulate`; None for other runs.
 
     Process groups must be open (`megatron.parallel.process_groups`).
     """
