@@ -183,7 +183,7 @@ class RunParent:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=120)
 
 
 def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -22,8 +22,10 @@ TINY = (
     "trainer.limit_val_batches=0",
     "checkpoint.save_at_end=false",
 )
-# From here on a step has 2 s.
+# From here on a step has 5 s.
 LEARNT = 30
+# Only a watchdog that fails takes so long, however busy the machine is.
+WAIT_S = 150
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def env(request):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_others_with_their_stacks(rank, env, start, tmp_path):
     run = start(num_ranks=2, faults={rank: ["die_at_step", 3]}, times="end_soon", env=env)
-    codes = run.wait(60)
+    codes = run.wait(WAIT_S)
     # Also where gloo breaks off a collective with an error of its own.
     assert (codes[rank], codes[1 - rank]) == (SIGKILL, EXIT_CODE), run.text()
     text = stacks(tmp_path, 1 - rank)
@@ -74,7 +76,7 @@ def test_an_error_is_told_with_the_death_of_another_rank(start, tmp_path):
     dying = str(tmp_path / "dying")
     faults = {0: ["fail_at_step", 3, dying], 1: ["die_at_step", 3, dying]}
     run = start(num_ranks=2, faults=faults, times="end_soon")
-    assert run.wait(60) == [EXIT_CODE, SIGKILL]
+    assert run.wait(WAIT_S) == [EXIT_CODE, SIGKILL]
     for text in (stacks(tmp_path, 0), run.text()):
         assert "RuntimeError: a fault of the test" in text
         assert re.search(r"watchdog: rank 1 on \S+ died", text)
@@ -83,11 +85,11 @@ def test_an_error_is_told_with_the_death_of_another_rank(start, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(rank, start, tmp_path):
     run = start(num_ranks=2, faults={rank: ["sleep_at_step", LEARNT]})
-    assert run.wait(60) == [EXIT_CODE, EXIT_CODE], run.text()
+    assert run.wait(WAIT_S) == [EXIT_CODE, EXIT_CODE], run.text()
     assert "in hang_in_python" in stacks(tmp_path, rank)
     assert "in hang_in_python" not in stacks(tmp_path, 1 - rank)
     for each in (0, 1):
-        # Two seconds, or ten times the longest step where that is more.
+        # Five seconds, or ten times the longest step where that is more.
         told = rf"has made no progress for \d+ s in step {LEARNT} \(trainer\.hang_timeout=1800\)"
         assert re.search(told, stacks(tmp_path, each))
         assert "gpt_pretrain/training/trainer.py" in stacks(tmp_path, each)
@@ -102,19 +104,19 @@ def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(r
 )
 def test_a_rank_that_falls_silent_ends_the_others(fault, own_stack, start, tmp_path):
     run = start(num_ranks=2, faults={1: [fault, 3]})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while 0 not in run.codes:
         assert time.monotonic() < deadline, run.text()
         assert not run.poll(), "rank 1 cannot end itself"
         time.sleep(0.05)
     assert run.codes[0] == EXIT_CODE
-    assert re.search(r"watchdog: rank 1 on \S+ has given no sign of life for 6 s", stacks(tmp_path, 0))
+    assert re.search(r"watchdog: rank 1 on \S+ has given no sign of life for 8 s", stacks(tmp_path, 0))
     assert own_stack in stacks(tmp_path, 1)
 
 
 def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):
     run = start(num_ranks=2, faults={1: ["fail_at_step", 3]}, times="end_soon")
-    codes = run.wait(60)
+    codes = run.wait(WAIT_S)
     assert codes[1] == 1
     assert "RuntimeError: a fault of the test" in stacks(tmp_path, 1)
     assert "watchdog: rank 0" not in stacks(tmp_path, 1)
@@ -126,14 +128,14 @@ def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):
 
 def test_a_single_process_that_hangs_ends(start, tmp_path):
     run = start("trainer.hang_timeout=3", faults={0: ["sleep_at_step", 3]})
-    assert run.wait(60) == [EXIT_CODE], run.text()
+    assert run.wait(WAIT_S) == [EXIT_CODE], run.text()
     assert "has made no progress for 3 s in step 3 (trainer.hang_timeout=3)" in stacks(tmp_path, 0)
     assert "in hang_in_python" in stacks(tmp_path, 0)
 
 
 def test_a_healthy_run_is_left_alone_also_when_it_was_suspended(start, tmp_path):
-    run = start(faults={0: ["pause_at_step", LEARNT, 5]}, max_steps=LEARNT + 5)
-    assert run.wait(60) == [0], run.text()
+    run = start(faults={0: ["pause_at_step", LEARNT, 10]}, max_steps=LEARNT + 5)
+    assert run.wait(WAIT_S) == [0], run.text()
     assert load_metrics(tmp_path / "run").summary.end_reason == "max_steps"
     # The suspended process's timer may have written its stack.
     assert "watchdog:" not in stacks(tmp_path, 0)
@@ -148,11 +150,11 @@ def test_a_healthy_run_of_two_ranks_leaves_no_stacks(env, start, tmp_path):
         times="end_soon",
         env=env,
     )
-    assert run.wait(60) == [0, 0], run.text()
+    assert run.wait(WAIT_S) == [0, 0], run.text()
     assert not (tmp_path / "run" / "stacks").exists()
 
 
 def test_without_a_timeout_nothing_is_watched(start, tmp_path):
     run = start("trainer.hang_timeout=null", max_steps=3)
-    assert run.wait(60) == [0], run.text()
+    assert run.wait(WAIT_S) == [0], run.text()
     assert not (tmp_path / "run" / "stacks").exists()

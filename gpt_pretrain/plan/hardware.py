@@ -42,11 +42,38 @@ class Gpu:
         return self.compute_capability < (10, 0)
 
 
+# Dense BF16 tensor-core peaks in TFLOP/s. The first name that the device's own name contains counts, so longer names
+# come first.
+_BF16_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "H20": 148.0,
+    "H800": 989.4,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
+
+
+def bf16_peak_tflops(device_name: str) -> float | None:
+    """Dense BF16 peak of a GPU in TFLOP/s; None for one that no data sheet here is of, and for "CPU".
+
+    Args:
+        device_name: As CUDA names it.
+    """
+    return next((peak for name, peak in _BF16_TFLOPS.items() if name in device_name), None)
+
+
 GPUS = {
     PlanGpu.h100: Gpu(
         name="NVIDIA H100 80GB HBM3",
         compute_capability=(9, 0),
-        bf16_tflops=989.4,
+        bf16_tflops=_BF16_TFLOPS["H100"],
         fp8_tflops=1978.9,
         memory_gib=81_559 / 1024,
         bandwidth_tb_s=3.35,
@@ -56,7 +83,7 @@ GPUS = {
     PlanGpu.h200: Gpu(
         name="NVIDIA H200",
         compute_capability=(9, 0),
-        bf16_tflops=989.4,
+        bf16_tflops=_BF16_TFLOPS["H200"],
         fp8_tflops=1978.9,
         memory_gib=143_771 / 1024,
         bandwidth_tb_s=4.8,
@@ -66,7 +93,7 @@ GPUS = {
     PlanGpu.b200: Gpu(
         name="NVIDIA B200",
         compute_capability=(10, 0),
-        bf16_tflops=2250.0,
+        bf16_tflops=_BF16_TFLOPS["B200"],
         fp8_tflops=4500.0,
         memory_gib=183_359 / 1024,
         bandwidth_tb_s=8.0,

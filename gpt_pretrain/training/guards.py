@@ -1,7 +1,7 @@
-"""What the loop knows of each step, and what it does about steps that went wrong, without waiting for the GPU.
+"""Finds skipped steps, loss spikes and missing tokens without waiting for the GPU.
 
-Loss, gradient norm and whether the step was skipped are copied to the host beside the computation and looked at one
-step later, when they have long arrived: the host is at most one step ahead of the GPU, which still has a whole step to
+Each step's loss, gradient norm and skipped flag are copied to the host beside the computation. The host reads them one
+step later, when they have long arrived: it is then at most one step ahead of the GPU, which still has a whole step to
 compute, and all ranks read the same numbers at the same step. A step whose loss or gradient is not finite has changed
 nothing by then (`megatron/optimizer.py`), so to hear of it late does no harm.
 """
@@ -19,14 +19,14 @@ from gpt_pretrain.config.schema import TrainerConfig
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
 
-# Losses that tell how much a loss usually varies: enough for a median, short against a run.
+# So many losses show how much a loss usually varies: enough for a median, few compared with a run.
 SPIKE_WINDOW = 64
 SPIKE_MIN_LOSSES = 16
 # The median absolute deviation of a normal distribution is its standard deviation divided by this.
 _MAD_TO_SIGMA = 1.4826
 # Tokens are counted in fp32, which has no odd numbers above 2^24.
 _COUNT_ROUNDING = 1e-6
-# Losses that hardly vary at all, as on a batch repeated for ever, make no spike of a rounding.
+# On a batch that is repeated for ever the loss hardly varies: a rounding is no spike.
 _MIN_SIGMA = 0.01
 
 
@@ -69,17 +69,17 @@ class NotFiniteError(GivesUpError):
 
 
 class TooManySpikesError(GivesUpError):
-    """The loss leapt once more than the run may go back."""
+    """The loss spiked once more than the run may go back."""
 
     reason = "loss_spike"
 
 
 class TokensMissingError(Exception):
-    """A step's loss is a mean of other tokens than its samples': a defect; what it learnt is not what was asked."""
+    """A step's loss was not computed from the tokens of its samples: a defect, so the run learnt something else."""
 
 
 class StepGuard:
-    """Counts steps that were skipped, finds losses that leap, and holds the tokens of a step against its samples.
+    """Counts skipped steps, finds loss spikes, and compares the tokens of a step with its samples.
 
     What it has seen of losses is part of a checkpoint, so that a resumed run finds the spikes that the uncut one does.
 
@@ -113,12 +113,12 @@ class StepGuard:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The last losses, up to `SPIKE_WINDOW` of them, as far as they were told of."""
+        """The last losses that were read, at most `SPIKE_WINDOW`."""
         return tuple(self._losses)
 
     @property
     def spikes(self) -> tuple[int, ...]:
-        """The last steps with a spike, up to `SPIKE_WINDOW` of them."""
+        """The last steps with a spike, at most `SPIKE_WINDOW`."""
         return tuple(self._spikes)
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class StepGuard:
             )
 
     def add(self, step: int, first_sample: int, result: StepResult) -> list[Record]:
-        """Notes a step, and tells of the one before it.
+        """Notes a step, and reads the one before it.
 
         Args:
             step: Its number.
@@ -149,8 +149,8 @@ class StepGuard:
         values = torch.cat([result.loss_sum_and_tokens, result.grad_norm.view(1), result.skipped.float().view(1)])
         arrived = None
         if values.is_cuda:
-            # Into pinned memory, so that the copy waits in the GPU's queue and not the host for it; one for the step
-            # that is looked at, one for the next.
+            # Pinned, so that the copy waits in the GPU's queue and the host does not wait for it. One buffer is read
+            # while the next one is written.
             self._pinned = self._pinned or [torch.empty(4, pin_memory=True) for _ in range(2)]
             values = self._pinned[step % 2].copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
@@ -159,7 +159,7 @@ class StepGuard:
         return told
 
     def read(self) -> list[Record]:
-        """Records of what was noted and not told of yet; waits for that step.
+        """Records of the step that was noted last; waits for it.
 
         Raises:
             TokensMissingError: That step saw fewer tokens than its samples have, or some of them twice.
@@ -194,12 +194,12 @@ class StepGuard:
         return self._find_spike(seen, loss)
 
     def _find_spike(self, seen: _Seen, loss: float) -> list[Record]:
-        """Above the median of the last losses by more than the threshold's number of robust standard deviations.
+        """A spike lies above the median of the last losses by more than `trainer.spike_threshold` robust deviations.
 
         A median and the median absolute deviation (Rousseeuw and Croux 1993) do not follow the spikes themselves, as a
         mean would.
         """
-        # A batch that the mask leaves no token of has no loss.
+        # Where the mask leaves no token there is no loss.
         if self._spike_threshold is None or math.isnan(loss):
             return []
         told: list[Record] = []

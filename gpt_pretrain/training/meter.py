@@ -10,31 +10,15 @@ import torch
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.megatron.optimizer import StepResult
+from gpt_pretrain.plan.hardware import bf16_peak_tflops
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.run_spec import RunSpec
 from gpt_pretrain.training.step import mean_loss
 
-# Dense BF16 tensor-core peaks in TFLOP/s, from NVIDIA's data sheets (half of the figures quoted with sparsity).
-# The first name that the device's own name contains counts, so longer names come first.
-_PEAK_BF16_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "H20": 148.0,
-    "H800": 989.4,
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "B300": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-}
-
 
 class Meter:
-    """Adds up steps on the device and reads them at the logging interval, where alone the host waits for it.
+    """Adds up steps on the device and reads the sums at the logging interval; only there does the host wait.
 
     Args:
         spec: The run; its GPU says its peak and its memory.
@@ -44,7 +28,7 @@ class Meter:
         self._config = spec.config
         self._num_gpus = spec.launch.world_size
         self._platform = spec.platform
-        self._peak_tflops = spec.config.logging.peak_tflops or peak_tflops(spec.platform)
+        self._peak_tflops = spec.config.logging.peak_tflops or bf16_peak_tflops(spec.platform.device_name)
         self.restart()
 
     def restart(self) -> None:
@@ -56,7 +40,7 @@ class Meter:
 
     def add(self, result: StepResult) -> None:
         """Counts a step; does not wait for it."""
-        # What a skipped step computed is no loss of the model: it may be NaN, and the mean with it.
+        # A skipped step's loss may be NaN, and would make the mean NaN.
         seen = torch.where(result.skipped, 0.0, result.loss_sum_and_tokens)
         self._sums += torch.cat([seen, result.skipped.float().view(1)])
         self._num_steps += 1
@@ -102,13 +86,6 @@ class Meter:
             eta_s=(self._config.trainer.max_steps - progress.step) * step_time_s,
             time_unix=time.time(),
         )
-
-
-def peak_tflops(platform: Platform) -> float | None:
-    """Dense BF16 peak of this GPU in TFLOP/s; None without a GPU, or for one that is not in the table."""
-    if not platform.cuda:
-        return None
-    return next((peak for name, peak in _PEAK_BF16_TFLOPS.items() if name in platform.device_name), None)
 
 
 def memory_gib(platform: Platform) -> float:

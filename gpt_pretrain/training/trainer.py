@@ -137,7 +137,7 @@ class Trainer:
                 self._watchdog.progress("the end of the run")
                 self._log_guarded(self._guard.read())
             except GoBack as request:
-                # Asked to stop meanwhile, it stops there.
+                # If a stop was asked for meanwhile, the run stops at that checkpoint.
                 self._go_back(request)
         return reason
 
@@ -163,7 +163,7 @@ class Trainer:
         return "max_steps"
 
     def _step(self) -> StepResult:
-        """Trains on the next global batch, and tells what became known of the step before and of a save."""
+        """Trains on the next global batch; logs what is now known of the step before, and a save that has ended."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
         with self._first_step.proven(step), self._fp8_watch.step(step):
@@ -197,7 +197,7 @@ class Trainer:
             )
 
     def save(self, *, by_clock: bool = False) -> None:
-        """Writes a checkpoint of the present step; a run that resumes from it writes no statistics of earlier ones.
+        """Writes a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.
 
         Args:
             by_clock: Only `checkpoint.save_interval_minutes` asks for it.
@@ -206,7 +206,7 @@ class Trainer:
             NotFiniteError: Its weights are no state to go on from.
             GoBack: Its loss is a spike.
         """
-        # A spike is no state to save, and the losses up to here tell a resumed run what one is.
+        # A state with a spike is not saved, and a resumed run needs the losses up to here to find spikes.
         self._log_guarded(self._guard.read())
         self._log_fp8()
         if not weights_are_finite(self._trainable.model.gpt_chunks):
@@ -221,14 +221,14 @@ class Trainer:
         )
 
     def _await_last_save(self) -> None:
-        """A run that ends has no next interval to try again at: its last save is complete, or the run has failed."""
+        """Waits for the last save. No later one can make up for it, so if it failed, the run has failed."""
         self._saves.wait(self.progress.step)
-        # A run that gives up has more to say, and ends with the same code.
+        # A run that gives up ends with the same code and a message that says more.
         if self._saves.problem is not None and self.problem is None:
             raise RunError(self._saves.problem)
 
     def _log_step(self, result: StepResult) -> None:
-        # Measured before the statistics are read, which waits, and logged after them: a log's steps only rise.
+        # Measured before the statistics, which wait, and logged after them, so that steps only rise in the log.
         record = self._meter.read(result, self.progress, learning_rate(self._trainable.optimizer))
         guarded = self._guard.read()
         self._log_fp8()
@@ -254,13 +254,13 @@ class Trainer:
                 self._answer(record, self._rewinds)
 
     def _answer(self, spike: LossSpikeRecord, rewinds: Rewinds) -> None:
-        """Leaves the loop to go back behind a spike, or says why it goes on."""
-        # A save that is being written may be the one to go back to, and must not become the newest one after that.
+        """Leaves the loop to go back behind a spike, or logs why the run goes on."""
+        # The save being written may be the one to go back to; it must not become the newest one afterwards.
         self._saves.wait(self.progress.step)
         self._log(rewinds.check(spike, self.progress, self._guard.spikes))
 
     def _go_back(self, request: GoBack) -> None:
-        """Makes the run what it was at a checkpoint, but for the samples that come next."""
+        """Restores a checkpoint and goes on with the samples behind the spike."""
         assert self._rewinds is not None
         self._log_fp8()
         with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
@@ -277,7 +277,7 @@ class Trainer:
         self._log(rewound.record)
 
     def _new_guard(self) -> StepGuard:
-        """A guard that has seen what the run has seen so far."""
+        """A guard that knows the run's losses and spikes so far."""
         model = self.config.model
         return StepGuard(
             self.config.trainer,
@@ -288,7 +288,7 @@ class Trainer:
         )
 
     def _dump(self, error: GivesUpError) -> str:
-        """Looks for the first bad tensor; returns what to tell."""
+        """Looks for the first bad tensor; returns what the user should know."""
         self._log_fp8()
         with self._watchdog.busy("looking for the first bad tensor"):
             dump = write_dump(
@@ -309,7 +309,7 @@ class Trainer:
 
     @contextmanager
     def _scheduled_garbage_collection(self) -> Iterator[None]:
-        """Python's collector would pause each rank at a moment of its own; all ranks collect at the same step."""
+        """Collects garbage on all ranks at the same step; Python would pause each rank at another moment."""
         if self.config.trainer.gc_interval == 0:
             yield
             return

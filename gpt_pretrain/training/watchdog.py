@@ -27,7 +27,8 @@ from types import TracebackType
 from typing import Self, TextIO
 
 import torch
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.process import Process, this_process

@@ -28,7 +28,7 @@ _Z_LOSS = "z_loss"
 
 
 class Fp8Watch:
-    """Observes every `logging.fp8_statistics_interval`-th step; does nothing where it is null or FP8 is off.
+    """Observes FP8 in every `logging.fp8_statistics_interval`-th step; does nothing if that is null or FP8 is off.
 
     Args:
         model: This rank's model.
@@ -45,7 +45,7 @@ class Fp8Watch:
             self._alarms = Alarms(settings, logging.fp8_saturation_threshold, interval)
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """What the training step of this number runs in; every rank calls it."""
+        """The context of a training step, by its number; every rank calls it."""
         if self._interval is None or step % self._interval:
             return nullcontext()
         return self._collector.observe(step)
@@ -63,7 +63,7 @@ class Fp8Watch:
 
 
 class ExpertWatch:
-    """Follows all routers of a model from here on; does nothing where there are none.
+    """Follows all routers of a model; does nothing without experts.
 
     Args:
         model: This rank's model.
@@ -77,7 +77,7 @@ class ExpertWatch:
         self._step = step
         if self._num_experts is None:
             return
-        # It may know another model of this process, with other layers.
+        # An earlier model of this process may have had other layers.
         destroy_moe_metrics_tracker()
         device = torch.cuda.current_device()
         self._tokens = torch.zeros(self._num_layers, self._num_experts, dtype=torch.float64, device=device)
@@ -116,7 +116,7 @@ class ExpertWatch:
         losses = torch.zeros(2, self._num_layers, dtype=torch.float64, device=self._tokens.device)
         for name, entry in tracked.items():
             losses[0 if name in _BALANCE else 1] += entry.values
-        # Ranks of one sequence have parts of the balance and means of the z-loss, and replicas have all their own.
+        # Ranks of one sequence have parts of the balance and means of the z-loss; replicas have their own of both.
         total = torch.cat([losses.view(-1), self._tokens.view(-1)])
         torch.distributed.all_reduce(total)
         replicas = parallel_state.get_data_parallel_world_size()
