@@ -1,8 +1,10 @@
 """Checkpoints without tensors: directories with a few bytes and a true manifest, for tests of what only reads files."""
 
 import resource
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import KEEP_ALL, Destination, Retention
@@ -46,6 +48,32 @@ def publish(
     write_manifest(destination.unfinished, manifest(step, saved_at=saved_at, files=files, **changes))
     destination.publish()
     return destination.path
+
+
+_at_open: list[Callable[[str], None]] = []
+
+
+@cache
+def _watch_files() -> None:
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and _at_open and "w" in str(arguments[1]) and str(arguments[0]).endswith(".distcp"):
+            _at_open[-1](str(arguments[0]))
+
+    sys.addaudithook(hook)
+
+
+@contextmanager
+def disk_that(action: Callable[[str], None]) -> Iterator[None]:
+    """Calls `action` with the path of each file of tensors that this process is about to write, in the writing thread.
+
+    It may wait, as a slow disk does, or raise what the writer is to meet.
+    """
+    _watch_files()
+    _at_open.append(action)
+    try:
+        yield
+    finally:
+        _at_open.pop()
 
 
 @contextmanager

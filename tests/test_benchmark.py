@@ -116,7 +116,15 @@ def test_every_named_variant_of_conf_composes(compose_config):
 
 def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_path):
     run_dir = tmp_path / "it's \\ here"
-    saving = ("experiment=gpt2_124m_1gpu", "checkpoint.save_interval=5", "trainer.max_spike_rewinds=2")
+    saving = (
+        "experiment=gpt2_124m_1gpu",
+        "checkpoint.save_interval=5",
+        "checkpoint.keep_last=30",
+        "checkpoint.keep_every=10",
+        "checkpoint.async_save=false",
+        "checkpoint.on_save_error=continue",
+        "trainer.max_spike_rewinds=2",
+    )
     whole = compose_config(*saving, "benchmark.warmup_steps=3", "benchmark.steps=20")
     config = compose_config(*saving, *run_overrides(whole, run_dir, profiled=False))
 
@@ -124,6 +132,7 @@ def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_pa
     assert config.trainer.max_steps == 23
     assert config.trainer.limit_val_batches == config.sample.max_new_tokens == 0
     assert config.checkpoint.save_interval is None
+    assert config.checkpoint.save_interval_minutes is None
     assert config_problems(config, None) == []
     assert not config.checkpoint.save_at_end
     assert compose_config(*run_overrides(whole, run_dir, profiled=True)).trainer.max_steps == 26

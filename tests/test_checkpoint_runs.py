@@ -4,14 +4,16 @@ import json
 
 import pytest
 
-from gpt_pretrain.checkpoint import writing
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.report.metrics_file import metrics_path
 from gpt_pretrain.training.run import train
+from tests.checkpoint_files import disk_that
 from tests.emulated_training import TINY
+from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
 
 
@@ -34,17 +36,16 @@ def saves_of(run_dir):
 
 
 @pytest.fixture
-def failing_saves(monkeypatch):
+def failing_saves():
     """The saves of these steps fail."""
-    steps, write_file = set(), writing._write_file
+    steps = set()
 
-    def fail(path, items):
-        if any(f"step_{step:08d}" in str(path) for step in steps):
-            raise OSError(28, "No space left on device", str(path))
-        return write_file(path, items)
+    def fail(path):
+        if any(f"step_{step:08d}" in path for step in steps):
+            raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(writing, "_write_file", fail)
-    return steps
+    with disk_that(fail):
+        yield steps
 
 
 def test_a_run_goes_on_after_a_failed_save_if_told_to(start, failing_saves, tmp_path, capsys):
@@ -75,6 +76,46 @@ def test_old_checkpoints_go_as_configured(start, tmp_path):
     start("checkpoint.keep_last=1", "checkpoint.keep_every=4")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000004", "step_00000006"]
+
+
+def test_a_run_that_is_shorter_than_the_interval_saves_as_without_it(start, tmp_path):
+    start("checkpoint.save_interval_minutes=30")
+    assert saves_of(tmp_path / "run") == [(2, True), (4, True), (6, True)]
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000002", "step_00000004", "step_00000006"]
+
+
+def test_rank_0s_clock_alone_says_when_to_save(tmp_path):
+    done = fork_ranks(2, ["tests/programs/save_clock.py", str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    steps = [step for step, _ in first["due"]]
+    assert steps == [step for step, _ in second["due"]], "the ranks save after the same steps"
+    assert first["ended"] == second["ended"] == [51, "warned"]
+    # 50 steps of at least 20 ms; each save, that of step 20 included, starts the interval of 200 ms anew.
+    times = [time_s for _, time_s in first["due"]]
+    assert steps
+    assert all(later - earlier >= 0.2 for earlier, later in zip([0.0, *times], times, strict=False))
+    assert 21 not in steps
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_saves_by_the_clock_where_it_saves_by_no_steps(num_ranks, tmp_path):
+    quick = ("trainer.max_steps=8", "trainer.limit_val_batches=0", "logging.tensorboard=false")
+    clock = ("checkpoint.save_interval_minutes=0.00001", "sample.max_new_tokens=0", "model.micro_batch_size=1")
+    run_dir = tmp_path / "run"
+    done = fork_ranks(num_ranks, ["-m", "gpt_pretrain", *TINY, *quick, *clock, "parallelism=dp", f"run_dir={run_dir}"])
+    assert done.returncode == 0, done.stderr[-4000:]
+    saves = saves_of(run_dir)
+    assert all(is_good for _, is_good in saves)
+    # The clock is asked at the end of a step, and the run saves at the end of the next; two ranks know a step later.
+    assert saves[0][0] == num_ranks + 1
+    assert saves[-1][0] == 8
+    assert len(saves) >= 3
+    path = latest_checkpoint(run_dir / "checkpoints")
+    assert path.name == "step_00000008"
+    assert check_files(path, read_manifest(path)) == []
+    assert sorted(each.name for each in path.parent.iterdir()) == ["latest", "step_00000008"]
 
 
 def test_a_failed_save_ends_the_program_with_exit_code_1_and_no_traceback(tmp_path):

@@ -15,11 +15,12 @@ import zipfile
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from gpt_pretrain.checkpoint import save, writing
-from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.checkpoint.save import CheckpointSaver, save_checkpoint
@@ -28,9 +29,11 @@ from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.load import config_to_dict
-from tests.checkpoint_files import file_size_limit
+from gpt_pretrain.plan.checkpoints import forecast_checkpoint
+from tests.checkpoint_files import disk_that, file_size_limit
 from tests.emulated_training import build_training, emulate, emulated_training
 from tests.forked_runs import fork_ranks
+from tests.optimizer_states import LEAN, SMALLEST
 
 DATA = {"tokenizer": "t", "tokens": "x"}
 
@@ -62,17 +65,12 @@ def weights(training):
 
 
 @pytest.fixture
-def slow_writer(monkeypatch):
+def slow_writer():
     """Writers wait until the event is set."""
-    may_write, write_file = threading.Event(), writing._write_file
-
-    def wait_and_write(path, items):
-        assert may_write.wait(60)
-        return write_file(path, items)
-
-    monkeypatch.setattr(writing, "_write_file", wait_and_write)
-    yield may_write
-    may_write.set()
+    may_write = threading.Event()
+    with disk_that(lambda path: may_write.wait(60)):
+        yield may_write
+        may_write.set()
 
 
 def test_a_checkpoint_describes_itself_and_every_file_of_it(training, tmp_path):
@@ -190,14 +188,14 @@ def test_without_async_save_the_checkpoint_is_there_when_the_call_returns(traini
         assert saver.poll() == saver.wait() == []
 
 
-def test_a_writer_that_dies_is_told_at_the_next_step(training, saver, monkeypatch):
-    def die(path, items):
+def test_a_writer_that_dies_is_told_at_the_next_step(training, saver):
+    def die(path):
         raise RuntimeError("torch said no")
 
     (good,) = [*saver.save(at(1)), *saver.wait()]
-    monkeypatch.setattr(writing, "_write_file", die)
-    saver.save(at(2))
-    saver._running.thread.join()
+    with disk_that(die):
+        saver.save(at(2))
+        saver._running.thread.join()
     (outcome,) = saver.poll()
     assert outcome.problem == (
         "the checkpoint of step 2 could not be saved: "
@@ -205,9 +203,65 @@ def test_a_writer_that_dies_is_told_at_the_next_step(training, saver, monkeypatc
         f"the newest complete one is {good.path}"
     )
     assert sorted(path.name for path in saver.directory.iterdir()) == ["latest", "step_00000001"]
-    monkeypatch.undo()
     (again,) = [*saver.save(at(3)), *saver.wait()]
     assert again.problem is None
+
+
+def saved_steps(directory):
+    return [step_of(path) for path in complete_checkpoints(directory)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        # By the clock, by the clock, by steps, by the clock, by steps, by steps.
+        ((), [[1], [2], [3], [3, 4], [3, 5], [3, 5, 6]]),
+        (("checkpoint.keep_last=2",), [[1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6]]),
+        (
+            ("checkpoint.keep_last=2", "checkpoint.save_interval=100"),
+            [[1], [2], [3], [3, 4], [3, 5], [5, 6]],
+        ),
+        (
+            ("checkpoint.keep_last=1", "checkpoint.keep_every=2", "checkpoint.save_interval=100"),
+            [[1], [2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 4, 6]],
+        ),
+    ],
+)
+def test_a_checkpoint_of_the_clocks_gives_way_to_the_next(training, tmp_path, overrides, kept):
+    config = build_training(*emulate("delayed"), *overrides).config
+    with CheckpointSaver(tmp_path, training.trainable, config, DATA) as saver:
+        for step, by_clock in enumerate((True, True, False, True, False, False), start=1):
+            (outcome,) = [*saver.save(at(step), by_clock=by_clock), *saver.wait()]
+            assert outcome.problem is None
+            assert saved_steps(tmp_path) == kept[step - 1]
+            assert latest_checkpoint(tmp_path) == outcome.path
+
+
+def test_a_checkpoint_of_the_clocks_stays_where_the_next_one_fails(training, saver):
+    saver.save(at(1), by_clock=True)
+    saver.wait()
+    with file_size_limit(100_000):
+        (failed,) = [*saver.save(at(2), by_clock=True), *saver.wait()]
+    assert failed.problem is not None
+    assert saved_steps(saver.directory) == [1]
+    saver.save(at(3))
+    saver.wait()
+    assert saved_steps(saver.directory) == [3]
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("trainer.precision=bf16",), ("model.optim.name=sgd",), LEAN, (*LEAN, *SMALLEST)]
+)
+def test_the_plan_knows_the_size_of_a_checkpoint(training, tmp_path, overrides):
+    built = build_training(*overrides)
+    built.step()
+    path = save_checkpoint(tmp_path, built.trainable, at(1), built.config, DATA)
+    model = built.trainable.model
+    forecast = forecast_checkpoint(model.spec, model.num_parameters)
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata.values()
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    assert sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors) == forecast.num_bytes
+    assert forecast.bytes_per_gpu == forecast.num_bytes
 
 
 def test_a_save_that_does_not_fit_is_refused_before_it_is_written(training, saver, monkeypatch):

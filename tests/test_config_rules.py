@@ -622,6 +622,22 @@ RULES = {
         "checkpoint.save_interval=0 is too small; use 1 or more",
         ["checkpoint.save_interval=1"],
     ),
+    "save interval by the clock": (
+        ["checkpoint.save_interval_minutes=0"],
+        1,
+        "checkpoint.save_interval_minutes=0.0 is not positive; use 30, or null",
+        ["checkpoint.save_interval_minutes=0.5"],
+    ),
+    "nothing is saved": (
+        [
+            "checkpoint.save_interval_minutes=null",
+            "checkpoint.save_at_end=false",
+            "checkpoint.keep_last=2",
+        ],
+        1,
+        "checkpoint.keep_last=2 has no effect: nothing saved",
+        ["checkpoint.save_at_end=false", "checkpoint.keep_last=2"],
+    ),
     "resume from nowhere": (
         ["checkpoint.resume=nowhere"],
         1,

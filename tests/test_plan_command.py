@@ -76,6 +76,14 @@ SCHEMA = {
         "stages": [{"stage": int, "peak": NUMBER, "items": dict}],
         "peak_by_recomputation": {"none": NUMBER, "selective": NUMBER, "full": NUMBER},
     },
+    "checkpoint": {
+        "saves": str,
+        "num_bytes": NUMBER,
+        "bytes_per_gpu": NUMBER,
+        "stall_s": NUMBER,
+        "write_s": NUMBER,
+        "time_share": NUMBER,
+    },
     "flops_per_token": NUMBER,
     "flops_formula": str,
     "speed": {

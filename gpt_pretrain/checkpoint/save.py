@@ -1,10 +1,10 @@
-"""Save checkpoints beside the training loop: the run stands still while its state is copied, and goes on meanwhile.
+"""Save checkpoints beside the training loop, which stands still only while its state is copied.
 
     save()  plan who writes what → room on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
                                                                            └→ a thread writes, hashes, syncs, renames
 
-A thread writes, not a process: what it does (writing, hashing, waiting for the disk) lets go of Python's lock, there is
-nothing to fork beside CUDA and no program to import anew, and what goes wrong in it is known at the next step.
+A thread writes, not a process. Writing, hashing and waiting for the disk release Python's lock; nothing forks beside
+CUDA, no process imports the program anew, and the next step knows what went wrong in the thread.
 """
 
 import shutil
@@ -83,8 +83,8 @@ class CheckpointSaver:
         self._trainable = trainable
         self._config = config.checkpoint
         self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
-        # A checkpoint of the clock's is one only in case the run dies before the next: the disk need not hold them all,
-        # nor may they count where checkpoints are kept for every so many steps.
+        # A checkpoint by the clock only guards against a crash before the next: the disk need not hold them all, and
+        # they must not push out those of every so many steps, which a rewind may need.
         self._has_stopgaps = config.checkpoint.keep_last is None or config.checkpoint.save_interval is not None
         self._stopgap: Path | None = None
         self._described: dict[str, Any] = {
@@ -98,7 +98,7 @@ class CheckpointSaver:
         self._buffer = HostBuffer()
         self._running: _Running | None = None
         self._waited_s = 0.0
-        # Two threads must not talk over one group: the writers' own, and the loop's for asking whether they are done.
+        # Two threads must not share a group: the writers have one, and the loop asks for news over another.
         several = torch.distributed.get_world_size() > 1
         self._writers = torch.distributed.new_group(backend="gloo") if several else None
         self._loop = torch.distributed.new_group(backend="gloo") if several else None
@@ -111,7 +111,7 @@ class CheckpointSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # The others may not get here after an error of this rank's own, but their writers answer this one's.
+        # After an error of this rank alone the others may not get here, but their writers answer this one's.
         if self._running is not None:
             self._running.thread.join()
         self._buffer.release()
@@ -194,7 +194,7 @@ class CheckpointSaver:
             self._asked.wait()
             self._asked = None
         running.thread.join()
-        # Training stands still for the next save that long already.
+        # The next save has held training that long already.
         self._waited_s = time.monotonic() - began
         problem, num_bytes, ended = None, 0, time.monotonic()
         try:
@@ -242,7 +242,7 @@ class CheckpointSaver:
         return on_rank_zero(begin)
 
     def _staged(self, share: Share) -> Share | str:
-        """The share in host memory, or why it is not: the other ranks hear that from this one's writer."""
+        """The share in host memory, or why it is not there: this rank's writer tells the other ranks."""
         try:
             return self._buffer.copy(share)
         except MemoryError as error:

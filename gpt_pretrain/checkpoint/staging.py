@@ -1,10 +1,10 @@
-"""From the sharded state to bytes in host memory: which rank writes what, planned by megatron-core, and copied at once.
+"""From the sharded state to bytes in host memory: megatron-core plans which rank writes what, each copies its share.
 
-While the copy is made the run stands still; what follows (writing, hashing, waiting for the disk) reads the copy alone,
-so that the run may go on meanwhile. megatron-core and torch plan: which parts of the whole this rank holds, and which
-rank of those that hold the same writes it (`FullyParallelSaveStrategyWrapper`: each about the same number of bytes).
-Their writers are not used: megatron-core's starts a process that imports the program anew, hands the bytes to a forked
-child, and tells of that child's death at the next save.
+The run stands still during the copy. Writing, hashing and waiting for the disk read only the copy, so the run goes on
+meanwhile. megatron-core and torch plan which parts of the whole this rank holds, and which of the ranks with the same
+part writes it (`FullyParallelSaveStrategyWrapper`: each about the same number of bytes). Their writers are not used:
+megatron-core's starts a process that imports the program anew, hands the bytes to a forked child, and reports the death
+of that child only at the next save.
 """
 
 import io
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 # torch.save puts a header and a directory around each tensor.
 _BYTES_AROUND_AN_ITEM = 4096
-# Tensors begin at multiples of this in the host's buffer, which fits every dtype.
+# Tensors begin at multiples of this in the host's buffer; it suits every dtype.
 _ALIGNMENT = 64
 
 
@@ -39,12 +39,12 @@ class Item:
     """One tensor or object that this rank writes."""
 
     write: WriteItem
-    """Whose part of the whole it is, in torch's words."""
+    """Which part of the whole it is, in torch's words."""
     data: torch.Tensor | io.BytesIO
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in a file, with what is around it."""
+        """Bytes that it takes in a file, header included."""
         data = self.data
         size = data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.numel() * data.dtype.itemsize
         return size + _BYTES_AROUND_AN_ITEM
@@ -56,7 +56,7 @@ class Share:
 
     items: list[Item]
     metadata: Metadata | None
-    """Of the whole checkpoint, on rank 0: what torch's reader looks up where a tensor lies."""
+    """Of the whole checkpoint, on rank 0: torch's reader looks up in it where a tensor lies."""
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +108,7 @@ def plan_share(state: dict[str, Any], directory: Path, content_metadata: dict[st
         "common_state", common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()
     )
     strategy = _Strategy()
-    # Ranks with the same tensors differ in their data alone, and in their part of the sequence.
+    # Ranks with the same tensors differ only in their data and their part of the sequence.
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     FullyParallelSaveStrategyWrapper(strategy, replicas).save(sharded, directory)
     return strategy.share
@@ -117,7 +117,7 @@ def plan_share(state: dict[str, Any], directory: Path, content_metadata: dict[st
 class HostBuffer:
     """Host memory for this rank's share, kept from save to save.
 
-    A copy from a GPU is fast only into pages that are locked, and locking them takes longer than the copy.
+    A copy from a GPU is fast only into locked pages, and locking them takes longer than the copy.
     """
 
     def __init__(self) -> None:

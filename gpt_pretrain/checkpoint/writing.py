@@ -1,17 +1,17 @@
 """From bytes in host memory to a checkpoint on the disk: written, hashed, synced, described, renamed.
 
-It touches neither the model nor the groups that training communicates over, so that it can run beside the training
-loop. A checkpoint appears in one piece:
+It touches neither the model nor the groups that training communicates over, so it can run beside the training loop. A
+checkpoint appears in one piece:
 
-    .step_00000300.unfinished/   each rank's files, hashed as they are written and synced; then, by rank 0, the
-                                 metadata, the sizes compared with what is on the disk, and manifest.json as the last
-    step_00000300/               the same, renamed
-    latest                       replaced, and what the retention does not keep removed
+    .step_00000300.unfinished/   each rank writes its files, hashes them on the way and syncs them; then rank 0 writes
+                                 the metadata, compares all sizes with the disk, and writes manifest.json last
+    step_00000300/               the same directory, renamed
+    latest                       replaced; then rank 0 removes what the retention does not keep
 
-A process that is killed anywhere in between leaves the newest complete checkpoint and the pointer to it as they were.
+A process that is killed anywhere in between leaves the newest complete checkpoint and `latest` as they were.
 
-Writing takes processors, for each GB 0.8 s to hash it and 0.3 s to hand it to the system. Steps that go on meanwhile
-come first.
+For each GB, writing takes 0.8 s of a processor to hash it and 0.3 s to hand it to the system. Training steps have
+priority.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from gpt_pretrain.checkpoint.staging import Item, Share
 from gpt_pretrain.checkpoint.state import FORMAT
 from gpt_pretrain.config.files import fsync
 
-# A rank writes its share as up to so many files side by side, each of at least so many bytes.
+# A rank writes its share as up to four files side by side, each of at least 256 MiB.
 _MAX_FILES, _BYTES_OF_A_FILE = 4, 256 * 1024**2
 # Added to the writers' niceness: they take a processor that training wants for a tenth of the time.
 _NICER = 10
@@ -72,7 +72,7 @@ def write_checkpoint(
 
     Args:
         destination: Where to; `destination.unfinished` is there, empty, and all ranks see it.
-        share: What this rank writes, in host memory; or why it cannot.
+        share: What this rank writes, in host memory; or the reason why it cannot.
         manifest: Everything but the files.
         group: Of all ranks, for CPU tensors, which nothing else uses meanwhile; None for a single rank.
 
@@ -80,8 +80,8 @@ def write_checkpoint(
         Bytes of all files.
 
     Raises:
-        SaveProblem: It could not be written, by this rank or by another; the same on all. What was complete before
-            stands as it was, and the unfinished directory is removed.
+        SaveProblem: This rank or another could not write it; the same on all. Complete checkpoints stand as they
+            were, and the unfinished directory is removed.
     """
     own = _RankReport({}, [], share) if isinstance(share, str) else _write_own_files(destination.unfinished, share)
     reports = _gathered(own, group)
@@ -135,7 +135,7 @@ def _let_training_go_first() -> None:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """torch.save leaves out a checksum that torch.load never looks at: 0.5 s per GB. The manifest has a better one."""
+    """torch.save leaves out its CRC-32, which torch.load never reads: 0.5 s per GB. The manifest has SHA-256."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -151,9 +151,9 @@ def _described(error: Exception, directory: Path) -> str:
 
 
 class _HashedFile(RawIOBase):
-    """A file that is hashed as it is written: of the bytes that were meant, whatever the disk makes of them.
+    """A file that hashes the bytes it is given, whatever the disk makes of them.
 
-    torch's writer says "unexpected pos" where the disk is full; the file remembers what the system said.
+    On a full disk torch's writer says "unexpected pos"; the file remembers what the system said.
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,14 +181,14 @@ class _HashedFile(RawIOBase):
             self._noting_errors(self._file.flush)
 
     def finish(self) -> FileDigest:
-        """Waits for the disk, closes the file, and says what it must be from now on."""
+        """Waits for the disk, and says what the file must be from now on."""
         self.flush()
         self._noting_errors(lambda: os.fsync(self._file.fileno()))
         return FileDigest(num_bytes=self._num_bytes, sha256=self._hash.hexdigest())
 
     def close(self) -> None:
         try:
-            # Also where it cannot be flushed: a file that stays open keeps its space after it is removed.
+            # Even if it cannot be flushed: an open file keeps its space after it is removed.
             self._noting_errors(self._file.close)
         finally:
             super().close()

@@ -16,7 +16,7 @@ from gpt_pretrain.training.watchdog import Watchdog
 class Saves:
     """Saves what is trained, beside the loop or while it waits; every rank has one and calls it at the same steps.
 
-    What was begun is settled at a later step: all but `reserve` raise a RunError where a save has failed and
+    A save that begins is settled at a later step: all methods but `reserve` raise a RunError if a save has failed and
     `checkpoint.on_save_error` is stop.
 
     Args:
