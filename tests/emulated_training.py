@@ -1,5 +1,6 @@
 """A tiny GPT in this process: what the application builds, with emulated FP8 or other layers, and batches to learn."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import Config
@@ -19,7 +21,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
-from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import StepResult, data_iterators, mean_loss, train_step, validate
@@ -161,3 +163,17 @@ def observed_training(training: Training, num_steps: int = 3) -> dict[str, Any]:
     with observe_products(training.chunks, listen):
         losses = [training.step() for _ in range(num_steps)]
     return {"losses": losses, "read": read}
+
+
+def lay_out_anew(config: Config) -> None:
+    """Opens the groups of another layout in processes whose groups are open, and closes those of the layout before.
+
+    A group of gloo's has threads that look for messages a hundred times a second until nothing refers to it, so that
+    nothing that was built in the former layout may be used any more.
+    """
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in list(distributed_c10d._world.pg_map):
+        if group != torch.distributed.GroupMember.WORLD:
+            torch.distributed.destroy_process_group(group)
+    lay_out_ranks(config.model)

@@ -1,7 +1,8 @@
 """Tiny runs that save in one layout and go on in another: the same on one rank in this process and on launched ones.
 
-A run takes `STEPS` steps, saves, and takes as many more; runs in other layouts load what it saved and take those again.
-Each rank writes what it saw as JSON, under the name of the case.
+A run takes `STEPS` steps, saves, and takes as many more; runs in other layouts load what it saved.
+Each rank writes what it saw as JSON, under the name of the case. What a run has loaded it saves again, so that all its
+tensors can be compared with those that were saved.
 """
 
 import hashlib
@@ -19,23 +20,26 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.manifest import read_manifest
 from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.state import RANDOM_STATES, Progress
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.parallel import data_parallel_rank, lay_out_ranks, process_groups
+from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
-from tests.emulated_training import TINY, Training, build_training_of, emulate
+from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
 from tests.optimizer_states import LEAN, SMALLEST
 
 STEPS = 3
+# What a case of loading ends with, if it does more.
+GOES_ON, SPOILT = "+", "!"
 # A step is four microbatches of one sequence.
 _RUN = (
     "model.micro_batch_size=1",
@@ -47,6 +51,8 @@ _RUN = (
 _DEEP = ("model.num_layers=4",)
 _BF16 = ("trainer.precision=bf16",)
 _EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.init_method_std=0.2")
+# In BF16 rounding alone would send tokens to another expert: each token meets all of them.
+_BF16_EXPERTS = (*_EXPERTS, *_BF16, "model.moe_router_topk=4")
 _DELAYED = emulate("delayed", "model.fp8_amax_history_len=4")
 
 # Name to number of ranks and overrides. `single` has a plain optimizer, the others of parallelism/ a distributed one.
@@ -91,9 +97,9 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
             *_EXPERTS,
         ],
     ),
-    "single.moe_bf16": (1, [*_EXPERTS, *_BF16]),
-    "ep2_plain.moe_bf16": (2, ["model.expert_model_parallel_size=2", *_EXPERTS, *_BF16]),
-    "ep2_small.moe_bf16": (2, ["parallelism=ep2", *_EXPERTS, *LEAN, *SMALLEST]),
+    "single.moe_bf16": (1, _BF16_EXPERTS),
+    "ep2_plain.moe_bf16": (2, ["model.expert_model_parallel_size=2", *_BF16_EXPERTS]),
+    "ep2_small.moe_bf16": (2, ["parallelism=ep2", *_BF16_EXPERTS, *LEAN, *SMALLEST]),
     "single.delayed": (1, _DELAYED),
     "tp2.delayed": (2, ["parallelism=tp2", *_DELAYED]),
     "single.sgd": (1, ["model.optim.name=sgd"]),
@@ -177,18 +183,33 @@ def save_in(config: Config, folder: Path, layout: str) -> None:
     _write(folder, f"{layout}.uncut", run_steps(training, progress))
 
 
-def load_in(config: Config, source: str, folder: Path, name: str, *, again: bool) -> None:
-    """Loads what was saved in another layout, and notes the steps after it under `name`.
+def load_in(config: Config, source: str, folder: Path, name: str, how: str) -> None:
+    """Loads what was saved in another layout, and saves it again as FOLDER/NAME.again/step_….
 
-    With `again` it is saved first: FOLDER/NAME.again/step_….
+    Args:
+        config: Of the layout that loads.
+        source: The layout that saved.
+        folder: Where checkpoints are.
+        name: Notes are written under it.
+        how: With `GOES_ON`, the steps after it are taken and noted. With `SPOILT`, one bit of one moment is turned over
+            on each rank in between.
     """
     training = build_training_of(config)
     checkpoint = verify_checkpoint(folder / source / f"step_{STEPS:08d}")
     restored = load_checkpoint(checkpoint, training.trainable, config, _fingerprints(config))
-    loaded = {"notes": list(restored.notes), "weights": _digest(training)}
-    if again:
-        _save(training, folder / f"{name}.again", restored.progress)
-    _write(folder, name, {**run_steps(training, restored.progress), **loaded})
+    seen = {"notes": list(restored.notes), "weights": _digest(training)}
+    if how == SPOILT:
+        _spoil_a_moment(training)
+    _save(training, folder / f"{name}.again", restored.progress)
+    if how == GOES_ON:
+        seen |= run_steps(training, restored.progress)
+    _write(folder, name, seen)
+
+
+def _spoil_a_moment(training: Training) -> None:
+    (part,) = training.trainable.optimizer.chained_optimizers
+    first = next(state["exp_avg"] for state in part.optimizer.state.values())
+    first.view(torch.int32).flatten()[0] ^= 1
 
 
 def _digest(training: Training) -> str:
@@ -196,7 +217,7 @@ def _digest(training: Training) -> str:
     digest = hashlib.sha256()
     for chunk in training.chunks:
         for weight in chunk.parameters():
-            digest.update(weight.detach().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(_bits(weight).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -220,23 +241,28 @@ def run_cases(folder: Path, cases: Iterable[str]) -> None:
 
     Args:
         folder: Where configurations are (`write_configs`), and where checkpoints and results go.
-        cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, `SOURCE>LAYOUT+` loads and saves again.
+        cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, with `GOES_ON` or `SPOILT` at its end as `load_in` says.
     """
     install_cpu_device()
     with process_groups(config_of("single", folder).model, read_launch(), detect_platform()):
         for case in cases:
-            *source, layout = case.removesuffix("+").split(">")
+            how = case[-1] if case.endswith((GOES_ON, SPOILT)) else ""
+            *source, layout = case.removesuffix(how).split(">")
             config = config_of(layout, folder)
-            parallel_state.destroy_model_parallel()
-            lay_out_ranks(config.model)
+            lay_out_anew(config)
             if source:
-                load_in(config, source[0], folder, f"{source[0]}.{layout}", again=case.endswith("+"))
+                load_in(config, source[0], folder, f"{source[0]}.{layout}{how.removesuffix(GOES_ON)}", how)
             else:
                 save_in(config, folder, layout)
 
 
-def saved_state(path: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint, put together from their pieces, and what layers keep as objects."""
+def saved_state(directory: Path) -> dict[str, Any]:
+    """All that a checkpoint holds but random states: tensors, put together from their pieces, and objects.
+
+    Args:
+        directory: Of the checkpoint's run, with one of step `STEPS`.
+    """
+    path = directory / f"step_{STEPS:08d}"
     reader = FileSystemReader(path)
     metadata = reader.read_metadata().state_dict_metadata
     state = {
@@ -244,15 +270,41 @@ def saved_state(path: Path) -> dict[str, Any]:
         if isinstance(entry, TensorStorageMetadata)
         else io.BytesIO()
         for key, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata) or "_extra_state" in key
+        if not key.startswith(RANDOM_STATES)
     }
     load(state, storage_reader=reader, no_dist=True)
     # megatron-core puts each object into a list.
     values = {key: value[0] if isinstance(value, list) else value for key, value in state.items()}
+    # Step counts and the schedule; the name ends with the number of ranks.
+    (common,) = [values.pop(key) for key in metadata if key.startswith("common_state/")]
+    manifest = read_manifest(path)
     return {
-        key: _decoded(value) if "_extra_state" in key and isinstance(value, torch.Tensor) else value
-        for key, value in values.items()
+        "common": common,
+        "progress": (manifest.step, manifest.consumed_samples),
+        **{
+            key: _decoded(value) if "_extra_state" in key and isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        },
     }
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """What does not have the same bits in two states of `saved_state`, or is in one of them alone."""
+    both = one.keys() & other.keys()
+    return (one.keys() ^ other.keys()) | {key for key in both if not _is_same(one[key], other[key])}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return not differing(one, other)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same_kind = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return same_kind and _bits(one).equal(_bits(other))
+    return bool(one == other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _decoded(pickled: torch.Tensor) -> dict[str, torch.Tensor]:

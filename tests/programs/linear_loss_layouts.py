@@ -7,14 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.core import parallel_state
-
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
+from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from tests.emulated_training import TINY
+from tests.emulated_training import TINY, lay_out_anew
 from tests.linear_loss_training import compare_variants, differences
 
 # Everything off and everything on; what each of the two does is told apart in one process.
@@ -32,8 +30,7 @@ def main() -> None:
     found = {}
     with process_groups(configs[cases[0]].model, launch, detect_platform()):
         for case, config in configs.items():
-            parallel_state.destroy_model_parallel()
-            lay_out_ranks(config.model)
+            lay_out_anew(config)
             found[case] = differences(compare_variants(config, ALL, masked="masked" in case))
     (folder / f"{launch.rank}.json").write_text(json.dumps(found))
 
