@@ -181,6 +181,13 @@ def test_a_configuration_written_as_yaml_reads_back_the_same(tmp_path):
     assert "library: none" in path.read_text()
 
 
+def test_what_an_earlier_version_has_saved_is_read_as_it_ran(tmp_path):
+    path = tmp_path / "config.yaml"
+    lines = config_to_yaml(load_config(["data=mock"])).splitlines()
+    path.write_text("\n".join(line for line in lines if "save_interval_minutes" not in line))
+    assert load_saved_config(path) == load_config(["data=mock", "checkpoint.save_interval_minutes=null"])
+
+
 def test_values_are_typed():
     config = load_config(["trainer.max_steps=1e3", "model.optim.lr=1", "model.optim.betas=[0,0.5]"])
     assert config.trainer.max_steps == 1000

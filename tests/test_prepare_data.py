@@ -1,6 +1,5 @@
 """`python -m gpt_pretrain.prepare_data`: what it leaves is what the training's own preparation finds."""
 
-
 import pytest
 
 from gpt_pretrain.commands.prepare_data import main

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import FORMAT, METADATA
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.load import read_config
+from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -80,7 +80,7 @@ def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
     """
     path = path.absolute()
     manifest = read_manifest(path)
-    config, problems = read_config(OmegaConf.create(dict(manifest.config)))
+    config, problems = read_saved_config(OmegaConf.create(dict(manifest.config)))
     if config is None:
         listed = "; ".join(problems)
         raise UserError(

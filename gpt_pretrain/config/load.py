@@ -25,6 +25,9 @@ from gpt_pretrain.config.keys import (
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.values import WrongValue, convert
 
+# Keys that saved configurations of earlier versions lack, with the values that do what those versions did.
+_LATER_KEYS = {"checkpoint": {"save_interval_minutes": None}}
+
 
 def section_problem(path: str, value: Any) -> str:
     """What is told about a value where a section of keys belongs."""
@@ -157,7 +160,14 @@ def load_saved_config(path: Path) -> Config:
         raise ConfigError([f"{path} cannot be read: {error}"]) from error
     if not isinstance(composed, DictConfig):
         raise ConfigError([f"{path} holds no configuration but a list"])
-    config, problems = read_config(composed)
+    config, problems = read_saved_config(composed)
     if config is None:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return config
+
+
+def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
+    """`read_config` of what a run has saved, of this version or an earlier one with fewer keys (`_LATER_KEYS`)."""
+    whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
+    assert isinstance(whole, DictConfig)
+    return read_config(whole)
