@@ -58,7 +58,11 @@ class Run:
         for rank in ranks or range(len(self.pids)):
             if rank not in self.codes:
                 # A child that has ended waits for its parent to ask for its exit code: the number is its own.
-                os.killpg(self.pids[rank], signal.SIGKILL)
+                try:
+                    os.killpg(self.pids[rank], signal.SIGKILL)
+                except ProcessLookupError:
+                    # It has not made its own group yet.
+                    os.kill(self.pids[rank], signal.SIGKILL)
 
     def wait_as_torchrun(self, timeout_s: float) -> int:
         """Exit code of a launcher that ends all ranks when one has failed.
