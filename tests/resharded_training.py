@@ -256,14 +256,13 @@ def run_cases(folder: Path, cases: Iterable[str]) -> None:
                 save_in(config, folder, layout)
 
 
-def saved_state(directory: Path) -> dict[str, Any]:
+def saved_state(checkpoint: Path) -> dict[str, Any]:
     """All that a checkpoint holds but random states: tensors, put together from their pieces, and objects.
 
     Args:
-        directory: Of the checkpoint's run, with one of step `STEPS`.
+        checkpoint: Its directory, step_….
     """
-    path = directory / f"step_{STEPS:08d}"
-    reader = FileSystemReader(path)
+    reader = FileSystemReader(checkpoint)
     metadata = reader.read_metadata().state_dict_metadata
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -277,7 +276,7 @@ def saved_state(directory: Path) -> dict[str, Any]:
     values = {key: value[0] if isinstance(value, list) else value for key, value in state.items()}
     # Step counts and the schedule; the name ends with the number of ranks.
     (common,) = [values.pop(key) for key in metadata if key.startswith("common_state/")]
-    manifest = read_manifest(path)
+    manifest = read_manifest(checkpoint)
     return {
         "common": common,
         "progress": (manifest.step, manifest.consumed_samples),

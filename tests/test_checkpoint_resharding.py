@@ -37,6 +37,8 @@ from tests.resharded_training import (
 )
 from tests.rounding import gradient_tolerance, loss_tolerance
 
+STEP = f"step_{STEPS:08d}"
+
 # All launches are in the first test's fixture.
 pytestmark = pytest.mark.timeout(900)
 
@@ -135,7 +137,7 @@ def seen(results, case, layout):
 # Each source is compared with several targets in turn.
 @lru_cache(maxsize=1)
 def saved_by(source, results):
-    return saved_state(results / source)
+    return saved_state(results / source / STEP)
 
 
 def samples_by_step(ranks):
@@ -157,7 +159,7 @@ def samples_by_step(ranks):
 
 @pair_parameters(PAIRS)
 def test_every_bit_comes_through_any_layout(source, target, results):
-    before, after = saved_by(source, results), saved_state(results / f"{source}.{target}.again")
+    before, after = saved_by(source, results), saved_state(results / f"{source}.{target}.again" / STEP)
     moments = ["momentum_buffer"] if "sgd" in source else ["exp_avg", "exp_avg_sq"]
     masters = ["fp32_param"] if "bf16" in source else []
     scales = {key for key in before if "_extra_state" in key}
@@ -185,7 +187,7 @@ def test_every_bit_comes_through_any_layout(source, target, results):
 
 def test_one_bit_of_a_moment_would_show(results):
     source, target = CONTROL
-    found = differing(saved_by(source, results), saved_state(results / f"{source}.{target}{SPOILT}.again"))
+    found = differing(saved_by(source, results), saved_state(results / f"{source}.{target}{SPOILT}.again" / STEP))
     # One on each rank, of the same tensor or of two.
     assert len(found) in (1, 2)
     assert all(key.startswith("optimizer.state.exp_avg.") for key in found)
@@ -212,7 +214,7 @@ def test_run_goes_on_where_any_layout_saved(source, target, results):
 
 @pytest.mark.parametrize(("source", "target"), [("tp2_pp2", "single"), ("dp2.bf16", "single.bf16")])
 def test_weights_alone_come_from_any_layout(source, target, results):
-    path = results / source / f"step_{STEPS:08d}"
+    path = results / source / STEP
     config = config_of(target, results)
     with process_groups(config.model, read_launch({}), detect_platform()):
         training = build_training_of(config)
