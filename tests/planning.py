@@ -3,7 +3,7 @@
 from functools import cache
 
 from gpt_pretrain.plan.forecast import Plan, build_plan
-from gpt_pretrain.plan.world import planned_launch
+from gpt_pretrain.plan.machine import planned_launch
 from gpt_pretrain.rules.gate import load_config
 
 # What ran by default up to 2026-11-21: measurements of those days are of it.

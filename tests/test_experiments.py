@@ -9,8 +9,8 @@ from gpt_pretrain.benchmark.variants import benchmark_problems, read_variants
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.plan.forecast import build_plan
+from gpt_pretrain.plan.machine import planned_launch
 from gpt_pretrain.plan.memory import GIB
-from gpt_pretrain.plan.world import planned_launch
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from tests.launching import run_ranks

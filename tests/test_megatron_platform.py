@@ -1,5 +1,6 @@
 """What a machine offers decides the nulls of the kernel keys, and which explicit settings are refused."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
@@ -14,6 +15,7 @@ from gpt_pretrain.spec.kernels import Kernels, describe_kernels
 from gpt_pretrain.spec.platform import Platform, detect_platform
 from gpt_pretrain.spec.resolved import resolve
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
+from tests.refusals import Refused, Rules, check_refused, check_told, compose_quickly
 
 GPU_WITHOUT_TE, GPU = H200_WITHOUT_TE, H200
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
@@ -51,6 +53,19 @@ def launched(local_rank: int = 0, local_world_size: int = 1) -> Launch:
         local_rank=local_rank,
         local_world_size=local_world_size,
     )
+
+
+def problems_on(platform: Platform) -> Rules:
+    """What a machine cannot meet of a command line."""
+
+    def problems(overrides: Sequence[str], _: int | None) -> list[str]:
+        try:
+            check_machine(spec_of(compose_quickly(overrides), platform, launched()))
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
+    return problems
 
 
 def active(kernels: Kernels) -> set[str]:
@@ -92,7 +107,7 @@ def active(kernels: Kernels) -> set[str]:
         ),
         (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         (B200, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
-        # What it does not go with is left out for, as it would be refused.
+        # Settings that exclude it come first, as it would be refused beside them.
         (GPU, ["model=gpt2_124m", "fp8=delayed", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
         (
             GPU,
@@ -192,128 +207,100 @@ def test_explicit_false_stands(key: str) -> None:
         check_machine(spec_of(config, platform, launched()))
 
 
-NO_CUDA = "is compiled for a GPU, and there is no CUDA device; use null or false"
+LEAN = "model.optim.use_precision_aware_optimizer=true model.use_distributed_optimizer=true"
+A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
 
 
 @pytest.mark.parametrize(
-    ("platform", "overrides", "problems"),
+    ("platform", "row"),
     [
+        *(
+            (platform, Refused(f"model.{TE}=true", told=f"model.{TE}=true {why}", offers=f"model.{TE}=null,false"))
+            for platform, why in (
+                (CPU, "CUDA device"),
+                (GPU_WITHOUT_TE, "installed pip '.[te]'"),
+                (GPU_WITH_BROKEN_TE, "OSError: libcublas.so.13"),
+            )
+        ),
+        *(
+            (CPU, Refused(f"model.{key}=true", told=f"model.{key}=true CUDA", offers=f"model.{key}=null,false"))
+            for key in (ACTIVATION, DROPOUT)
+        ),
+        (CPU, Refused(NATIVE, told=f"{NATIVE} CUDA", offers="model.cross_entropy_fusion_impl=null,linear")),
         (
             CPU,
-            [f"model.{TE}=true"],
-            [
-                "model.transformer_engine=true, but Transformer Engine cannot be used here: there is no CUDA device. "
-                "Use null (where it is there) or false"
-            ],
+            Refused(
+                LEAN,
+                told="model.optim.use_precision_aware_optimizer=true trainer.precision=auto fp32 CUDA",
+                offers="trainer.precision=bf16 | model.optim.use_precision_aware_optimizer=false",
+            ),
         ),
         (
-            GPU_WITHOUT_TE,
-            [f"model.{TE}=true"],
-            [
-                "model.transformer_engine=true, but Transformer Engine cannot be used here: it is not installed; "
-                f"{INSTALL_TE}. Use null (where it is there) or false"
-            ],
+            A100,
+            Refused(
+                f"{LEAN} model.optim.exp_avg_dtype=fp8",
+                told="model.optim.exp_avg_dtype=fp8 8.9 A100 8.0",
+                offers="model.optim.exp_avg_dtype=fp16,bf16,fp32",
+            ),
         ),
-        (
-            GPU_WITH_BROKEN_TE,
-            [f"model.{TE}=true"],
-            [
-                "model.transformer_engine=true, but Transformer Engine cannot be used here: OSError: libcublas.so.13 "
-                "is missing. Use null (where it is there) or false"
-            ],
-        ),
-        (
-            CPU,
-            [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", NATIVE],
-            [
-                *(f"model.{key}=true {NO_CUDA}" for key in (ACTIVATION, DROPOUT)),
-                f"{NATIVE} is compiled for a GPU, and there is no CUDA device; use null or linear",
-            ],
-        ),
-        (
-            CPU,
-            ["model.optim.use_precision_aware_optimizer=true", "model.use_distributed_optimizer=true"],
-            [
-                "model.optim.use_precision_aware_optimizer=true is for weights in BF16, and trainer.precision=auto is "
-                "fp32 without a CUDA device; use trainer.precision=bf16, or false"
-            ],
-        ),
-        (
-            replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0)),
-            [
-                "model.optim.use_precision_aware_optimizer=true",
-                "model.use_distributed_optimizer=true",
-                "model.optim.exp_avg_dtype=fp8",
-            ],
-            [
-                "model.optim.exp_avg_dtype=fp8 needs a GPU with E4M3 (compute capability 8.9 or newer), and this is "
-                "NVIDIA A100, compute capability 8.0; use fp16, bf16 or fp32"
-            ],
-        ),
-        (
-            CPU,
-            [f"model.{ROPE}=true"],
-            ["model.apply_rope_fusion=true needs Transformer Engine layers; use null or false"],
-        ),
+        (CPU, Refused(f"model.{ROPE}=true", offers=f"model.{ROPE}=null,false")),
         (
             GPU,
-            [f"model.{QKV}=true", f"model.{TE}=false"],
-            ["model.fused_single_qkv_rope=true needs Transformer Engine layers; use null or false"],
+            Refused(f"model.{QKV}=true model.{TE}=false", told=f"model.{QKV}=true", offers=f"model.{QKV}=null,false"),
         ),
         (
             GPU_WITHOUT_TE,
-            [f"model.{SOFTMAX}=true"],
-            [
-                "model.masked_softmax_fusion=true has no effect: apex's softmax kernels are not installed; "
-                "use null or false",
-            ],
+            Refused(f"model.{SOFTMAX}=true", told=f"model.{SOFTMAX}=true apex", offers=f"model.{SOFTMAX}=null,false"),
         ),
         (
             GPU_WITH_APEX,
-            [f"model.{SOFTMAX}=true"],
-            [
-                "model.masked_softmax_fusion=true has no effect: Transformer Engine layers have their own attention; "
-                "use null or false"
-            ],
+            Refused(
+                f"model.{SOFTMAX}=true",
+                told=f"model.{SOFTMAX}=true Transformer Engine",
+                offers=f"model.{SOFTMAX}=null,false",
+            ),
         ),
         (
             GPU_WITHOUT_TE,
-            ["model.context_parallel_size=2"],
-            [
-                "model.context_parallel_size=2 needs Transformer Engine's attention: it is not installed; "
-                f"{INSTALL_TE}. Use 1"
-            ],
+            Refused(
+                "model.context_parallel_size=2",
+                told="model.context_parallel_size=2 installed '.[te]'",
+                offers="model.context_parallel_size=1",
+            ),
         ),
         (
             GPU,
-            ["model.context_parallel_size=2", f"model.{TE}=false"],
-            [
-                "model.context_parallel_size=2 needs Transformer Engine's attention: model.transformer_engine=false "
-                "excludes it. Use 1"
-            ],
+            Refused(f"model.context_parallel_size=2 model.{TE}=false", offers="model.context_parallel_size=1"),
         ),
         (
             GPU,
-            ["trainer.precision=fp32"],
-            [
-                "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
-                "model.transformer_engine=false"
-            ],
+            Refused(
+                "trainer.precision=fp32",
+                told="trainer.precision=fp32 TF32",
+                offers=f"trainer.precision=bf16 | model.{TE}=false",
+            ),
         ),
         (
             GPU_WITHOUT_TE,
-            ["trainer.precision=fp32", NATIVE],
-            [f"{NATIVE} rounds the gradient of the logits to BF16, and trainer.precision=fp32; use null or linear"],
+            Refused(
+                f"{NATIVE} trainer.precision=fp32",
+                told=f"{NATIVE} trainer.precision=fp32 BF16",
+                offers="model.cross_entropy_fusion_impl=null,linear",
+            ),
         ),
     ],
 )
-def test_explicit_setting_that_cannot_be_met_is_refused(
-    platform: Platform, overrides: list[str], problems: list[str]
-) -> None:
-    config = load_config(["data=mock", "model=llama3_8b", *overrides])
-    with pytest.raises(ConfigError) as refused:
-        check_machine(spec_of(config, platform, launched()))
-    assert list(refused.value.problems) == problems
+def test_explicit_setting_that_cannot_be_met_is_refused(platform: Platform, row: Refused) -> None:
+    check_refused(
+        replace(row, overrides=f"data=mock model=llama3_8b {row.overrides}", told=row.told or row.overrides),
+        problems_on(platform),
+    )
+
+
+def test_all_settings_that_cannot_be_met_are_told_together() -> None:
+    keys = f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", NATIVE
+    problems = problems_on(CPU)(["data=mock", "model=llama3_8b", *keys], None)
+    assert len(problems) == len(keys)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +326,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
     check_machine(spec_of(config, CPU, launched(local_rank=8, local_world_size=9)))
     with pytest.raises(ConfigError) as refused:
         check_machine(spec_of(config, GPU, launched(local_rank=8, local_world_size=9)))
-    assert str(refused.value) == (
-        "the launcher started 9 processes on this node, which has 8 GPU(s); start one per GPU"
-    )
+    check_told(str(refused.value), ["the launcher", "9", "8"])
 
 
 @pytest.mark.parametrize(
@@ -382,8 +367,8 @@ def test_header_names_the_active_parts(platform: Platform, layers: str, fused: s
 )
 def test_gpu_without_transformer_engine_is_told(platform: Platform, overrides: list[str], told: str | None) -> None:
     notes = machine_notes(spec_of(load_config(["data=mock", *overrides]), platform))
-    prefix = "This GPU runs megatron-core's local layers, without Transformer Engine: "
-    assert notes == ([] if told is None else [prefix + told])
+    assert len(notes) == (told is not None)
+    assert all(told is not None and note.endswith(told) for note in notes)
 
 
 def test_detected_platform_agrees_with_itself() -> None:

@@ -402,7 +402,7 @@ ELSEWHERE = {
     ),
     # Refused, but for its only value, which is a constant of the translation.
     "rules/no_effect.py": ("model.fp8_interval",),
-    "rules/overlap.py": ("model.nccl_ub",),
+    "rules/kernels.py": ("model.nccl_ub",),
     # Compared with what the launcher started.
     "rules/training.py": ("trainer.devices", "trainer.num_nodes"),
     "megatron/model.py": (

@@ -11,7 +11,7 @@ from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import host_memory, out_of_memory
-from gpt_pretrain.plan.machine import planned_platform
+from gpt_pretrain.plan.machine import planned_launch, planned_platform
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.out_of_memory import (
     check_states_fit,
@@ -19,7 +19,6 @@ from gpt_pretrain.plan.out_of_memory import (
     plan_remedies,
     ran_out_of_memory,
 )
-from gpt_pretrain.plan.world import planned_launch
 from gpt_pretrain.rules.gate import load_config
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of

@@ -213,7 +213,7 @@ def test_nemos_override_string_lands_where_it_should():
         (
             ("fp8=delayed",),
             "model.fp8_interval",
-            "Transformer Engine ignores it since 1.8 and computes new scales at every step",
+            "Transformer Engine ignores it and computes new scales at every step (since 1.8)",
         ),
         (("fp8=delayed",), "model.num_layers_at_end_in_bf16", "model.first_last_layers_bf16=false"),
         (("fp8=delayed",), "model.fp8_margin", ""),

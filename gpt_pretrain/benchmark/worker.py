@@ -183,9 +183,8 @@ def forecast(config: Config) -> Forecast:
         ConfigError: The planned machine refuses it.
     """
     from gpt_pretrain.plan.forecast import build_plan
-    from gpt_pretrain.plan.machine import platform_problems
+    from gpt_pretrain.plan.machine import planned_launch, platform_problems
     from gpt_pretrain.plan.memory import GIB
-    from gpt_pretrain.plan.world import planned_launch
 
     launch = planned_launch(config)
     problems = platform_problems(config, launch)

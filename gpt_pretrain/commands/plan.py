@@ -15,7 +15,7 @@ from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
-from gpt_pretrain.plan.world import planned_launch, planned_problems
+from gpt_pretrain.plan.machine import planned_launch, planned_problems, platform_problems
 from gpt_pretrain.rules.gate import Job
 
 PROGRAM = Program(
@@ -50,7 +50,6 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     from gpt_pretrain.plan.console import print_plan
     from gpt_pretrain.plan.document import write_plan
     from gpt_pretrain.plan.forecast import build_plan
-    from gpt_pretrain.plan.machine import platform_problems
 
     names = [" ".join(job.overrides) for job in jobs]
     problems = [

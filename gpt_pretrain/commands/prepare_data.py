@@ -16,7 +16,7 @@ from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.world import planned_problems
+from gpt_pretrain.plan.machine import planned_problems
 from gpt_pretrain.rules.gate import Job
 
 PROGRAM = Program(

@@ -1,6 +1,6 @@
 """What follows from the facts: which recipes run here, what each part of a run runs on, and whether it trains at all.
 
-Whether a recipe runs is decided by the rules that training itself asks (`rules.machine_fp8`).
+Whether a recipe runs is decided by the rules that training itself asks (`rules.machine`).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from gpt_pretrain.doctor.facts import (
     TransformerEngine,
 )
 from gpt_pretrain.doctor.findings import list_findings
-from gpt_pretrain.rules.machine_fp8 import recipe_variable_problems, why_no_recipe
+from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform
 from gpt_pretrain.spec.recipes import RECIPES, Recipe

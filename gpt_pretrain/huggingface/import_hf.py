@@ -38,8 +38,8 @@ from gpt_pretrain.huggingface.weight_files import WEIGHT_TYPES, WeightFiles
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.translate import translate_transformer
+from gpt_pretrain.rules.check import model_problems
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.rules.model import model_problems
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.resolved import resolve
 from gpt_pretrain.spec.run_spec import build_run_spec

@@ -1,15 +1,18 @@
-"""Memory that a run has not: refused before the start where it is sure, and explained where it runs out on the way.
+"""Memory that a run lacks: refused before the start where that is certain, and explained where it runs out later.
 
-What is told is the forecast for the run, what was used, and which keys would help, and how much.
+The message tells the forecast for the run, what was used, and which keys would save how much.
 
-The forecast is the plan's, for the machine that the run is on instead of a planned one. It was calibrated on GPUs; of a
-run on the CPU it says how the memory divides, and less exactly how much it is.
+The forecast is the plan's, for the machine of the run instead of a planned one. It was calibrated on GPUs; for a run on
+the CPU it tells how the memory divides, and less exactly the total. A process there may have the machine's memory, or
+what its container or Slurm job leaves it.
 """
 
+import os
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +23,52 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.hardware import GPUS, Gpu
-from gpt_pretrain.plan.host_memory import host_memory_bytes
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
 from gpt_pretrain.spec.run_spec import build_run_spec
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_MEMORY = Path("/proc/meminfo")
+
+
+def host_memory_bytes() -> tuple[int, str]:
+    """The bytes, swap included, and whose they are: "this machine" or "this process's control group"."""
+    installed, swap = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _swap_bytes()
+    limit = min(_limits(), default=installed)
+    if limit < installed:
+        return limit + swap, "this process's control group"
+    return installed + swap, "this machine"
+
+
+def _swap_bytes() -> int:
+    if _MEMORY.is_file():
+        for line in _MEMORY.read_text().splitlines():
+            if line.startswith("SwapTotal:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _limits() -> Iterator[int]:
+    """Limits of this process's control group and of those that it is in, as Linux's cgroup v2 and v1 write them."""
+    if not _OWN_GROUPS.is_file():
+        return
+    for line in _OWN_GROUPS.read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            root, name = _GROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, and only the root is there.
+        group = root / own.lstrip("/")
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            file = folder / name
+            if file.is_file() and (said := file.read_text().strip()).isdigit():
+                yield int(said)
+
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01

@@ -1,18 +1,45 @@
-"""The cross-field rules: combinations that no single key can be blamed for, found before torch is imported."""
+"""All cross-field rules, in the order in which they are told, found before torch is imported."""
+
+from collections.abc import Iterator
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.model import model_problems
+from gpt_pretrain.rules.experts import expert_problems
+from gpt_pretrain.rules.fp8 import fp8_problems
+from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
+from gpt_pretrain.rules.kernels import fused_kernel_problems, gradients, graph_problems, tensor_parallel_overlap
+from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
+from gpt_pretrain.rules.model import (
+    fusions,
+    numbers,
+    pipeline,
+    positions,
+    recomputation,
+    sizes_are_positive,
+    world_and_batch,
+)
 from gpt_pretrain.rules.no_effect import no_effect_problems
-from gpt_pretrain.rules.training import training_problems
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.rules.optimizer import optimizer, optimizer_memory, schedule
+from gpt_pretrain.rules.training import (
+    corpus,
+    determinism,
+    files,
+    launched,
+    reports,
+    rewinds,
+    splits,
+    start,
+    tokenizer,
+    trainer,
+)
+from gpt_pretrain.spec.resolved import Resolved, resolve
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """Every violated rule, as a message; without `launch`, the rules about the world size are left out."""
     run = resolve(config)
-    return [*no_effect_problems(run), *model_problems(run, launch), *training_problems(run, launch)]
+    return [*no_effect_problems(run), *model_problems(run, launch), *_training_problems(run, launch)]
 
 
 def check_config(config: Config, launch: Launch) -> None:
@@ -24,3 +51,54 @@ def check_config(config: Config, launch: Launch) -> None:
     problems = config_problems(config, launch)
     if problems:
         raise ConfigError(problems)
+
+
+def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
+    """All problems of `model.` except data and optimizer; without `launch`, without the rules about the world size."""
+    model = run.model
+    sizes = list(sizes_are_positive(model))
+    yield from sizes
+    yield from numbers(model)
+    yield from gradients(model)
+    yield from graph_problems(run)
+    yield from fusions(model)
+    yield from fused_kernel_problems(run, sizes_known=not sizes)
+    yield from fp8_problems(run, sizes_known=not sizes)
+    if sizes:
+        return
+    shapes = [
+        *attention_heads(model, launch),
+        *rotated_pairs(model),
+        *positions(model),
+        *widths_over_tensor_ranks(model),
+        *pipeline(model, launch),
+        *sequence(model),
+        *expert_problems(run, launch),
+    ]
+    yield from shapes
+    if not shapes:
+        # The shapes on a rank are known only where everything divides.
+        yield from fp8_shape_problems(run)
+    yield from recomputation(model)
+    yield from tensor_parallel_overlap(run, launch)
+    if launch is not None:
+        yield from world_and_batch(model, launch)
+
+
+def _training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
+    """All problems outside the architecture; without `launch`, the rules about the world size are left out."""
+    config = run.config
+    yield from optimizer(config)
+    yield from optimizer_memory(run)
+    yield from schedule(config)
+    yield from corpus(config.model.data)
+    yield from splits(config)
+    yield from tokenizer(config)
+    yield from trainer(config.trainer)
+    yield from rewinds(config)
+    yield from determinism(config)
+    yield from files(config)
+    yield from start(config.checkpoint)
+    yield from reports(config)
+    if launch is not None:
+        yield from launched(config.trainer, launch)

@@ -1,7 +1,7 @@
 """Cross-field rules of a mixture of experts: how many, how tokens find them, and how ranks share them out.
 
 Each rule yields one message. The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and
-Transformer Engine 2.12; what is refused as unproven is what this project does not carry through to its end.
+Transformer Engine 2.12. Combinations refused as unproven have no test here that carries them through training.
 """
 
 from collections.abc import Iterator
@@ -27,52 +27,54 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
             f"{': ' if why else ''}{why}; use {one_of(list(range(2, experts + 1)))}"
         )
     if model.moe_aux_loss_coeff < 0:
-        yield f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} is negative; use 0 or more"
+        yield f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} is negative; use 0.01 or another above 0"
     elif model.moe_aux_loss_coeff == 0 and model.moe_router_load_balancing_type is not MoeLoadBalancing.none:
         yield (
-            "model.moe_aux_loss_coeff=0 leaves nothing of model.moe_router_load_balancing_type="
-            f"{model.moe_router_load_balancing_type.name}; use a coefficient, or "
+            "model.moe_aux_loss_coeff=0 switches off model.moe_router_load_balancing_type="
+            f"{model.moe_router_load_balancing_type.name}; use a coefficient above 0, or "
             "model.moe_router_load_balancing_type=none"
         )
     elif model.moe_router_load_balancing_type is MoeLoadBalancing.none and model.moe_aux_loss_coeff not in (0.01, 0.0):
         yield (
             f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} has no effect with "
-            "model.moe_router_load_balancing_type=none; leave it out, or choose a load-balancing loss"
+            "model.moe_router_load_balancing_type=none; leave it out, or use moe_router_load_balancing_type=aux_loss"
         )
     if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
         yield f"model.moe_z_loss_coeff={model.moe_z_loss_coeff} is not positive; use null for none"
 
 
 def expert_layers(model: ModelConfig) -> Iterator[str]:
-    """What the layers around and inside of experts must be."""
+    """What experts require of their own layers and of those around them."""
     tp = model.tensor_model_parallel_size
     if model.bias:
-        yield "model.bias=true is not carried through to experts; use model.bias=false (model.qkv_bias may be true)"
+        yield "model.bias=true is not implemented for experts; use model.bias=false (model.qkv_bias may be true)"
     if tp > 1 and not model.sequence_parallel:
         yield (
-            f"model.tensor_model_parallel_size={tp} with experts needs model.sequence_parallel=true: all of its ranks "
-            "would route all tokens; use parallelism=tp2_sp, or tensor_model_parallel_size=1"
+            f"model.tensor_model_parallel_size={tp} with experts needs model.sequence_parallel=true: otherwise every "
+            "rank routes all tokens; use parallelism=tp2_sp, or tensor_model_parallel_size=1"
         )
     if model.context_parallel_size > 1:
         yield (
             f"model.context_parallel_size={model.context_parallel_size} with experts (model.num_moe_experts) is not "
-            "proven: routers would balance each part of a sequence by itself; use context_parallel_size=1"
+            "proven: each router would balance only its part of a sequence; use context_parallel_size=1"
         )
     if model.moe_grouped_gemm and model.transformer_engine is False:
         yield (
-            "model.moe_grouped_gemm=true is a product of Transformer Engine's, and model.transformer_engine=false; "
+            "model.moe_grouped_gemm=true needs Transformer Engine's layers, and model.transformer_engine=false; "
             "use moe_grouped_gemm=null"
         )
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:
-    """Experts over ranks, and the matrices of each over its ranks."""
+    """Experts over ranks, and the matrices of an expert over its ranks."""
     ep, etp = model.expert_model_parallel_size, expert_tensor_parallel_size(model)
     pp = model.pipeline_model_parallel_size
+    per_stage = None if launch is None or launch.world_size % pp else launch.world_size // pp
+    legal = [size for size in divisors(experts) if per_stage is None or per_stage % (size * etp) == 0]
     if experts % ep:
         yield (
             f"model.num_moe_experts={experts} is not divisible by model.expert_model_parallel_size={ep}; "
-            f"use {one_of(divisors(experts))}"
+            f"use expert_model_parallel_size={one_of(legal or divisors(experts))}"
         )
     key = "tensor_model_parallel_size" if model.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
     inner = moe_ffn_hidden_size(model)
@@ -82,9 +84,7 @@ def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Ite
             f"model.{name}={inner} is not divisible by model.{key}={etp}; use {one_of(multiples_near(inner, etp))}, "
             "or model.expert_tensor_parallel_size=1"
         )
-    if launch is not None and launch.world_size % pp == 0 and launch.world_size // pp % (ep * etp):
-        per_stage = launch.world_size // pp
-        legal = [size for size in divisors(experts) if per_stage % (size * etp) == 0]
+    if launch is not None and per_stage is not None and per_stage % (ep * etp):
         way = f"use expert_model_parallel_size={one_of(legal)}, or " if legal else ""
         yield (
             f"model.expert_model_parallel_size={ep} × model.{key}={etp} does not divide the {per_stage} processes of a "
@@ -93,7 +93,7 @@ def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Ite
 
 
 def fp8_experts(run: Resolved) -> Iterator[str]:
-    """FP8 and experts: what reaches their products, and what is proven to."""
+    """FP8 and experts: what their products can use, and what is proven."""
     model = run.model
     if run.fp8 is None:
         if model.moe_router_padding_for_quantization:
@@ -104,8 +104,8 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         return
     if model.fp8_emulate:
         yield (
-            "model.fp8_emulate=true does not reach the products of experts (model.num_moe_experts); "
-            "use fp8=none, or a GPU with FP8"
+            "model.fp8_emulate=true does not cover the products of experts (model.num_moe_experts); "
+            "use fp8_emulate=false (on a GPU with FP8, or with fp8=none)"
         )
     if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
         yield (
@@ -116,7 +116,7 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         yield "model.fp8_params=true is not proven with experts (model.num_moe_experts); use false"
     if model.moe_grouped_gemm is False:
         yield (
-            "model.moe_grouped_gemm=false with FP8: single products of an expert's few tokens are not proven; "
+            "model.moe_grouped_gemm=false with FP8: separate products over an expert's few tokens are not proven; "
             "use null or true"
         )
     if model.moe_router_padding_for_quantization and model.moe_token_dispatcher_type is not MoeTokenDispatcher.alltoall:
@@ -131,7 +131,7 @@ def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
 
     Args:
         run: The run.
-        launch: The run's processes; None leaves out what depends on their number.
+        launch: The run's processes; None leaves out the rules about their number.
     """
     model = run.model
     if model.num_moe_experts is None:

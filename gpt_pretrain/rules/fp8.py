@@ -1,15 +1,15 @@
-"""Cross-field rules of FP8: each trap of the stack below, found on the laptop and not hours into a run.
+"""Cross-field rules of FP8: each trap of the stack below, found on a laptop instead of hours into a run.
 
-Each rule yields one message: the keys and values in conflict, the rule, and the way out. What the shapes of the matrix
-products must be is in `rules.fp8_shapes`, what a machine must have in `spec.platform`. The sources are those of
-megatron-core 0.19.2 and Transformer Engine (TE) 2.12.
+Each rule yields one message: the keys and values in conflict, the rule, and the way out. `rules.fp8_shapes` has the
+shapes of the matrix products, `rules.machine` the machine. The rules were read in megatron-core 0.19.2 and
+Transformer Engine (TE) 2.12.
 """
 
 import fnmatch
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity
-from gpt_pretrain.config.errors import show
+from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
@@ -37,7 +37,7 @@ def statistics(config: Config) -> Iterator[str]:
 
 
 def formats(model: ModelConfig) -> Iterator[str]:
-    """NeMo's two switches: e4m3 counts where both are set, and one of them has to be."""
+    """NeMo's two switches: e4m3 wins where both are set, and one of them must be."""
     if model.fp8_hybrid is False and not model.fp8_e4m3:
         yield (
             f"model.fp8_hybrid=false with model.fp8_e4m3={show(model.fp8_e4m3)} leaves no FP8 format; "
@@ -46,7 +46,7 @@ def formats(model: ModelConfig) -> Iterator[str]:
 
 
 def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """Keys that delayed scaling alone reads, and their ranges."""
+    """The ranges of the keys that only delayed scaling reads."""
     if not settings.recipe.keeps_history:
         return
     if not 0 <= settings.margin <= _LARGEST_MARGIN:
@@ -68,7 +68,7 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 
 def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """FP8 in attention's own products, which TE's fused attention alone computes."""
+    """FP8 in attention's own products, which only TE's fused attention computes."""
     model = config.model
     if not settings.dot_product_attention:
         return
@@ -77,7 +77,7 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
         yield (
             f"model.fp8_dot_product_attention=true with model.fp8_recipe={settings.recipe.name}: Transformer Engine's "
             "FP8 attention takes scales per tensor only; use false, or "
-            f"fp8={' or '.join(recipes_for('fp8_dot_product_attention'))}"
+            f"fp8={one_of(recipes_for('fp8_dot_product_attention'))}"
         )
     if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
         # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
@@ -93,24 +93,25 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
         )
     if model.first_last_layers_bf16:
         yield (
-            "model.fp8_dot_product_attention=true with model.first_last_layers_bf16=true: whose attention runs in FP8 "
-            "cannot be proven there yet; use fp8_dot_product_attention=false, or fp8_exclude for the layers' products"
+            "model.fp8_dot_product_attention=true cannot be combined with model.first_last_layers_bf16=true: the "
+            "first-step proof does not cover this combination; use "
+            "fp8_dot_product_attention=false, or fp8_exclude in place of first_last_layers_bf16"
         )
     if model.context_parallel_size > 1:
         yield (
-            "model.fp8_dot_product_attention=true with model.context_parallel_size="
-            f"{model.context_parallel_size}: that it runs in FP8 cannot be proven there yet; use "
+            "model.fp8_dot_product_attention=true cannot be combined with model.context_parallel_size="
+            f"{model.context_parallel_size}: the first-step proof does not cover this combination; use "
             "fp8_dot_product_attention=false, or context_parallel_size=1"
         )
     if settings.emulate:
         yield (
-            "model.fp8_dot_product_attention=true with model.fp8_emulate=true: the linear layers are emulated, "
-            "attention is not; use fp8_dot_product_attention=false"
+            "model.fp8_dot_product_attention=true cannot be combined with model.fp8_emulate=true: only linear layers "
+            "are emulated; use fp8_dot_product_attention=false"
         )
 
 
 def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """FP8 weights: the distributed optimizer alone writes them from their masters."""
+    """FP8 weights: only the distributed optimizer writes them from their masters."""
     if not settings.params:
         return
     if config.model.use_distributed_optimizer is False:
@@ -128,7 +129,7 @@ def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
     if (why := settings.recipe.why_not("fp8_params")) is not None:
         yield (
             f"model.fp8_params=true with model.fp8_recipe={settings.recipe.name}: {why}; use fp8_params=false, or "
-            f"fp8={' or '.join(recipes_for('fp8_params'))}"
+            f"fp8={one_of(recipes_for('fp8_params'))}"
         )
     if settings.emulate:
         yield (
@@ -145,7 +146,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     if (why := settings.recipe.why_not("first_last_layers_bf16")) is not None:
         yield (
             f"model.first_last_layers_bf16=true with model.fp8_recipe={settings.recipe.name}: {why}; use "
-            f'fp8_exclude=["decoder.layers.0.*",…], or fp8={" or ".join(recipes_for("first_last_layers_bf16"))}'
+            f'fp8_exclude=["decoder.layers.0.*",…], or fp8={one_of(recipes_for("first_last_layers_bf16"))}'
         )
     per_stage = model.num_layers // model.pipeline_model_parallel_size
     for key in keys:
@@ -182,24 +183,25 @@ def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     causes = ["model.fp8_exclude"] if settings.exclude else []
     causes += ["model.first_last_layers_bf16"] if model.first_last_layers_bf16 else []
     yield (
-        f"model.fp8=true computes nothing in FP8: {' and '.join(causes)} {'keep' if causes[1:] else 'keeps'} out "
-        f"every linear layer of all {model.num_layers} layers; leave some in, or use model.fp8=false"
+        f"model.fp8=true computes nothing in FP8: {' and '.join(causes)} {'keep' if causes[1:] else 'keeps'} "
+        f"every linear layer of all {model.num_layers} layers out of FP8; leave some in, or "
+        "use fp8=none without these keys"
     )
 
 
 def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """Who computes in FP8: TE's layers, or emulated local ones. megatron-core's local layers ignore it silently."""
+    """Who computes in FP8: TE's layers, or emulated local ones. megatron-core's local layers ignore FP8 silently."""
     model = config.model
     if not settings.emulate:
         if model.transformer_engine is False:
             yield (
-                "model.fp8=true with model.transformer_engine=false: megatron-core's local layers know no FP8; "
+                "model.fp8=true with model.transformer_engine=false: megatron-core's local layers have no FP8; "
                 f"use transformer_engine=null or true, or {emulation(model)}"
             )
         if config.trainer.precision is Precision.fp32:
             yield (
-                "model.fp8=true with trainer.precision=fp32: Transformer Engine's layers would multiply in TF32 what "
-                f"is not FP8; use auto or bf16, or {emulation(model)}"
+                "model.fp8=true with trainer.precision=fp32: Transformer Engine's layers would compute everything "
+                f"outside FP8 in TF32; use precision=auto or bf16, or {emulation(model)}"
             )
         return
     if model.gradient_accumulation_fusion:
@@ -215,16 +217,16 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
     if model.context_parallel_size > 1:
         yield (
             f"model.fp8_emulate=true with model.context_parallel_size={model.context_parallel_size}: only Transformer "
-            "Engine's attention splits sequences, and emulated layers go without it; use context_parallel_size=1"
+            "Engine's attention splits sequences, and emulated layers do not use it; use context_parallel_size=1"
         )
 
 
 def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-    """All problems of the FP8 keys, but those of shapes, that no machine has to be asked about.
+    """All problems of the FP8 keys that need no machine, except the shapes of products.
 
     Args:
         run: The run.
-        sizes_known: Whether all counts are positive; the rules about layers by name divide by them.
+        sizes_known: Whether all counts are positive: the rules about layers by name divide by them.
     """
     config, model, settings = run.config, run.model, run.fp8
     yield from statistics(config)

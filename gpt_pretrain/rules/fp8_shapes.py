@@ -1,9 +1,9 @@
-"""What the shapes of FP8 products must be multiples of, told in the keys that make the shapes.
+"""The multiples that FP8 products require of their shapes, told in the keys that make the shapes.
 
-An FP8 GEMM wants both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
-microbatch. Transformer Engine 2.12 asserts a part of it when the first microbatch arrives (`assert_dim_for_fp8_exec`:
-rows by 8, columns by 16). That is what the forward product needs, whose sum runs over the columns; dgrad sums over the
-weight's rows and wgrad over the tokens, so that the rows need the 16 as well: TE checks that only in the backward pass
+An FP8 GEMM requires both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
+microbatch. Transformer Engine 2.12 asserts a part of this when the first microbatch arrives (`assert_dim_for_fp8_exec`:
+rows by 8, columns by 16): the forward product sums over the columns. dgrad sums over the weight's rows and wgrad over
+the tokens, so the rows need the 16 as well. TE checks them only in the backward pass
 (cublaslt_gemm.cu, "Leading dimension requirement on A for FP8 GEMM").
 """
 
@@ -37,9 +37,9 @@ class _Need:
     value: int
     step: int
     why: str
-    """What is not a multiple of what, where the value is none."""
+    """Why, in the words of the message."""
     instead: str = ""
-    """Another way out than the key's own."""
+    """A way out by another key."""
 
 
 def _weight(linear: Linear, model: ModelConfig, unit: int) -> str:
@@ -51,14 +51,14 @@ def _weight(linear: Linear, model: ModelConfig, unit: int) -> str:
 
 
 def _step(count: int, unit: int) -> int:
-    """What a number must be a multiple of for `count` times it to be one of `unit`."""
+    """The step that makes `count` times a number a multiple of `unit`."""
     return unit // math.gcd(count, unit)
 
 
 def _gathered_in_blocks(model: ModelConfig, settings: Fp8Settings) -> bool:
     """Whether inputs are cast in blocks and then gathered over the tensor parallel ranks.
 
-    TE asserts that such an input holds whole blocks of 128×128 (`assert_dim_for_all_gather`,
+    TE asserts that such an input consists of whole blocks of 128×128 (`assert_dim_for_all_gather`,
     `Float8BlockQuantizer.is_quantizable`); ungathered ones may end in a part of a block.
     """
     return model.sequence_parallel and settings.recipe.gathers_blocks
@@ -104,12 +104,12 @@ def _widths(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
 
 
 def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -> Iterator[_Need]:
-    """Rows of the activations: tokens of a microbatch, and those that a rank casts itself."""
+    """Rows of the activations: the tokens of a microbatch, and the share that a rank casts itself."""
     unit, tp, cp = settings.recipe.alignment, model.tensor_model_parallel_size, model.context_parallel_size
     micro, length = model.micro_batch_size, model.encoder_seq_length
-    # The sequence has to be divisible by these anyway (rules.layout.sequence): what is offered is legal.
+    # rules.layout.sequence requires these divisors anyway, so every value offered here is legal.
     divisible = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
-    # What comes to an expert is padded, whatever it is.
+    # The tokens of an expert are padded, however many come.
     of_sequences = [linear for kind, linear in fp8.items() if kind not in _OF_EXPERTS]
     if not of_sequences:
         return
@@ -133,7 +133,7 @@ def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
 
 
 def fp8_shape_problems(run: Resolved) -> Iterator[str]:
-    """One message for each key that makes a shape which FP8 products do not take.
+    """One message for each key that makes a shape which FP8 products refuse.
 
     Args:
         run: Its sizes are positive and divide as the layout asks (`rules.model`).

@@ -1,8 +1,12 @@
-"""Kernels that are asked for beside what they do not go with."""
+"""Cross-field rules of optimisations: kernels, CUDA graphs, and communication behind computation."""
 
 from collections.abc import Iterable, Iterator
 
 from gpt_pretrain.config.choices import CudaGraphImpl
+from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.errors import multiples_near, one_of
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.spec.obstacles import (
     Obstacle,
     activation_cast_obstacles,
@@ -11,6 +15,7 @@ from gpt_pretrain.spec.obstacles import (
     graph_obstacles,
     qkv_rope_obstacles,
 )
+from gpt_pretrain.spec.recipes import recipes_for
 from gpt_pretrain.spec.resolved import Resolved
 
 
@@ -18,26 +23,26 @@ def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterat
     """A problem for each obstacle.
 
     Args:
-        asked: The setting that asks for the optimisation, `model.key=value`.
-        obstacles: What it does not go with here.
-        instead: Its values that would go.
+        asked: The setting that requests the optimisation, `model.key=value`.
+        obstacles: The settings of this run that exclude it.
+        instead: Its legal values.
     """
     for setting, why in obstacles:
-        yield f"{asked} does not go with {setting}: {why}; use {instead}"
+        yield f"{asked} cannot be combined with {setting}: {why}; use {instead}"
 
 
 def graph_problems(run: Resolved) -> Iterator[str]:
-    """What `model.cuda_graph_impl` does not go with, where graphs are asked for."""
+    """Settings that exclude CUDA graphs, where graphs are requested."""
     if run.model.cuda_graph_impl is CudaGraphImpl.local:
         yield from _refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-    """Fused kernels that are asked for beside what they do not go with.
+    """Fused kernels requested together with settings that exclude them.
 
     Args:
         run: The run.
-        sizes_known: Whether all counts are positive; what a layer multiplies is divided by them.
+        sizes_known: Whether all counts are positive: shapes of products are divided by them.
     """
     model = run.model
     found = {
@@ -49,3 +54,72 @@ def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     for key, obstacles in found.items():
         if getattr(model, key):
             yield from _refusals(f"model.{key}=true", obstacles, "null or false")
+
+
+def gradients(model: ModelConfig) -> Iterator[str]:
+    """What megatron-core's data parallelism and distributed optimizer require of each other."""
+    if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
+        yield (
+            "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
+            "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
+        )
+    if model.nccl_ub:
+        yield (
+            "model.nccl_ub=true is refused: megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink "
+            "multicast on even where the host forbids it, and continues without registered buffers where NCCL refuses "
+            "them; use false"
+        )
+
+
+def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
+    """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
+    model = run.model
+    if not model.tp_comm_overlap:
+        return
+    asked = "model.tp_comm_overlap=true"
+    tp = model.tensor_model_parallel_size
+    if tp == 1 or not model.sequence_parallel:
+        yield (
+            f"{asked} overlaps exchanges along the sequence, and model.tensor_model_parallel_size={tp} with "
+            f"model.sequence_parallel={str(model.sequence_parallel).lower()} has none; use parallelism=tp2_sp, or false"
+        )
+    if model.transformer_engine is False or model.fp8_emulate:
+        cause = "model.fp8_emulate=true" if model.fp8_emulate else "model.transformer_engine=false"
+        yield f"{asked} needs Transformer Engine's linear layers, and {cause} excludes them; use false"
+    if model.num_moe_experts is not None:
+        yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"
+    yield from (f"{asked} was not tested with {setting}; use false" for setting in _untested_with_overlap(run))
+    if model.hidden_size % 4:
+        yield (
+            f"{asked} cuts a layer's output into four pieces, and model.hidden_size={model.hidden_size} is not "
+            f"divisible by 4; use hidden_size {one_of(multiples_near(model.hidden_size, 4))}, or tp_comm_overlap=false"
+        )
+    if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
+        yield (
+            f"{asked} exchanges tensors with one scale, and model.fp8_recipe={run.fp8.recipe.name}: {why}; use false, "
+            f"or fp8={one_of(recipes_for('tp_comm_overlap'))}"
+        )
+    if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
+        yield (
+            f"{asked} works within a node, and {launch.local_world_size} processes per node do not hold whole groups "
+            f"of model.tensor_model_parallel_size={tp}; use false"
+        )
+
+
+def _untested_with_overlap(run: Resolved) -> Iterator[str]:
+    """Settings that no run with user buffers has had: two precisions, other exchanges beside them, recomputation."""
+    model = run.model
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(model, name)
+        if size > 1:
+            yield f"model.{name}={size}"
+    granularity = model.activations_checkpoint_granularity
+    if granularity is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}"
+    if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not("fp8_params with tp_comm_overlap"):
+        yield f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
+    for name in ("fp8_dot_product_attention", "first_last_layers_bf16"):
+        if getattr(model, name):
+            yield f"model.{name}=true"
+    if model.fp8_exclude:
+        yield f"model.fp8_exclude={model.fp8_exclude}"

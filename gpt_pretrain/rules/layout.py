@@ -1,6 +1,6 @@
-"""Cross-field rules about what heads and ranks share: widths over heads, heads and sequences over parallel ranks.
+"""Cross-field rules about divisions: widths over heads, heads and sequences over parallel ranks.
 
-What a message offers is legal: it breaks no other rule of this file, whatever the other keys are at present.
+Every value that a message offers is legal: it breaks no other rule of this file in the run at hand.
 """
 
 import math
@@ -57,7 +57,7 @@ def _multiples(value: int, step: int) -> range:
 
 
 def _widths(model: ModelConfig) -> str:
-    """The nearest `hidden_size` that makes the heads that are asked for, or another way to have them."""
+    """The nearest `hidden_size` that makes the requested heads, or another way to have them."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     step = math.lcm(heads, model.tensor_model_parallel_size)
     near = _nearest(hidden, (width for width in _multiples(hidden, step) if _are_heads(model, width, heads)))
@@ -77,7 +77,7 @@ def _heads_over_ranks(model: ModelConfig) -> list[str]:
     if not near:
         return []
     groups = model.num_query_groups
-    # As many groups as ranks go with every number of heads that the ranks share.
+    # As many groups as ranks divide every number of heads that the ranks share.
     goes = groups is None or (groups % tp == 0 and all(count % groups == 0 for count in near))
     return [f"model.num_attention_heads={one_of(near)}" + ("" if goes else f" with model.num_query_groups={tp}")]
 
@@ -121,8 +121,8 @@ def attention_heads(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
             f"use {', or '.join(ways)}"
         )
     elif heads % groups == 0 and groups % tp:
-        # megatron-core can repeat a group over several ranks, at the price of gathering every QKV product; with
-        # weights that must not depend on the layout it is refused.
+        # megatron-core can repeat a group over several ranks, at the price of gathering every QKV product. It
+        # is refused because weights must not depend on the layout.
         yield (
             f"model.num_query_groups={groups} is not divisible by model.tensor_model_parallel_size={tp}; "
             f"use model.num_query_groups={one_of(legal_groups)}, or {_tensor_parallel_sizes(model, launch)}"
@@ -184,8 +184,8 @@ def sequence(model: ModelConfig) -> Iterator[str]:
     need = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
     if length % need:
         causes = [f"2 × model.context_parallel_size={cp}"] if cp > 1 else []
-        causes += [f"model.tensor_model_parallel_size={tp} (sequence_parallel)"] if model.sequence_parallel else []
+        causes += [f"model.tensor_model_parallel_size={tp} with sequence_parallel"] if model.sequence_parallel else []
         yield (
-            f"model.encoder_seq_length={length} is not divisible by {need}, as {' and '.join(causes)} ask; "
+            f"model.encoder_seq_length={length} is not divisible by {need} ({' and '.join(causes)}); "
             f"use {one_of(multiples_near(length, need))}"
         )

@@ -1,4 +1,8 @@
-"""What this machine cannot do of what was asked for, and what the user should know about it."""
+"""Explicit settings that this machine cannot meet, and what the user should know about it.
+
+FP8: what a recipe needs of GPU, CUDA and Transformer Engine (TE), and which environment variables would change it
+silently. TE 2.12 asserts most of this when the first layer runs; it reads its environment variables silently.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,10 +10,119 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.rules.machine_fp8 import fp8_machine_problems
+from gpt_pretrain.spec.fp8 import Fp8Settings, emulation
 from gpt_pretrain.spec.obstacles import WIDEST, WIDEST_ON_BLACKWELL
-from gpt_pretrain.spec.platform import MULTICAST_OFF, NO_MULTICAST, OLDEST_FLASH_ATTENTION, USER_BUFFERS_WITHOUT
+from gpt_pretrain.spec.platform import (
+    ATTENTION,
+    BLACKWELL,
+    CONSUMER_BLACKWELL,
+    HOPPER,
+    MULTICAST_OFF,
+    NO_MULTICAST,
+    OLDEST_FLASH_ATTENTION,
+    RECIPE_VARIABLES,
+    USER_BUFFERS_WITHOUT,
+    Platform,
+    leading_version,
+)
+from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+
+# The first version whose recipes and quantizers this project was read against and tested with.
+_OLDEST_TRANSFORMER_ENGINE = (2, 12)
+
+
+def _why_no_fp8(platform: Platform) -> str | None:
+    """What this machine lacks for any FP8."""
+    if platform.compute_capability is None:
+        return f"a GPU with FP8 (Ada, Hopper or newer) and Transformer Engine, but {platform.why_no_transformer_engine}"
+    if not platform.has_fp8:
+        return f"a GPU with FP8 (compute capability 8.9 or newer), and this is {platform.gpu}"
+    if platform.transformer_engine is None:
+        return f"Transformer Engine: {platform.why_no_transformer_engine}"
+    if leading_version(platform.transformer_engine) < _OLDEST_TRANSFORMER_ENGINE:
+        return (
+            f"Transformer Engine 2.12 or newer, and {platform.transformer_engine} is installed; {how_to_install('te')}"
+        )
+    return None
+
+
+def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:
+    """What a GPU with FP8 lacks for a recipe."""
+    capability, cuda = platform.compute_capability, platform.torch_cuda
+    assert capability is not None, "asked only of a GPU"
+    first, beyond = recipe.capability
+    fits = first <= capability and (beyond is None or capability < beyond)
+    if fits and (recipe.cuda is None or (cuda is not None and leading_version(cuda) >= recipe.cuda)):
+        return None
+    return f"{recipe.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if recipe.cuda is not None else "")
+
+
+def _attention(spec: RunSpec, settings: Fp8Settings) -> Iterator[str]:
+    """What cuDNN's FP8 attention accepts (TE's get_attention_backend and nvte_get_fused_attn_backend)."""
+    platform, width = spec.platform, kv_channels(spec.model)
+    capability = platform.compute_capability
+    assert capability is not None, "asked only of a GPU"
+    key = "model.fp8_dot_product_attention=true"
+    if not HOPPER <= capability < CONSUMER_BLACKWELL:
+        yield f"{key} needs compute capability 9.x or 10.x, and this is {platform.gpu}; use false"
+    elif capability < BLACKWELL and width != 128:
+        yield f"{key} needs heads of 128 channels to train on Hopper, and model.kv_channels={width}; use false"
+    elif width > 128 or width % 16:
+        yield f"{key} needs heads of a multiple of 16 up to 128 channels, and model.kv_channels={width}; use false"
+    if capability < BLACKWELL and not settings.recipe.keeps_history and not _is_attention_delayed(platform):
+        yield (
+            f"{key} cannot be combined with model.fp8_recipe={settings.recipe.name}: on Hopper, cuDNN's FP8 attention "
+            "takes delayed scales only; use false, or fp8=delayed, or export NVTE_DPA_FP8_RECIPE=DelayedScaling "
+            "for attention alone"
+        )
+
+
+def _is_attention_delayed(platform: Platform) -> bool:
+    return platform.recipe_variables.get("NVTE_DPA_FP8_RECIPE") == "DelayedScaling"
+
+
+def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: bool) -> Iterator[str]:
+    """Variables that would change a recipe behind the configuration's back; asked only of a machine with a GPU.
+
+    Args:
+        platform: The machine and its environment.
+        recipe: The recipe of the linear layers.
+        attention: Whether attention's products run in FP8 too.
+    """
+    about = {recipe.name, *([ATTENTION] if attention else [])}
+    assert platform.compute_capability is not None, "asked only of a GPU"
+    for name, value in platform.recipe_variables.items():
+        neutral, where, effect = RECIPE_VARIABLES[name]
+        # Delayed scaling does so anyway, and tensorwise has no other way on Hopper.
+        is_delayed = name == "NVTE_DPA_FP8_RECIPE" and _is_attention_delayed(platform)
+        stands = is_delayed and (recipe.keeps_history or platform.is_hopper)
+        if where in about and value != neutral and not stands:
+            yield f"{name}={value} in the environment {effect}, which the configuration does not say; unset it"
+
+
+def why_no_recipe(platform: Platform, recipe: Recipe) -> str | None:
+    """What this machine lacks for a recipe, as a phrase that follows "needs"; None where it has all."""
+    return _why_no_fp8(platform) or _why_no_scaling(platform, recipe)
+
+
+def fp8_machine_problems(spec: RunSpec) -> Iterator[str]:
+    """FP8 that this machine cannot compute, or that its environment would change."""
+    settings, platform = spec.te_fp8, spec.platform
+    if settings is None:
+        return
+    emulate = f"{emulation(spec.model)} computes the same values here, exactly but slowly"
+    problem = _why_no_fp8(platform)
+    if problem is not None:
+        yield f"model.fp8=true needs {problem}; {emulate}"
+        return
+    problem = _why_no_scaling(platform, settings.recipe)
+    if problem is not None:
+        yield f"model.fp8_recipe={settings.recipe.name} needs {problem}; {emulate}"
+        return
+    if settings.dot_product_attention:
+        yield from _attention(spec, settings)
+    yield from recipe_variable_problems(platform, settings.recipe, attention=settings.dot_product_attention)
 
 
 def machine_notes(spec: RunSpec) -> list[str]:
@@ -26,14 +139,14 @@ def machine_notes(spec: RunSpec) -> list[str]:
             notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
     if model.fp8_emulate and platform.transformer_engine is not None and platform.has_fp8:
         notes.append(
-            "FP8 is emulated on a GPU that multiplies in FP8 itself, and slower than BF16; leave "
-            "model.fp8_emulate out to use the hardware"
+            "FP8 is emulated, slower than BF16, on a GPU that has FP8 itself; leave model.fp8_emulate out to use the "
+            "hardware"
         )
     return notes
 
 
 def _multicast_problems(spec: RunSpec) -> Iterator[str]:
-    """What would use multicast on a host that says it has none."""
+    """Settings that use multicast on a host whose environment says it has none."""
     variables = spec.platform.multicast_variables
     if variables.get(NO_MULTICAST) != MULTICAST_OFF[NO_MULTICAST]:
         return
@@ -41,12 +154,12 @@ def _multicast_problems(spec: RunSpec) -> Iterator[str]:
         yield (
             f"model.tp_comm_overlap=true makes user buffers with NVLink multicast, and {NO_MULTICAST}="
             f"{MULTICAST_OFF[NO_MULTICAST]} in the environment says that this host has none; export "
-            f"{USER_BUFFERS_WITHOUT}={MULTICAST_OFF[USER_BUFFERS_WITHOUT]}, which makes them without, or use false"
+            f"{USER_BUFFERS_WITHOUT}={MULTICAST_OFF[USER_BUFFERS_WITHOUT]} for buffers without it, or use false"
         )
 
 
 def _why_no_flash_attention(spec: RunSpec) -> str | None:
-    """Why FlashAttention-4, which was asked for, cannot be used."""
+    """Why FlashAttention-4, although requested, cannot be used."""
     platform = spec.platform
     capability = platform.compute_capability
     if capability is None:
@@ -54,7 +167,7 @@ def _why_no_flash_attention(spec: RunSpec) -> str | None:
     if platform.transformer_engine is None:
         return "it takes the place of Transformer Engine's attention"
     if not (9, 0) <= capability < (11, 0):
-        return f"it is for compute capability 9.x and 10.x here, and this is {platform.gpu}"
+        return f"it needs compute capability 9.x or 10.x, and this is {platform.gpu}"
     width = kv_channels(spec.model)
     # flash_attn.cute.interface._validate_head_dims.
     if capability >= (10, 0) and WIDEST_ON_BLACKWELL < width < WIDEST:
@@ -83,19 +196,19 @@ def check_machine(spec: RunSpec) -> None:
 
 
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
-    """What Transformer Engine's layers are needed for, where they are not there, and what they cannot do."""
+    """Settings that need Transformer Engine's layers where they are missing, and what those layers cannot do."""
     model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
     missing = platform.transformer_engine is None
     if model.transformer_engine and missing:
         yield (
             "model.transformer_engine=true, but Transformer Engine cannot be used here: "
-            f"{platform.why_no_transformer_engine}. Use null (where it is there) or false"
+            f"{platform.why_no_transformer_engine}; use null (Transformer Engine where available) or false"
         )
     elif model.context_parallel_size > 1 and not te:
         why = platform.why_no_transformer_engine if missing else "model.transformer_engine=false excludes it"
         yield (
-            f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {why}. "
-            "Use 1"
+            f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {why}; "
+            "use 1"
         )
     for key in ("apply_rope_fusion", "fused_single_qkv_rope", "moe_grouped_gemm"):
         if getattr(model, key) and not te:
@@ -109,8 +222,8 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
             yield f"model.{setting} needs Transformer Engine layers: {why}; use {instead}"
     if te and spec.config.trainer.precision is Precision.fp32:
         yield (
-            "trainer.precision=fp32 with Transformer Engine layers, which multiply in TF32; use bf16, or "
-            "model.transformer_engine=false"
+            "trainer.precision=fp32 cannot be combined with Transformer Engine layers, which multiply in TF32; "
+            "use bf16, or model.transformer_engine=false"
         )
 
 
@@ -118,7 +231,7 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
     """Fused kernels that this machine does not have or cannot run."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
     if model.use_flash_attention and (why := _why_no_flash_attention(spec)) is not None:
-        yield f"model.use_flash_attention=true, but FlashAttention-4 cannot be used here: {why}. Use null or false"
+        yield f"model.use_flash_attention=true, but FlashAttention-4 cannot be used here: {why}; use null or false"
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
         why = "apex's softmax kernels are not installed"
         if kernels.transformer_engine:
@@ -126,13 +239,13 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
         yield f"model.masked_softmax_fusion=true has no effect: {why}; use null or false"
     if model.activation_cast_fusion and platform.cuda and not platform.is_hopper:
         yield (
-            "model.activation_cast_fusion=true writes what Hopper's products read, and this is "
+            "model.activation_cast_fusion=true writes the layout of Hopper's products, and this is "
             f"{platform.gpu}; use null or false"
         )
     if kernels.embedding_gradient_fusion and not kernels.gradient_accumulation_fusion:
         yield (
             "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
-            "here; set it, or use null or false"
+            "here; set gradient_accumulation_fusion=true, or use null or false"
         )
     for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
@@ -151,11 +264,11 @@ def _optimizer_problems(spec: RunSpec) -> Iterator[str]:
         return
     if not platform.cuda and spec.config.trainer.precision is Precision.auto:
         yield (
-            "model.optim.use_precision_aware_optimizer=true is for weights in BF16, and trainer.precision=auto is fp32 "
-            "without a CUDA device; use trainer.precision=bf16, or false"
+            "model.optim.use_precision_aware_optimizer=true needs weights in BF16, and trainer.precision=auto is fp32 "
+            "without a CUDA device; use trainer.precision=bf16, or use_precision_aware_optimizer=false"
         )
     if platform.cuda and optim.exp_avg_dtype is MomentDtype.fp8 and not platform.has_fp8:
-        # What Triton can read and write.
+        # Triton reads and writes E4M3 only there.
         yield (
             "model.optim.exp_avg_dtype=fp8 needs a GPU with E4M3 (compute capability 8.9 or newer), and this is "
             f"{platform.gpu}; use fp16, bf16 or fp32"

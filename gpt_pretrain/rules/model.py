@@ -1,6 +1,6 @@
-"""Cross-field rules about the architecture and its parallel layout: what megatron-core 0.19 would assert on later.
+"""Cross-field rules about the architecture and its parallel layout: what megatron-core 0.19 would assert later.
 
-Each rule yields one message: the keys and values in conflict, the rule, and the values that would do.
+Each rule yields one message: the keys and values in conflict, the rule, and legal values.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,6 @@ from gpt_pretrain.config.derived import model_parallel_size, num_microbatches
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.experts import expert_problems
-from gpt_pretrain.rules.fp8 import fp8_problems
-from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
-from gpt_pretrain.rules.kernels import fused_kernel_problems, graph_problems
-from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
-from gpt_pretrain.rules.overlap import gradients, tensor_parallel_overlap
-from gpt_pretrain.spec.resolved import Resolved
 
 COUNTS = (
     "num_layers",
@@ -47,7 +40,7 @@ COUNTS = (
 
 
 def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
-    """Everything that counts something; the rules below divide by these."""
+    """Counts; the rules below divide by them."""
     for name in COUNTS:
         value = getattr(model, name)
         if value is not None and value < 1:
@@ -55,7 +48,7 @@ def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
 
 
 def positions(model: ModelConfig) -> Iterator[str]:
-    """The kind of positions, and the length that they allow."""
+    """The kind of positions, and the length they allow."""
     if model.encoder_seq_length > model.max_position_embeddings:
         yield (
             f"model.encoder_seq_length={model.encoder_seq_length} is longer than "
@@ -66,7 +59,8 @@ def positions(model: ModelConfig) -> Iterator[str]:
         if model.apply_rope_fusion:
             yield (
                 "model.apply_rope_fusion=true has nothing to fuse: "
-                f"model.position_embedding_type={model.position_embedding_type.name}; use rope, or null for the fusion"
+                f"model.position_embedding_type={model.position_embedding_type.name}; use "
+                "position_embedding_type=rope, or apply_rope_fusion=null"
             )
         return
     if not 0 < model.rotary_percentage <= 1:
@@ -84,13 +78,14 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
         return
     chunks = pp * (vp or 1)
     if model.num_layers % chunks:
-        product = f"model.pipeline_model_parallel_size={pp}"
+        product, sizes = f"model.pipeline_model_parallel_size={pp}", one_of(divisors(model.num_layers))
+        way = f"pipeline_model_parallel_size={sizes}"
         if vp is not None:
             product += f" × model.virtual_pipeline_model_parallel_size={vp}"
+            way = f"a product of {sizes}"
         yield (
             f"model.num_layers={model.num_layers} is not divisible by {product}; "
-            f"use {one_of(multiples_near(model.num_layers, chunks))} layers, or a product of "
-            f"{one_of(divisors(model.num_layers))}"
+            f"use {one_of(multiples_near(model.num_layers, chunks))} layers, or {way}"
         )
     if vp is not None and launch is not None and _batch_fits(model, launch):
         microbatches = num_microbatches(model, launch.world_size)
@@ -110,7 +105,7 @@ def _batch_fits(model: ModelConfig, launch: Launch) -> bool:
 
 
 def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
-    """Processes over the layout, and samples over what is left of them."""
+    """Processes over the layout, and samples over the data-parallel ranks."""
     size, world = model_parallel_size(model), launch.world_size
     if world % size:
         tp, pp, cp = (
@@ -146,7 +141,7 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
     if method is None:
         yield (
             "model.activations_checkpoint_granularity=full needs model.activations_checkpoint_method; "
-            "use uniform or block"
+            "use activations_checkpoint_method=uniform or block"
         )
     if layers is None or layers > per_chunk:
         shown = "null" if layers is None else str(layers)
@@ -157,11 +152,11 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
 
 
 def fusions(model: ModelConfig) -> Iterator[str]:
-    """Kernels that compute something else than the configuration says."""
+    """Kernels that would compute something other than the configuration says."""
     if model.bias_activation_fusion and model.activation is Activation.gelu:
         yield (
             "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
-            "use activation=gelu_tanh, or bias_activation_fusion=null"
+            f"use activation=gelu_tanh{'' if model.bias else ' with bias=true'}, or bias_activation_fusion=null"
         )
     if model.bias_activation_fusion and model.activation is Activation.gelu_tanh and not model.bias:
         yield (
@@ -176,41 +171,9 @@ def numbers(model: ModelConfig) -> Iterator[str]:
         value = getattr(model, name)
         if not 0 <= value < 1:
             yield f"model.{name}={value} is no dropout probability; use 0 up to below 1"
-    for name in ("layernorm_epsilon", "init_method_std"):
+    for name, usual in (("layernorm_epsilon", "1e-5"), ("init_method_std", "0.02")):
         value = getattr(model, name)
         if value <= 0:
-            yield f"model.{name}={value} is not positive"
+            yield f"model.{name}={value} is not positive; use {usual} or another"
     if model.seed < 0:
         yield f"model.seed={model.seed} is negative; use 0 or more"
-
-
-def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of `model.` but its data and optimizer; without `launch`, those of the world size are left out."""
-    model = run.model
-    sizes = list(sizes_are_positive(model))
-    yield from sizes
-    yield from numbers(model)
-    yield from gradients(model)
-    yield from graph_problems(run)
-    yield from fusions(model)
-    yield from fused_kernel_problems(run, sizes_known=not sizes)
-    yield from fp8_problems(run, sizes_known=not sizes)
-    if sizes:
-        return
-    shapes = [
-        *attention_heads(model, launch),
-        *rotated_pairs(model),
-        *positions(model),
-        *widths_over_tensor_ranks(model),
-        *pipeline(model, launch),
-        *sequence(model),
-        *expert_problems(run, launch),
-    ]
-    yield from shapes
-    if not shapes:
-        # What a rank multiplies is known only where everything divides.
-        yield from fp8_shape_problems(run)
-    yield from recomputation(model)
-    yield from tensor_parallel_overlap(run, launch)
-    if launch is not None:
-        yield from world_and_batch(model, launch)

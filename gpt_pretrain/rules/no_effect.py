@@ -1,7 +1,7 @@
 """Keys that have no effect in a run, and why: one table for the rules, which refuse such a key, and for the plan.
 
-A key is refused where somebody asked for it. Most keys have a value that asks for nothing (null, false, empty); where
-YAML must name a real one, as for Adam's betas, only the command line tells.
+A key is refused where somebody asked for it. Most keys have a value that asks for nothing (null, false, empty). Where
+YAML must name a real value, as for Adam's betas, only the command line shows that somebody asked.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ from gpt_pretrain.config.choices import (
     TokenizerLibrary,
 )
 from gpt_pretrain.config.derived import warmup_steps
-from gpt_pretrain.config.errors import show
+from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.spec.fp8 import DELAYED_KEYS
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.resolved import Resolved, resolve
 
-# The keys of FP8 that do not say so in their name.
+# The keys of FP8 whose names do not say so.
 _KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
@@ -38,15 +38,15 @@ class NoEffect:
 
     key: str
     why: Callable[[Resolved], str]
-    """Of a run in which it has none; empty where it counts."""
+    """The reason in a given run; empty where the key counts."""
     instead: str
-    """The way out, after "use"; of what only the command line tells, it is to leave the key out."""
+    """The way out, after "use"; empty with `only_given`, where it is to leave the key out."""
     silent: tuple[Any, ...] | None = None
     """Values that ask for nothing; None: null, false and empty."""
     only_given: bool = False
-    """Every value asks for something; only the command line tells that somebody wants it."""
+    """Every value asks for something; only the command line shows that somebody wants it."""
     is_harmless: bool = False
-    """Nobody expects the key to count: the plan says so, and no rule refuses it."""
+    """Nobody expects the key to count: the plan shows it, and no rule refuses it."""
 
     def is_asked(self, config: Config) -> bool:
         """Whether the value asks for something."""
@@ -79,8 +79,8 @@ def _no_high_precision_wgrad(run: Resolved) -> str:
     if run.fp8 is None or (run.fp8.recipe.leaves_wgrad_out and run.fp8.emulate):
         return ""
     return (
-        f"model.fp8_recipe={run.fp8.recipe.name} and model.fp8_emulate={show(run.fp8.emulate)}: it belongs to delayed "
-        "alone, and Transformer Engine 2.12 drops it (override_linear_precision is gone)"
+        f"model.fp8_recipe={run.fp8.recipe.name} and model.fp8_emulate={show(run.fp8.emulate)}: only delayed "
+        "has it, and Transformer Engine 2.12 drops it (override_linear_precision is gone)"
     )
 
 
@@ -117,7 +117,8 @@ def _unread_by_optimizer(name: str) -> Callable[[Resolved], str]:
 def _unless_schedule(*names: ScheduleName) -> Callable[[Resolved], str]:
     def why(run: Resolved) -> str:
         name = run.model.optim.sched.name
-        return "" if name in names else f"model.optim.sched.name={name.name}"
+        only = one_of([other.name for other in names])
+        return "" if name in names else f"model.optim.sched.name={name.name}: only {only} reads it"
 
     return why
 
@@ -164,7 +165,7 @@ def _table() -> tuple[NoEffect, ...]:
         for path in schema_keys()
         if path.startswith("model.fp8_") or path in [f"model.{name}" for name in _KEPT_LAYERS]
     ]
-    turn_on = "model.fp8=true, or leave it out (fp8=none)"
+    turn_on = "model.fp8=true, or leave all keys of FP8 out (fp8=none)"
     experts = {
         "moe_ffn_hidden_size": (None,),
         "moe_router_topk": (2,),
@@ -192,7 +193,8 @@ def _table() -> tuple[NoEffect, ...]:
         NoEffect(
             key="model.fp8_interval",
             why=lambda run: (
-                "Transformer Engine ignores it since 1.8 and computes new scales at every step" * (run.fp8 is not None)
+                "Transformer Engine ignores it and computes new scales at every step (since 1.8)"
+                * (run.fp8 is not None)
             ),
             instead="1, or null",
             silent=(None, 1),
@@ -239,7 +241,7 @@ def _table() -> tuple[NoEffect, ...]:
             NoEffect(
                 key=f"model.activations_checkpoint_{name}",
                 why=_without_full_recomputation,
-                instead=f"granularity=full, or {name}=null",
+                instead=f"activations_checkpoint_granularity=full, or {name}=null",
             )
             for name in ("method", "num_layers")
         ),
@@ -256,7 +258,10 @@ def _table() -> tuple[NoEffect, ...]:
         # The optimizer and its schedule.
         *(
             NoEffect(
-                key=f"model.optim.{name}", why=_with_plain_states, instead=f"true, or {name}=fp32", silent=(silent,)
+                key=f"model.optim.{name}",
+                why=_with_plain_states,
+                instead=f"{name}=fp32, or use_precision_aware_optimizer=true with use_distributed_optimizer=true",
+                silent=(silent,),
             )
             for name, silent in states.items()
         ),
@@ -284,12 +289,12 @@ def _table() -> tuple[NoEffect, ...]:
         NoEffect(
             key="model.optim.sched.wsd_decay_steps",
             why=_unless_schedule(ScheduleName.wsd),
-            instead="name=wsd, or wsd_decay_steps=null",
+            instead="model.optim.sched.name=wsd, or wsd_decay_steps=null",
         ),
         NoEffect(
             key="model.optim.sched.min_lr",
             why=_unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant)),
-            instead="null, or name=cosine, linear or wsd",
+            instead="null, or model.optim.sched.name=cosine, linear or wsd",
         ),
         NoEffect(
             key="model.optim.sched.decay_steps",
@@ -342,7 +347,7 @@ def why_no_effect(run: Resolved, key: str) -> str:
 
 
 def no_effect_problems(run: Resolved) -> Iterator[str]:
-    """One message for each reason, with all the keys whose values ask for something that it denies."""
+    """One message for each reason, with all the keys that it leaves without effect."""
     asked: dict[tuple[str, str], list[str]] = {}
     told: set[str] = set()
     for row in _table():
@@ -359,7 +364,7 @@ def no_effect_problems(run: Resolved) -> Iterator[str]:
 
 
 def given_without_effect(config: Config, given: frozenset[str]) -> list[str]:
-    """A message for each key of the command line that the run does not read, whatever its value.
+    """A message for each key of the command line that the run does not read, whatever the value.
 
     Args:
         config: The run.

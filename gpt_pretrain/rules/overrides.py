@@ -1,6 +1,6 @@
 """The overrides of a command line, each checked on its own before Hydra sees it.
 
-Hydra lets a typo behind `+` or `++` compose silently, and its own errors name its mechanics rather than the mistake.
+Hydra composes a typo behind `+` or `++` silently, and its own errors name its mechanics rather than the mistake.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
-"""Cross-field rules about data, optimizer, schedule, trainer, checkpoints and logging.
+"""Cross-field rules about data, trainer, checkpoints and logging.
 
-Each rule yields one message: the keys and values in conflict, the rule, and the values that would do.
+Each rule yields one message: the keys and values in conflict, the rule, and legal values.
 """
 
 import importlib.util
@@ -10,79 +10,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, ScheduleName, TokenizerLibrary
-from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
+from gpt_pretrain.config.choices import CrossEntropyFusion, TokenizerLibrary
+from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, TokenizerConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.optimizer_memory import optimizer_memory
-from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.spec.resolved import Resolved
+from gpt_pretrain.rules.optimizer import at_least
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
-
-
-def _at_least(section: object, prefix: str, minimum: int, *names: str) -> Iterator[str]:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < minimum:
-            yield f"{prefix}.{name}={value} is too small; use {minimum} or more"
-
-
-def optimizer(config: Config) -> Iterator[str]:
-    """Ranges of the optimizer, and what the distributed one supports."""
-    optim = config.model.optim
-    if optim.lr <= 0:
-        yield f"model.optim.lr={optim.lr} is not positive"
-    if optim.eps <= 0:
-        yield f"model.optim.eps={optim.eps} is not positive; a usual value is 1e-8"
-    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        yield f"model.optim.betas={optim.betas} are not two numbers of at least 0 and below 1, such as [0.9,0.95]"
-    if not 0 <= optim.momentum < 1:
-        yield f"model.optim.momentum={optim.momentum} is not at least 0 and below 1"
-    if optim.weight_decay < 0:
-        yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
-    # Where FP8 parameters ask for it, rules.fp8 says so.
-    if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
-        yield (
-            f"model.optim.name={optim.name.name} has no distributed form in megatron-core, and "
-            "model.use_distributed_optimizer=true; use "
-            f"{' or '.join(names_with('has_distributed_form'))}, or use_distributed_optimizer=false "
-            "(parallelism=single has it so)"
-        )
-
-
-def schedule(config: Config) -> Iterator[str]:
-    """What OptimizerParamScheduler asserts, and settings it would ignore."""
-    optim, sched = config.model.optim, config.model.optim.sched
-    decay, warmup = decay_steps(config), warmup_steps(config)
-    decay_key = (
-        f"trainer.max_steps={decay} (decay_steps=null)"
-        if sched.decay_steps is None
-        else f"model.optim.sched.decay_steps={decay}"
-    )
-    yield from _at_least(sched, "model.optim.sched", 0, "warmup_steps")
-    yield from _at_least(sched, "model.optim.sched", 1, "decay_steps", "wsd_decay_steps")
-    if 0 < decay <= warmup:
-        yield (
-            f"model.optim.sched.warmup_steps={warmup} is not below {decay_key}; "
-            f"use 0 to {decay - 1}, or set a longer decay_steps"
-        )
-    for name, value in (("min_lr", min_lr(optim)), ("init_lr", sched.init_lr)):
-        if not 0 <= value <= optim.lr:
-            yield f"model.optim.sched.{name}={value} is not between 0 and model.optim.lr={optim.lr}; give it with lr"
-    wsd, phase = sched.name is ScheduleName.wsd, sched.wsd_decay_steps
-    if wsd and phase is None:
-        yield (
-            "model.optim.sched.name=wsd needs model.optim.sched.wsd_decay_steps, the length of its last phase; "
-            f"use 1 to {max(1, decay - warmup)}"
-        )
-    if wsd and phase is not None and phase > decay - warmup > 0:
-        yield (
-            f"model.optim.sched.wsd_decay_steps={phase} is longer than what the warmup leaves of {decay_key}; "
-            f"use 1 to {decay - warmup}"
-        )
 
 
 def _is_number(entry: Any) -> bool:
@@ -94,28 +30,28 @@ def _is_number(entry: Any) -> bool:
 
 
 def _prefixes(prefixes: list[Any]) -> Iterator[str]:
-    """Paths alone, or weights and paths in turn (megatron-core's get_blend_from_list)."""
+    """Paths alone, or weights and paths alternating (megatron-core's get_blend_from_list)."""
     if not any(_is_number(entry) for entry in prefixes):
         return
     weights, paths = prefixes[::2], prefixes[1::2]
     shown = "[" + ",".join(map(str, prefixes)) + "]"
     if len(weights) != len(paths) or not all(map(_is_number, weights)) or any(map(_is_number, paths)):
         yield (
-            f"model.data.data_prefix={shown} mixes weights and paths out of turn; "
-            "give paths alone, or weights and paths in turn: [0.7,web,0.3,code]"
+            f"model.data.data_prefix={shown} mixes weights and paths; "
+            "give paths alone, or alternate weights and paths: [0.7,web,0.3,code]"
         )
     elif not all(math.isfinite(float(weight)) and float(weight) > 0 for weight in weights):
         yield f"model.data.data_prefix={shown} has a weight that is not positive; leave that path out"
 
 
 def corpus(data: DataConfig) -> Iterator[str]:
-    """Each kind of corpus has its own key, and the others' keys would be ignored."""
+    """Each kind of corpus needs its own key."""
     name = data.data_impl.files_key
     if name is not None and not getattr(data, name):
-        yield f"model.data.data_impl={data.data_impl.name} needs model.data.{name}=[…]"
+        yield f"model.data.data_impl={data.data_impl.name} has no corpus; name it in model.data.{name}=[…]"
     yield from _prefixes(data.data_prefix)
-    yield from _at_least(data, "model.data", 0, "num_workers")
-    yield from _at_least(data, "model.data", 1, "num_dataset_builder_threads")
+    yield from at_least(data, "model.data", 0, "num_workers")
+    yield from at_least(data, "model.data", 1, "num_dataset_builder_threads")
     if not data.text_key:
         yield "model.data.text_key is empty; name the field that holds the text"
 
@@ -126,8 +62,8 @@ def splits(config: Config) -> Iterator[str]:
     # megatron-core picks the numbers out of any string ("-5" becomes 5); here it is read whole.
     if not re.fullmatch(r"\s*\d*\.?\d+\s*(,\s*\d*\.?\d+\s*){0,2}", text):
         yield (
-            f"model.data.splits_string={text!r} is not one to three shares of 0 or more, separated by commas, "
-            'such as "900,50,50"'
+            f"model.data.splits_string={text!r} is not one to three shares of 0 or more, separated by commas; "
+            'use shares such as "900,50,50"'
         )
         return
     shares = [*map(float, text.split(",")), 0.0, 0.0]
@@ -141,34 +77,34 @@ def splits(config: Config) -> Iterator[str]:
 
 
 def tokenizer(config: Config) -> Iterator[str]:
-    """Which tokenizer goes with which corpus."""
+    """Which tokenizer a corpus needs."""
     tok: TokenizerConfig = config.model.tokenizer
     impl = config.model.data.data_impl
     if tok.library is TokenizerLibrary.none and not impl.has_tokens:
         yield (
             f"model.tokenizer.library=none cannot read text, and model.data.data_impl={impl.name} is text; "
-            "use bpe, or file"
+            "use bpe, or file with its path in model.tokenizer.model"
         )
     if tok.library is TokenizerLibrary.bpe and impl.has_tokens:
         yield (
             f"model.tokenizer.library=bpe has no text to train on with model.data.data_impl={impl.name}; "
-            "use file with the tokenizer that made the tokens, or none"
+            "use none, or file with the tokenizer that made the tokens in model.tokenizer.model"
         )
     if tok.library is TokenizerLibrary.file and not tok.model:
         yield "model.tokenizer.library=file needs model.tokenizer.model, the path of a tokenizer.json"
     if tok.library is TokenizerLibrary.bpe and not SMALLEST_BPE <= tok.vocab_size <= config.model.vocab_size:
         yield (
             f"model.tokenizer.vocab_size={tok.vocab_size} is not between {SMALLEST_BPE} (every byte and the end of a "
-            f"document) and model.vocab_size={config.model.vocab_size}"
+            f"document) and model.vocab_size={config.model.vocab_size}; use {SMALLEST_BPE} to {config.model.vocab_size}"
         )
 
 
 def trainer(section: TrainerConfig) -> Iterator[str]:
     """Lengths and intervals of the run."""
-    yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
-    yield from _at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
-    yield from _at_least(section, "trainer", 1, "max_skipped_steps", "spike_threshold")
-    yield from _at_least(section, "trainer", 1, "max_spike_rewinds", "spike_margin")
+    yield from at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
+    yield from at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
+    yield from at_least(section, "trainer", 1, "max_skipped_steps", "spike_threshold")
+    yield from at_least(section, "trainer", 1, "max_spike_rewinds", "spike_margin")
     try:
         limit = max_time_s(section)
     except ConfigError as error:
@@ -179,30 +115,30 @@ def trainer(section: TrainerConfig) -> Iterator[str]:
 
 
 def rewinds(config: Config) -> Iterator[str]:
-    """What going back behind a loss spike needs: spikes, and checkpoints that are still there."""
+    """What going back behind a loss spike needs: a threshold, and checkpoints that still exist."""
     maximum, margin = config.trainer.max_spike_rewinds, config.trainer.spike_margin
     if maximum is None:
         return
     key, off = f"trainer.max_spike_rewinds={maximum}", "max_spike_rewinds=null"
     if config.trainer.spike_threshold is None:
-        yield f"{key} goes back behind spikes, and trainer.spike_threshold=null finds none; use 10, or {off}"
+        yield f"{key} needs spikes, and trainer.spike_threshold=null finds none; use spike_threshold=10, or {off}"
     interval, kept = config.checkpoint.save_interval, config.checkpoint.keep_last
     if interval is None:
         yield (
             f"{key} goes back to checkpoints, and checkpoint.save_interval=null leaves open how many steps lie between "
             f"them; set it, or {off}"
         )
-    # Those that can lie within the margin, and the one before them.
+    # The checkpoints that can lie within the margin, and the one before them.
     needed = 1 if interval is None or interval < 1 else -(-margin // interval) + 1
     if kept is not None and 1 <= kept < needed:
         yield (
             f"{key} goes back to a checkpoint trainer.spike_margin={margin} steps before a spike, which may be the "
-            f"last but {needed - 1}, and checkpoint.keep_last={kept}; use {needed} or more, or null for all"
+            f"last but {needed - 1}, and checkpoint.keep_last={kept}; use keep_last={needed} or more, or null for all"
         )
     if config.checkpoint.reset_fp8_state:
         yield (
-            f"{key} restores FP8 scales with all else, and checkpoint.reset_fp8_state=true leaves them out; use {off} "
-            "until a checkpoint is saved, then reset_fp8_state=false"
+            f"{key} restores FP8 scales with everything else, and checkpoint.reset_fp8_state=true drops them; use "
+            f"{off} until a checkpoint is saved, then reset_fp8_state=false"
         )
 
 
@@ -221,7 +157,7 @@ def launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
 
 
 def determinism(config: Config) -> Iterator[str]:
-    """Kernels that are asked for by name and vary from run to run."""
+    """Kernels requested by name whose results vary from run to run."""
     if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
         yield (
             "trainer.deterministic=true excludes model.cross_entropy_fusion_impl=native, whose result varies from run "
@@ -231,35 +167,35 @@ def determinism(config: Config) -> Iterator[str]:
 
 def files(config: Config) -> Iterator[str]:
     """Where the run writes."""
-    # os.path's questions, because those of Path raise where a folder above may not be read.
+    # os.path, because Path raises where a parent folder may not be read.
     if config.run_dir is not None and os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
         yield f"run_dir={config.run_dir!r} is a file; name a directory"
     if config.run_dir == "":
         yield "run_dir is empty; name a directory, or null for outputs/DATE/TIME_NAME"
     if not config.name or "/" in config.name:
         yield f"name={config.name!r} becomes part of a directory's name; use at least one character, and no slash"
-    yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval", "keep_last", "keep_every")
+    yield from at_least(config.checkpoint, "checkpoint", 1, "save_interval", "keep_last", "keep_every")
     minutes = config.checkpoint.save_interval_minutes
     if minutes is not None and not minutes > 0:
         yield f"checkpoint.save_interval_minutes={minutes} is not positive; use 30, or null for no such saves"
     if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
         yield (
-            f"checkpoint.keep_every={config.checkpoint.keep_every} says what stays when older checkpoints go, and "
+            f"checkpoint.keep_every={config.checkpoint.keep_every} exempts checkpoints from deletion, and "
             "checkpoint.keep_last=null keeps them all; set keep_last, or keep_every=null"
         )
 
 
 def start(section: CheckpointConfig) -> Iterator[str]:
-    """What the run starts from: a path that does not exist is never a fresh start."""
+    """What the run starts from; a missing path never means a fresh start."""
     resume, init_from = section.resume, section.init_from
     if resume not in ("auto", "never") and not os.path.isdir(resume):
-        yield f"checkpoint.resume={resume!r} is neither auto nor never nor a directory that exists"
+        yield f"checkpoint.resume={resume!r} is not an existing directory; name a checkpoint, or use auto or never"
     if init_from is not None and not os.path.isdir(init_from):
-        yield f"checkpoint.init_from={init_from!r} is no directory that exists; name a checkpoint, or null"
+        yield f"checkpoint.init_from={init_from!r} is not an existing directory; name a checkpoint, or null"
     if init_from is not None and resume not in ("auto", "never"):
         yield (
             f"checkpoint.init_from={init_from!r} takes the weights of a checkpoint, and checkpoint.resume={resume!r} "
-            "all of one; use one of the two: resume=auto or never, or init_from=null"
+            "everything; use one of the two: resume=auto or never, or init_from=null"
         )
 
 
@@ -273,28 +209,9 @@ def reports(config: Config) -> Iterator[str]:
     if config.logging.peak_tflops is not None and config.logging.peak_tflops <= 0:
         yield f"logging.peak_tflops={config.logging.peak_tflops} is not positive; use null for the table's value"
     sample = config.sample
-    yield from _at_least(sample, "sample", 0, "max_new_tokens", "temperature")
+    yield from at_least(sample, "sample", 0, "max_new_tokens", "temperature")
     if sample.max_new_tokens > 0 and not sample.prompt:
         yield (
             f"sample.prompt is empty, and sample.max_new_tokens={sample.max_new_tokens}; "
             "give a text to continue, or max_new_tokens=0"
         )
-
-
-def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems but the architecture's; without `launch`, those of the world size are left out."""
-    config = run.config
-    yield from optimizer(config)
-    yield from optimizer_memory(run)
-    yield from schedule(config)
-    yield from corpus(config.model.data)
-    yield from splits(config)
-    yield from tokenizer(config)
-    yield from trainer(config.trainer)
-    yield from rewinds(config)
-    yield from determinism(config)
-    yield from files(config)
-    yield from start(config.checkpoint)
-    yield from reports(config)
-    if launch is not None:
-        yield from launched(config.trainer, launch)

@@ -112,7 +112,7 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
 
 
 def _expert_fields(spec: RunSpec) -> Iterator[Field]:
-    """What says something of a mixture of experts; its layout also without one."""
+    """Fields of a mixture of experts; its layout is set without one too."""
     model = spec.model
     yield from _of_model(spec, "num_moe_experts", "expert_model_parallel_size")
     ranks = expert_tensor_parallel_size(model)
@@ -263,7 +263,7 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
         Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size")),
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
         Field("align_param_gather", model.overlap_param_gather and interleaved, (virtual,)),
-        # NCCL divides as it reads; otherwise a pass of its own over the gradients does, 15 ms for those of Llama 3 8B.
+        # NCCL divides as it reads; otherwise a separate pass over the gradients does, 15 ms for Llama 3 8B.
         # gloo cannot, and with losses per token there is nothing to divide by. NCCL multiplies what one rank has by 1,
         # and leaves a sum of it as it is; what experts have, megatron-core scales in a pass before it averages.
         Field("average_in_collective", averages),

@@ -1,7 +1,7 @@
 """What the FP8 keys add up to: NeMo's flags, megatron-core's names and the recipes' defaults.
 
 Everything that acts on FP8 (the rules, the translation to megatron-core, the plan, the proof, emulation) reads
-`Fp8Settings`, so that they cannot disagree about what null means. `spec.run_spec` resolves them, once.
+`Fp8Settings`, so they cannot disagree about what null means. `spec.run_spec` resolves them once.
 """
 
 import fnmatch
@@ -13,7 +13,7 @@ from gpt_pretrain.spec.recipes import RECIPES, Recipe
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-# The keys that only some recipe reads, with the recipes that do.
+# The keys that only delayed scaling reads.
 DELAYED_KEYS = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
 
@@ -59,7 +59,7 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
     if not model.fp8:
         return None
     recipe = RECIPES[model.fp8_recipe or Fp8RecipeName.delayed]
-    # NeMo's rule: e4m3 counts where both are set.
+    # NeMo's rule: e4m3 wins where both are set.
     unset = model.fp8_e4m3 is None and model.fp8_hybrid is None
     e4m3 = recipe.e4m3 if unset else bool(model.fp8_e4m3)
     kept = model.first_last_layers_bf16
@@ -83,7 +83,7 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
 
 
 def emulation(model: ModelConfig) -> str:
-    """How messages offer emulation: with the settings that would stand in its way taken back."""
+    """How messages offer emulation: together with a reset of every setting that excludes it."""
     in_its_way = {
         "fp8_params=false": model.fp8_params,
         "fp8_dot_product_attention=false": model.fp8_dot_product_attention,

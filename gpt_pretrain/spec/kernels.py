@@ -1,6 +1,6 @@
 """Which kernels each part of the model runs on: the configuration's nulls, resolved for a machine.
 
-Each null becomes the fastest choice that is right there; what the rules would refuse is never chosen.
+Each null becomes the fastest choice that is correct there; a choice that the rules refuse is never made.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from gpt_pretrain.spec.obstacles import (
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.resolved import Resolved
 
-# Widths of heads with which steps have been faster on Hopper by FlashAttention-4 than by cuDNN, where queries and keys
-# are rotated and where not. Others were not measured (benchmarks/flash_attention_h200.md).
+# Head widths with which FlashAttention-4 made steps faster than cuDNN on Hopper, with and without rotated queries and
+# keys. Others were not measured (benchmarks/flash_attention_h200.md).
 ROTATED_FLASH_ATTENTION_WIDTHS = (128,)
 FLASH_ATTENTION_WIDTHS = (64, 128)
 
@@ -54,12 +54,12 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves each `null` of the kernel keys; explicit values stand.
 
     Args:
-        run: A configuration that all rules let pass.
+        run: A configuration that breaks no rule.
         platform: The machine.
         world_size: Processes of the run.
     """
     config, model, settings = run.config, run.model, run.fp8
-    # Emulated FP8 is computed by local layers, also where TE is there.
+    # Local layers compute emulated FP8, even where TE is installed.
     otherwise_te = platform.transformer_engine is not None and not model.fp8_emulate
 
     def choose(value: bool | None, otherwise: bool) -> bool:
@@ -94,7 +94,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
         masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
-        # Attention that is computed again was not measured.
+        # Not measured with recomputed attention.
         use_flash_attention=choose(
             model.use_flash_attention,
             te
@@ -125,29 +125,29 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
 
 
 def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) -> CudaGraphImpl | None:
-    """What records graphs of the layers; None: nothing does. Replays on several ranks are untested."""
+    """What records graphs of the layers; None: nothing does. Replays on several ranks are not tested."""
     model = run.model
     if model.cuda_graph_impl is not None:
         return None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl
     recipe_gains = run.fp8 is not None and run.fp8.recipe.gains_by_graphs
     layer_flops = 6 * matmul_parameters_per_layer(model) * model.micro_batch_size * model.encoder_seq_length
-    # What the comparison to the bit was made with (tests/test_gpu_graphs.py): GPT's layers, all of them in FP8.
+    # The bitwise comparison (tests/test_gpu_graphs.py) covers GPT's layers, all of them in FP8.
     compared = model.position_embedding_type is PositionEmbedding.learned_absolute and not (
         model.first_last_layers_bf16 or model.fp8_exclude
     )
     small = layer_flops <= _MAX_LAYER_FLOPS
     gain = transformer_engine and recipe_gains and compared and small and world_size == 1
-    # A kernel that is asked for and untried in graphs goes before them.
+    # A requested kernel that is not tested in graphs takes precedence over them.
     asked = model.activation_cast_fusion or model.embedding_gradient_fusion or model.use_flash_attention
     is_free = not asked and not any(graph_obstacles(run))
     return CudaGraphImpl.local if gain and is_free else None
 
 
 def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:
-    """Whether heads are as wide as those that were measured, in layouts out of which nothing is copied for it."""
+    """Whether heads have a measured width, in layouts that need no copies for it."""
     if rotates:
         return kv_channels(model) in ROTATED_FLASH_ATTENTION_WIDTHS
-    # What attends is one tensor's, and so are its gradients, where nothing is rotated and heads share no keys.
+    # Without rotation and shared keys, queries, keys and values are parts of one tensor, and so are their gradients.
     parts_of_one = (
         model.position_embedding_type is not PositionEmbedding.rope
         and num_query_groups(model) == model.num_attention_heads
@@ -158,14 +158,14 @@ def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:
 def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
     fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
     if fused is None:
-        # Runs that are deterministic or in fp32 are there to be compared with: they keep the plain loss.
+        # Deterministic and fp32 runs serve as references: they keep the plain loss.
         to_compare = config.trainer.deterministic or config.trainer.precision is Precision.fp32
         fused = implementation is not None or (platform.cuda and not to_compare)
     return (implementation or CrossEntropyFusion.linear) if fused else None
 
 
 def fused_parts(kernels: Kernels) -> str:
-    """The keys of `Kernels` that are on, or what they are, in a line."""
+    """The keys of `Kernels` that are on, with their values, in one line."""
     values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__ if name != "transformer_engine"}
     active = [name if value is True else f"{name} ({value.value})" for name, value in values.items() if value]
     return ", ".join(active) or "none"

@@ -1,6 +1,6 @@
-"""What each optimisation does not go with: a reason to refuse it where it is asked for, and for `null` to leave it out.
+"""Settings that exclude an optimisation: it is refused where requested, and `null` leaves it out.
 
-The rules refuse (`rules.kernels`), and `spec.kernels` resolves null.
+`rules.kernels` refuses; `spec.kernels` resolves null.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import FC1, FC2
 from gpt_pretrain.spec.resolved import Resolved
 
-# A setting, and why the optimisation does not go with it.
+# A setting, and why it excludes the optimisation.
 type Obstacle = tuple[str, str]
 
 # Heads that FlashAttention-4 takes (`_validate_head_dims` of its interface.py).
@@ -20,7 +20,7 @@ WIDTH_MULTIPLE, WIDEST, WIDEST_ON_BLACKWELL = 8, 256, 128
 
 
 def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-    """What `model.activation_cast_fusion` does not go with; which layers multiply in FP8, only if `sizes_known`."""
+    """Settings that exclude `model.activation_cast_fusion`; the layers in FP8 are looked at only if `sizes_known`."""
     model, settings = run.model, run.fp8
     if settings is None:
         yield "model.fp8=false", "there is no cast to compute an activation with"
@@ -29,9 +29,9 @@ def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[O
     elif (why := settings.recipe.why_not("activation_cast_fusion")) is not None:
         yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.activation is Activation.gelu:
-        yield "model.activation=gelu", "of GELU it computes the tanh form"
+        yield "model.activation=gelu", "it computes GELU's tanh form"
     if model.activation is Activation.swiglu and model.bias:
-        yield "model.bias=true", "it adds a bias to a GELU alone"
+        yield "model.bias=true", "it adds a bias only to a GELU"
     if model.bias_activation_fusion is False:
         yield "model.bias_activation_fusion=false", "that asks for an activation of separate operations"
     if model.transformer_engine is False:
@@ -47,9 +47,9 @@ def _untested_with_activation_cast(run: Resolved) -> Iterator[Obstacle]:
     model, settings = run.model, run.fp8
     if model.activations_checkpoint_granularity is not None:
         granularity = model.activations_checkpoint_granularity.name
-        yield f"model.activations_checkpoint_granularity={granularity}", "untried with recomputation"
+        yield f"model.activations_checkpoint_granularity={granularity}", "not tested with recomputation"
     if model.cuda_graph_impl is CudaGraphImpl.local:
-        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+        yield "model.cuda_graph_impl=local", "not tested in replayed layers"
     if model.tp_comm_overlap and settings is not None:
         why = settings.recipe.why_not("activation_cast_fusion with tp_comm_overlap")
         if why is not None:
@@ -68,30 +68,30 @@ def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obsta
 
 
 def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
-    """What `model.embedding_gradient_fusion` does not go with."""
+    """Settings that exclude `model.embedding_gradient_fusion`."""
     model = config.model
     if model.gradient_accumulation_fusion is False:
-        yield "model.gradient_accumulation_fusion=false", "a tied LM head has to add its gradient in the product, too"
+        yield "model.gradient_accumulation_fusion=false", "a tied LM head must add its gradient in the product too"
     if model.fp8_emulate:
         yield "model.fp8_emulate=true", "emulated layers compute weight gradients themselves"
     if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
         yield "model.grad_reduce_in_fp32=false", "BF16 would round the gradient of every token"
     if model.cuda_graph_impl is CudaGraphImpl.local:
-        yield "model.cuda_graph_impl=local", "untried beside layers that are replayed"
+        yield "model.cuda_graph_impl=local", "not tested beside replayed layers"
 
 
 def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
-    """What `model.fused_single_qkv_rope` does not go with."""
+    """Settings that exclude `model.fused_single_qkv_rope`."""
     if model.position_embedding_type is not PositionEmbedding.rope:
         yield f"model.position_embedding_type={model.position_embedding_type.name}", "there is nothing to rotate"
     if model.apply_rope_fusion is False:
-        yield "model.apply_rope_fusion=false", "that asks for a rotation of separate operations"
+        yield "model.apply_rope_fusion=false", "it asks for a rotation by separate operations"
     if model.cuda_graph_impl is CudaGraphImpl.local:
-        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+        yield "model.cuda_graph_impl=local", "not tested in replayed layers"
 
 
 def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
-    """What `model.use_flash_attention` does not go with."""
+    """Settings that exclude `model.use_flash_attention`."""
     if model.transformer_engine is False:
         yield "model.transformer_engine=false", "it takes the place of Transformer Engine's attention"
     if model.fp8_emulate:
@@ -104,14 +104,14 @@ def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
     if model.attention_dropout:
         yield f"model.attention_dropout={model.attention_dropout}", "it drops nothing"
     if model.cuda_graph_impl is CudaGraphImpl.local:
-        yield "model.cuda_graph_impl=local", "untried in layers that are replayed"
+        yield "model.cuda_graph_impl=local", "not tested in replayed layers"
     width = kv_channels(model)
     if width % WIDTH_MULTIPLE or width > WIDEST:
         yield f"heads of {width} channels", f"it takes multiples of {WIDTH_MULTIPLE} up to {WIDEST}"
 
 
 def graph_obstacles(run: Resolved) -> Iterator[Obstacle]:
-    """What graphs do not go with; beside any of it, `null` is without them (`spec.graphs`)."""
+    """Settings that exclude CUDA graphs; with any of them, `null` means none."""
     yield from _graphs_and_layout(run.model)
     yield from _graphs_and_layers(run.model)
     yield from _graphs_and_fp8(run)
@@ -121,9 +121,9 @@ def _graphs_and_layout(model: ModelConfig) -> Iterator[Obstacle]:
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(model, name)
         if size > 1:
-            yield f"model.{name}={size}", "graphs are for models that fit one GPU, and untried across several"
+            yield f"model.{name}={size}", "graphs are for models that fit one GPU, and not tested across several"
     if model.overlap_grad_reduce:
-        yield "model.overlap_grad_reduce=true", "gradients that are reduced behind replays are untried"
+        yield "model.overlap_grad_reduce=true", "reducing gradients behind replays is not tested"
 
 
 def _graphs_and_layers(model: ModelConfig) -> Iterator[Obstacle]:
@@ -132,7 +132,7 @@ def _graphs_and_layers(model: ModelConfig) -> Iterator[Obstacle]:
     if model.num_moe_experts is not None:
         yield (
             f"model.num_moe_experts={model.num_moe_experts}",
-            "a router gives each expert another number of tokens, and a graph has one shape",
+            "a router gives each expert a different number of tokens, and a graph has fixed shapes",
         )
     granularity = model.activations_checkpoint_granularity
     if granularity is not None:
@@ -143,27 +143,27 @@ def _graphs_and_layers(model: ModelConfig) -> Iterator[Obstacle]:
     for name in ("hidden_dropout", "attention_dropout"):
         probability = getattr(model, name)
         if probability > 0:
-            yield f"model.{name}={probability}", "random numbers that are drawn in replays are untried"
+            yield f"model.{name}={probability}", "random numbers drawn in replays are not tested"
 
 
 def _graphs_and_fp8(run: Resolved) -> Iterator[Obstacle]:
     model, settings, interval = run.model, run.fp8, run.config.logging.fp8_statistics_interval
     if model.fp8_emulate:
-        yield "model.fp8_emulate=true", "emulated layers decide in Python what a replay would not decide again"
+        yield "model.fp8_emulate=true", "emulated layers take decisions in Python, which a replay would not repeat"
     if settings is not None and (why := settings.recipe.why_not("cuda_graph_impl")) is not None:
         yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.fp8_dot_product_attention:
         yield (
             "model.fp8_dot_product_attention=true",
-            "attention's own products have delayed scales, which replays do not move on",
+            "attention's own products have delayed scales, which replays do not update",
         )
     if model.fp8_params:
         yield (
             "model.fp8_params=true",
-            "a graph reads weights where they were recorded, and transposes of FP8 weights move",
+            "a graph reads weights at recorded addresses, and transposes of FP8 weights move",
         )
     if interval is not None:
         yield (
             f"logging.fp8_statistics_interval={interval}",
-            "a replay computes its products without telling of them",
+            "a replay reports none of its products",
         )

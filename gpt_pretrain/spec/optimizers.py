@@ -11,7 +11,7 @@ from gpt_pretrain.config.choices import MomentDtype, OptimizerName
 from gpt_pretrain.config.schema import OptimConfig
 from gpt_pretrain.kernels import SCALED_BLOCK
 
-# Bytes of a moment of one parameter: what has scales has one in fp32 for each block.
+# Bytes of a moment of one parameter; scaled types have one fp32 scale per block.
 MOMENT_BYTES = {
     MomentDtype.fp32: 4.0,
     MomentDtype.bf16: 2.0,
@@ -30,7 +30,7 @@ class Optimizer:
     has_distributed_form: bool
     """megatron-core shards its states over the data-parallel ranks."""
     has_small_states: bool
-    """There is a form with masters and moments in fewer bytes (`use_precision_aware_optimizer`)."""
+    """A form with masters and moments in fewer bytes exists (`use_precision_aware_optimizer`)."""
     state_bytes: Callable[[OptimConfig], float]
     """Bytes of fp32 states per parameter, masters left out."""
     moved_bytes: int

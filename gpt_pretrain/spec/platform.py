@@ -1,9 +1,9 @@
 """What this machine offers to the run: GPU, Transformer Engine, FlashAttention-4, apex, and its environment.
 
 megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once, so that
-null in the configuration ("where it is there") becomes a value that the header prints, and an explicit `true` that
-cannot be met is an error rather than a slower run (`rules.machine`). Only what asks the machine imports torch: what
-follows from a `Platform` needs none.
+null in the configuration ("where available") becomes a value that the header prints, and an explicit `true` that
+cannot be met is an error rather than a slower run (`rules.machine`). Only the detection imports torch; everything that
+follows from a `Platform` works without it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FP8_CAPABILITY = (8, 9)
 HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (9, 0), (10, 0), (12, 0)
 ATTENTION = "attention"
 # Environment variables that change what a recipe of TE 2.12 computes: the value that changes nothing, which products
-# they are about, and what else they do. NVTE_UNFUSED_FP8_UPDATE is none of them: it computes the same scales in Python.
+# they are about, and what other values do. NVTE_UNFUSED_FP8_UPDATE is absent: it computes the same scales in Python.
 RECIPE_VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("0", "tensorwise", "rounds scales to powers of two"),
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("0", "blockwise", "makes scales other numbers than powers of two"),
@@ -56,7 +56,7 @@ NO_MULTICAST = "NCCL_NVLS_ENABLE"
 USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 
 
-# The first that was tried, and what of it `megatron.flash_attention` calls.
+# The oldest version tested, and what `megatron.flash_attention` calls of it.
 OLDEST_FLASH_ATTENTION = "4.0.0b36"
 _FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
 # What each part of apex needs: its Python module, where it has one, and its compiled kernels.
@@ -136,12 +136,12 @@ class Platform:
 
 
 def recipe_variables() -> dict[str, str]:
-    """Those of `RECIPE_VARIABLES` that the environment sets, with their values."""
+    """The `RECIPE_VARIABLES` that the environment sets, with their values."""
     return {name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ}
 
 
 def multicast_variables() -> dict[str, str]:
-    """Those of `MULTICAST_OFF` that the environment sets, with their values."""
+    """The `MULTICAST_OFF` variables that the environment sets, with their values."""
     return {name: os.environ[name] for name in MULTICAST_OFF if name in os.environ}
 
 
@@ -167,8 +167,8 @@ def _why_it_does_not_load(module: str, *names: str) -> str | None:
         loaded = importlib.import_module(module)
         for name in names:
             getattr(loaded, name)
-    # Shared libraries and compilers that do not fit the driver or PyTorch fail in as many ways as there are of them
-    # (OSError, RuntimeError, AssertionError), each told to the user.
+    # Shared libraries and compilers that do not fit the driver or PyTorch fail in many ways
+    # (OSError, RuntimeError, AssertionError); the user is told of each.
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -184,7 +184,7 @@ def _transformer_engine() -> tuple[str | None, str | None]:
 def flash_attention() -> tuple[str | None, str | None]:
     """The fields of `Platform` about FlashAttention-4: its version, or why it is not used where it is installed."""
     try:
-        # The distribution's: the module has none, and flash_attn beside it is another package's.
+        # The distribution's version: the module has none, and flash_attn beside it belongs to another package.
         version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
         return None, None

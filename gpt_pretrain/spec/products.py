@@ -1,7 +1,7 @@
 """Every matrix product of a training step on one rank: its shape, and whether it runs in FP8 and why.
 
-Pure arithmetic on the configuration. The rules check its shapes, `gpt_pretrain.plan` prints it, and the proof of a run
-compares it with what the live modules did.
+Pure arithmetic on the configuration. The rules check the shapes, `gpt_pretrain.plan` prints them, and the proof of a
+run compares them with what the live modules did.
 """
 
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,7 @@ class Linear:
     in_features: int
     """Columns of the rank's weight."""
     count: int
-    """Weights of this shape that the rank has, each with rows of its own: its experts, of which all are one module."""
+    """Weights of this shape on the rank, each with its own rows: experts, which share one module."""
     tokens: int
     """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where split along it; of an
     expert the mean, as if the router spread tokens evenly."""
@@ -87,7 +87,7 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shape:
-    """What is the same in all layers."""
+    """The shape of a kind of layer, the same in all layers."""
 
     out_features: int
     in_features: int
@@ -110,7 +110,7 @@ def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape
     experts, etp = model.num_moe_experts, expert_tensor_parallel_size(model)
     ep = model.expert_model_parallel_size
     inner = moe_ffn_hidden_size(model) // etp
-    # Each rank routes its own part of the sequence; the ranks of an expert's matrices compute all that come to it.
+    # Each rank routes its own part of the sequence; the ranks of an expert's matrices compute all tokens routed to it.
     rows = max(1, tokens // tp * etp * ep * model.moe_router_topk // experts)
     return {
         ROUTER: _Shape(out_features=experts, in_features=hidden, count=1, tokens=split, local_tokens=split),
@@ -186,7 +186,7 @@ def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, m
 def chunk_tokens(num_tokens: int, num_columns: int) -> int:
     """Tokens that go through the LM head together where its loss is linear (`megatron.loss`).
 
-    A power of two, and no more than there are.
+    A power of two, and at most `num_tokens`.
     """
     return min(num_tokens, 1 << (max(1, _CHUNK_LOGITS // num_columns).bit_length() - 1))
 

@@ -32,9 +32,9 @@ class Recipe:
     weight_scale_bytes: float = 0.0
     """Bytes of scales per value of a weight."""
     alignment: int = 16
-    """What both dimensions of every operand must be multiples of."""
+    """Both dimensions of every operand must be multiples of this."""
     gathered_rows: int = 8
-    """What the rows that a rank casts before they are gathered along the sequence must be a multiple of (TE's
+    """The rows that a rank casts before they are gathered along the sequence must be multiples of this (TE's
     `assert_dim_for_all_gather`)."""
     gathers_blocks: bool = False
     """Inputs that are gathered along the sequence must hold whole blocks in both dimensions."""
@@ -45,11 +45,11 @@ class Recipe:
     gains_by_graphs: bool = False
     """`cuda_graph_impl=null` chooses graphs for small layers."""
     scales_flag: tuple[str, str, str] | None = None
-    """A field of TE's recipe about its scales, and what they are where it is true and where it is false."""
+    """A field of TE's recipe about its scales, and what they are where it is true, and where false."""
     scales: str = ""
     """Which of the two they must be."""
     capability: tuple[tuple[int, int], tuple[int, int] | None] = ((8, 9), None)
-    """CUDA compute capabilities that compute it: the first, and the first that no longer does (TE's
+    """CUDA compute capabilities that compute it: the first, and the first beyond them (TE's
     `check_recipe_support`)."""
     cuda: tuple[int, int] | None = None
     """The oldest CUDA that does."""

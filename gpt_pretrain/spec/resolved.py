@@ -9,7 +9,7 @@ from gpt_pretrain.spec.products import Linear, fp8_flops_share, linears
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What follows from the configuration alone; of one that breaks rules, too."""
+    """What follows from the configuration alone, even one that breaks rules."""
 
     config: Config
     fp8: Fp8Settings | None

@@ -3,8 +3,8 @@
     Config → `resolve` → Resolved → rules
                                   → `build_run_spec`, with the machine → RunSpec → model, optimizer, training, plan
 
-Whatever needs to know the FP8 of a run, its kernels, its layout or its matrix products is handed a `RunSpec`; nothing
-works them out a second time.
+Code that needs the FP8 of a run, its kernels, its layout or its matrix products takes a `RunSpec`; nothing computes
+them a second time.
 """
 
 from dataclasses import dataclass
@@ -54,9 +54,9 @@ def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpe
     """Resolves a run on a machine.
 
     Args:
-        config: A configuration that all rules let pass.
+        config: A configuration that breaks no rule.
         launch: The run's processes.
-        platform: The machine; whether it can do what is asked for, `rules.machine` says.
+        platform: The machine; `rules.machine` checks whether it can do what is requested.
     """
     resolved = resolve(config)
     return RunSpec(

@@ -1,0 +1,156 @@
+"""What a refusal must say, whatever its words: the settings in conflict, and ways out that the rules let pass."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from omegaconf import OmegaConf
+
+from gpt_pretrain.config.derived import model_parallel_size
+from gpt_pretrain.config.load import read_config
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import Loader, Source, find_conf_dir, parse_override
+from gpt_pretrain.launch.ranks import rank_zero_of
+from gpt_pretrain.rules.check import config_problems
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A command line that a rule refuses."""
+
+    overrides: str
+    told: str = ""
+    """Settings that the message names; it begins with the first. Where empty: all overrides."""
+    offers: str = ""
+    """Ways out that the message names, separated by |: settings, each with one or several values (KEY=A,B). Any of them
+    makes the command line legal. ~KEY leaves the key out."""
+    legal: str = ""
+    """A neighbour that passes, where no offer is the neighbour that matters."""
+    world_size: int | None = None
+    """Processes; as many as the layout needs where None."""
+
+    @property
+    def command(self) -> list[str]:
+        """The overrides, one by one."""
+        return _words(self.overrides)
+
+    @property
+    def settings(self) -> list[str]:
+        """What the message names."""
+        return _words(self.told or self.overrides)
+
+    @property
+    def ways(self) -> list[list[str]]:
+        """The overrides of each way out."""
+        alternatives = [map(_values, _words(way)) for way in self.offers.split(" | ") if way]
+        return [list(way) for choices in alternatives for way in product(*choices)]
+
+
+def _words(text: str) -> list[str]:
+    """What stands between spaces outside of quotes and brackets."""
+    return re.findall(r"(?:'[^']*'|\[[^]]*\]|[^\s'\[])+", text)
+
+
+def _values(override: str) -> list[str]:
+    """An override for each value of `key=A,B`, as a sweep writes them."""
+    key, equals, values = override.partition("=")
+    return [f"{key}{equals}{value}" for value in re.findall(r"(?:'[^']*'|\[[^]]*\]|[^,'\[])+", values)] or [override]
+
+
+BATCH = "model.global_batch_size=64"
+
+
+@cache
+def _loader() -> Loader:
+    return Loader(Source(config_name="config", config_path=find_conf_dir()))
+
+
+def compose_quickly(overrides: Iterable[str]) -> Config:
+    """What `load_config` gives, of overrides that are legal for Hydra: each choice of groups is composed once."""
+    overrides = list(overrides)
+    keys = [text for text in overrides if "." in text.partition("=")[0]]
+    composed = _loader().compose([text for text in overrides if text not in keys])
+    config = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+    for text in keys:
+        override = parse_override(text)
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=False)
+    read, problems = read_config(config)
+    assert read is not None, problems
+    return read
+
+
+def taking(way: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The overrides after a way out was taken."""
+    keys = {text.lstrip("~").partition("=")[0] for text in way}
+    kept = [text for text in overrides if text.partition("=")[0] not in keys]
+    return kept + [text for text in way if not text.startswith("~")]
+
+
+def processes(overrides: Sequence[str]) -> int:
+    """As many processes as the layout needs."""
+    return _needed(compose_quickly(overrides))
+
+
+def _needed(config: Config) -> int:
+    sizes = [config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size]
+    return model_parallel_size(config.model) if min(sizes) > 0 else 1
+
+
+def broken_rules(overrides: Sequence[str], world_size: int | None = None, per_node: int | None = None) -> list[str]:
+    """The rules that overrides break, on `world_size` processes or on as many as the layout needs."""
+    config = compose_quickly(overrides)
+    world_size = _needed(config) if world_size is None else world_size
+    launcher = "none" if world_size == 1 else "torchrun"
+    return config_problems(config, rank_zero_of(world_size, local_world_size=per_node or world_size, launcher=launcher))
+
+
+def check_told(message: str, settings: Sequence[str], ways: Iterable[Sequence[str]] = ()) -> None:
+    """The message begins with the first setting, names the others, and offers each way out behind its last semicolon.
+
+    Args:
+        message: What was told.
+        settings: Settings as `key=value`; a key alone stands for itself.
+        ways: Overrides of each way out. The message names their values, and the keys that are not the first's.
+    """
+    named, _, offered = message.rpartition("; ")
+    first = settings[0].partition("=")[0]
+    assert message.startswith(settings[0]), (settings[0], message)
+    for setting in settings:
+        assert _has(message, setting), (setting, message)
+    for way in ways:
+        for override in way:
+            key, _, value = override.lstrip("~").partition("=")
+            assert named, message
+            assert _has(offered, value if value else "leave"), (override, message)
+            assert key == first or _has(message, key.rpartition(".")[2]), (override, message)
+
+
+def _has(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w]){re.escape(word)}(?![\w])", text) is not None
+
+
+type Rules = Callable[[Sequence[str], int | None], list[str]]
+"""Answers with the problems of a command line on a number of processes."""
+
+
+def check_refused(row: Refused, rules: Rules = broken_rules) -> None:
+    """The rule is told, and what its message offers is legal."""
+    problems = rules(row.command, row.world_size)
+    told = [problem for problem in problems if problem.startswith(row.settings[0])]
+    assert told, problems
+    check_told(told[0], row.settings, row.ways)
+    check_legal(row, rules)
+
+
+def check_legal(row: Refused, rules: Rules = broken_rules) -> None:
+    """Each way out that the message offers makes the command line legal, and the neighbour is."""
+    legal = [taking(way, row.command) for way in row.ways] + ([_words(row.legal)] if row.legal else [])
+    assert legal, "a row has a neighbour that passes"
+    for neighbour in legal:
+        # A global batch that every layout divides, where the row is not about the batch.
+        batch = [] if any(text.startswith("model.global_batch_size=") for text in neighbour) else [BATCH]
+        needed = processes(neighbour)
+        world_size = row.world_size if row.world_size is not None and row.world_size % needed == 0 else needed
+        assert rules([*neighbour, *batch], world_size) == [], neighbour
