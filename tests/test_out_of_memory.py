@@ -10,7 +10,7 @@ import torch
 from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.plan import host_memory, out_of_memory
+from gpt_pretrain.plan import out_of_memory
 from gpt_pretrain.plan.machine import planned_launch, planned_platform
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.out_of_memory import (
@@ -222,10 +222,10 @@ def test_a_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, groups, l
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(limit)
     for name, path in {"_OWN_GROUPS": own, "_MEMORY": memory, "_GROUPS": root}.items():
-        monkeypatch.setattr(host_memory, name, path)
+        monkeypatch.setattr(out_of_memory, name, path)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert installed > 2**31, "the limits above are lower"
     if expected is None:
-        assert host_memory.host_memory_bytes() == (installed + 3072, "this machine")
+        assert out_of_memory.host_memory_bytes() == (installed + 3072, "this machine")
     else:
-        assert host_memory.host_memory_bytes() == (expected + 3072, "this process's control group")
+        assert out_of_memory.host_memory_bytes() == (expected + 3072, "this process's control group")
