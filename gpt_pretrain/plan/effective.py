@@ -178,7 +178,8 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
         is_fp8 = is_fp8_key(key)
         if spec.fp8 is not None and spec.fp8.emulate and (is_fp8 or key == "model.fp8"):
             # megatron-core is told of no FP8 then.
-            effective = _emulated(key, spec.fp8) or effective
+            requested = {} if inert else {"emulated layers": _shown(_requested(spec.config, key))}
+            effective = _emulated(key, spec.fp8) or effective or requested
         elif is_fp8 and spec.fp8 is None:
             effective = {}
         yield Setting(
