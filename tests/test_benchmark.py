@@ -49,7 +49,7 @@ from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import resolve
 from tests.launching import run_ranks
 from tests.planning import SEPARATE_KERNELS
 

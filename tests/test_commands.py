@@ -8,11 +8,10 @@ from enum import Enum
 
 import pytest
 
-from gpt_pretrain.commands.arguments import read_arguments
+from gpt_pretrain.commands.arguments import Program, read_arguments
 from gpt_pretrain.commands.checkpoint import CheckpointArguments, Task
 from gpt_pretrain.commands.doctor import DoctorArguments
 from gpt_pretrain.commands.door import run_with_arguments
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from tests.launching import REPOSITORY, run_ranks

@@ -8,10 +8,8 @@ from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
 from gpt_pretrain.megatron.translate import translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
-from gpt_pretrain.spec.fp8 import resolve_fp8
-from gpt_pretrain.spec.products import gemms
-from gpt_pretrain.spec.recipes import RECIPES
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import gemms, resolve
+from gpt_pretrain.spec.recipes import RECIPES, resolve_fp8
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import H200, spec_of
 
@@ -148,7 +146,7 @@ def test_layers_kept_out_at_both_ends(overrides, start, end):
     run = resolve(config)
     settings = run.fp8
     assert (settings.num_layers_at_start_in_bf16, settings.num_layers_at_end_in_bf16) == (start, end)
-    out = {linear.layer for linear in run.linears() if linear.precision == "high" and linear.layer >= 0}
+    out = {linear.layer for linear in run.linears if linear.precision == "high" and linear.layer >= 0}
     assert out == {*range(start), *range(4 - end, 4)}
 
 
@@ -168,9 +166,7 @@ def test_layers_kept_out_at_both_ends(overrides, start, end):
 def test_patterns_keep_linear_layers_out(patterns, out):
     config = load_config(["fp8=delayed", f"model.fp8_exclude={patterns}"])
     found = {
-        (x.layer, x.kind.rpartition("_")[2])
-        for x in resolve(config).linears()
-        if x.precision == "high" and x.layer >= 0
+        (x.layer, x.kind.rpartition("_")[2]) for x in resolve(config).linears if x.precision == "high" and x.layer >= 0
     }
     assert found == out
 
@@ -203,7 +199,7 @@ def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_c
         ("fc1", 384, 256, tokens, tokens // 2),
         ("fc2", 256, 192, tokens, tokens),
     ]
-    found = resolve(config).linears()
+    found = resolve(config).linears
     shapes = [(x.kind.rpartition("_")[2], x.out_features, x.in_features, x.tokens, x.local_tokens) for x in found]
     # 1,000 tokens are padded to 1,024 rows.
     assert shapes == [*expected, *expected, ("layer", 512, 256, tokens, tokens // 2)]
@@ -215,7 +211,7 @@ def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_c
 def test_three_products_of_a_linear_layer():
     """y [t, out] = x [t, in] · wᵀ; dx [t, in] = dy [t, out] · w; dw [out, in] = dyᵀ [out, t] · x."""
     config = load_config(["fp8=delayed", "model.fp8_wgrad=false", "model.fp8_emulate=true"])
-    fc2 = next(linear for linear in resolve(config).linears() if linear.kind == "mlp.linear_fc2")
+    fc2 = next(linear for linear in resolve(config).linears if linear.kind == "mlp.linear_fc2")
     tokens = 8 * 256
     assert [(gemm.phase, *astuple(gemm)[2:]) for gemm in gemms(fc2)] == [
         ("forward", tokens, 128, 384, True),

@@ -10,7 +10,7 @@ from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import resolve
 from tests.launching import REPOSITORY
 from tests.refusals import Refused, check_legal, check_told, processes
 
@@ -386,7 +386,7 @@ def takes(config):
     """Whether FP8 products take all shapes, from the shapes themselves."""
     model, run = config.model, resolve(config)
     settings = run.fp8
-    for linear in run.linears():
+    for linear in run.linears:
         if linear.precision != "fp8":
             continue
         sides = [linear.out_features, linear.in_features, linear.tokens]

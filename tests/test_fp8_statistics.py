@@ -16,7 +16,7 @@ from gpt_pretrain.fp8.statistics import (
     TensorStatistics,
     amax_history,
 )
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.training.watches import Fp8Watch
 from tests.forked_runs import fork_ranks
 from tests.platforms import spec_of
@@ -36,7 +36,7 @@ def single_process():
 @pytest.fixture
 def collector(single_process, compose_config):
     run = resolve(compose_config("model.num_layers=2", "fp8=delayed"))
-    return StatisticsCollector(run.linears(), [], torch.device("cpu"))
+    return StatisticsCollector(run.linears, [], torch.device("cpu"))
 
 
 def operand(role, code_bytes, scale=1.0, amax=1.0, format="e4m3"):

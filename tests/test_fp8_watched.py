@@ -9,8 +9,7 @@ import torch
 
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product
 from gpt_pretrain.fp8.observer import WatchedProducts, differences_of_ranks, observe_products
-from gpt_pretrain.spec.products import EXPERT_FC1, QKV
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import EXPERT_FC1, QKV, resolve
 from tests.emulated_training import emulated_training
 
 PLANNED = {
@@ -37,7 +36,7 @@ def ranks_with():
 
     run = resolve(load_config(["model=moe_small", "fp8=tensorwise", "model.num_layers=2"]))
     settings = run.fp8
-    planned = {linear.module: linear for linear in run.linears() if linear.layer >= 0}
+    planned = {linear.module: linear for linear in run.linears if linear.layer >= 0}
     assert {EXPERTS, ATTENTION} <= set(planned)
 
     def build(*replaced_on_ranks):

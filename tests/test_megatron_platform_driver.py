@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpt_pretrain.launch import driver as platform_driver
-from gpt_pretrain.launch.driver import ask_driver, device_files
+from gpt_pretrain.launch import environment
+from gpt_pretrain.launch.environment import ask_driver, device_files
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_version_and_gpus_are_read(nvidia_smi):
     ],
 )
 def test_a_driver_that_does_not_work_says_why(script, problem, nvidia_smi, monkeypatch):
-    monkeypatch.setattr(platform_driver, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(environment, "_DRIVER_TIMEOUT_S", 0.2)
     nvidia_smi(script)
     with pytest.raises(RuntimeError) as failed:
         ask_driver()

@@ -8,9 +8,8 @@ from gpt_pretrain.config.choices import Fp8RecipeName, PlanGpu
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
 from gpt_pretrain.plan.kernels import Machine, head_s
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.products import Gemm
+from gpt_pretrain.spec.products import Gemm, resolve
 from gpt_pretrain.spec.recipes import RECIPES
-from gpt_pretrain.spec.resolved import resolve
 from tests.planning import SEPARATE_KERNELS, plan_of
 
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)
@@ -261,7 +260,7 @@ def h200(**changed):
 
 
 def gemm(m, n, k, *, fp8):
-    linear = resolve(load_config([])).linears()[0]
+    linear = resolve(load_config([])).linears[0]
     return Gemm(linear=linear, phase="forward", m=m, n=n, k=k, fp8=fp8)
 
 

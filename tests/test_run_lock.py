@@ -14,8 +14,7 @@ from filelock import FileLock
 from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch import run_dir as module
-from gpt_pretrain.launch.process import this_process
-from gpt_pretrain.launch.run_dir import check_run_lock, lock_path, run_lock
+from gpt_pretrain.launch.run_dir import check_run_lock, lock_path, run_lock, this_process
 from tests.launching import REPOSITORY, clean_environment, run_ranks
 from tests.runs import small_run_arguments
 

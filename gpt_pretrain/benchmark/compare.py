@@ -43,7 +43,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import make_run_dir
 from gpt_pretrain.plan.hardware import GPUS
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import resolve
 
 # The first folder that a benchmark makes.
 _MACHINE = "machine"

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, Part, kernel_kind
 from gpt_pretrain.config.schema import BenchmarkConfig
-from gpt_pretrain.launch.driver import ask_driver
+from gpt_pretrain.launch.environment import ask_driver
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.training.meter import memory_gib

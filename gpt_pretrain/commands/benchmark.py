@@ -2,8 +2,7 @@
 
     command line → training's gate → each variant in processes of its own → tables, benchmark.json and Markdown
 
-It takes every command line that `python -m gpt_pretrain` takes, and starts torchrun itself: `trainer.devices` says how
-many processes. Exit codes: 0 all variants were measured, 1 at least one was not, 2 a mistake in what was given.
+It starts torchrun itself: `trainer.devices` says how many processes.
 """
 
 import sys
@@ -14,9 +13,9 @@ from rich.console import Console
 from gpt_pretrain.benchmark.compare import Comparison
 from gpt_pretrain.benchmark.document import WIDTH
 from gpt_pretrain.benchmark.variants import benchmark_problems
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request
 from gpt_pretrain.commands.door import run_with_config
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir

@@ -1,7 +1,6 @@
 """`python -m gpt_pretrain.checkpoint list|verify DIR`: which checkpoints a run has, and whether they are whole.
 
-It only reads files: no GPU, no process group, no torch. Exit codes: 0; 2 for a wrong path and for a checkpoint that is
-not what was written.
+It only reads files: no GPU, no process group, no torch.
 """
 
 import sys
@@ -14,8 +13,8 @@ from rich.console import Console
 
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, find_directory, list_checkpoints, unfinished_saves
 from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes
 
 PROGRAM = Program(
@@ -47,9 +46,6 @@ class CheckpointArguments:
     """A run's directory or its checkpoints/; for verify also one checkpoint."""
 
 
-_WIDTH_OF_A_PIPE = 200
-
-
 def show_list(path: Path) -> None:
     """Prints a run's checkpoints as a table.
 
@@ -58,7 +54,7 @@ def show_list(path: Path) -> None:
     """
     directory = find_directory(path)
     # A pipe has no width: whole lines, for grep and awk.
-    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
     console.print(list_checkpoints(directory))
     for left in unfinished_saves(directory):
         console.print(f"{left.name}: a save that did not end; the next one removes it", markup=False)
@@ -89,10 +85,10 @@ def verify(path: Path) -> None:
         raise ConfigError(problems)
 
 
-def _list_or_verify(arguments: CheckpointArguments) -> None:
-    (show_list if arguments.command is Task.list else verify)(Path(arguments.path))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
-    return run_with_arguments(PROGRAM, CheckpointArguments, _list_or_verify, arguments, plain=("command", "path"))
+
+    def list_or_verify(given: CheckpointArguments) -> None:
+        (show_list if given.command is Task.list else verify)(Path(given.path))
+
+    return run_with_arguments(PROGRAM, CheckpointArguments, list_or_verify, arguments, plain=("command", "path"))

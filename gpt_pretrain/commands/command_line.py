@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt_pretrain.commands.help import Program, print_help
+from gpt_pretrain.commands.arguments import Program, print_help
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_keys, schema_sections
 from gpt_pretrain.config.schema import Config
@@ -44,23 +44,15 @@ class Request:
     @property
     def runs(self) -> bool:
         """Whether it trains, rather than shows something."""
-        return not (self.shows_configuration or self.options.help or self.is_hydras_own)
+        options = self.options
+        # What --cfg and --info compose may be incomplete and is not checked by the rules.
+        return options.cfg is None and options.info is None and not (options.help or self.is_hydras_own)
 
     @property
     def source_options(self) -> list[str]:
         """The options that say where the configuration is, as they were given."""
-        options = self.options
-        given = {
-            "config-name": options.config_name,
-            "config-path": options.config_path,
-            "config-dir": options.config_dir,
-        }
-        return [f"--{name}={value}" for name, value in given.items() if value is not None]
-
-    @property
-    def shows_configuration(self) -> bool:
-        """`--cfg` and `--info`: the composed configuration, which may be incomplete and is not checked by the rules."""
-        return self.options.cfg is not None or self.options.info is not None
+        given = {f"--config-{name}": getattr(self.options, f"config_{name}") for name in ("name", "path", "dir")}
+        return [f"{option}={value}" for option, value in given.items() if value is not None]
 
     @property
     def is_hydras_own(self) -> bool:
@@ -69,7 +61,7 @@ class Request:
 
 
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
-    """What is told about an option that there is not: a group or a key behind dashes, or a typo."""
+    """What is told about an unknown option: a group or a key behind dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
     if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
@@ -98,10 +90,9 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     given = [f"--{name.replace('_', '-')}" for name in _COMMANDS if getattr(options, name)]
     if len(given) > 1:
         raise ConfigError([f"{' and '.join(given)} exclude each other; give one"])
-    if options.resolve and options.cfg is None:
-        raise ConfigError(["--resolve goes with --cfg, and there is none"])
-    if options.package is not None and options.cfg is None:
-        raise ConfigError(["--package goes with --cfg, and there is none"])
+    for name in ("resolve", "package"):
+        if options.cfg is None and getattr(options, name) not in (None, False):
+            raise ConfigError([f"--{name} goes with --cfg, and there is none"])
     if options.experimental_rerun is not None:
         raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
     if options.config_path is not None:
@@ -116,15 +107,12 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
 
 
 def check_request(request: Request, launch: Launch, rules: Callable[[Config], list[str]] | None = None) -> list[Job]:
-    """Checks everything a command line asks for, before any of it happens.
+    """Checks everything a command line asks for, before any of it happens, and returns the jobs that it runs.
 
     Args:
-        request: What the command line asks for.
+        request: What the command line asks for; what only shows something may have no jobs.
         launch: This process's place in the run.
         rules: The cross-field rules; those of training when not given, in `launch` or in the job that Slurm is handed.
-
-    Returns:
-        The jobs that it runs; what only shows something may have none.
 
     Raises:
         ConfigError: All that is wrong.
@@ -179,12 +167,8 @@ def show(request: Request, program: Program) -> None:
 def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None) -> None:
     """Hands the command line to Hydra, as `hydra.main` does, with the loader that the gate has used.
 
-    Args:
-        request: What the command line asks for.
-        task: Runs one job of the composed configuration; None where something is only shown.
-
-    Raises:
-        Exception: Whatever Hydra or `task` raises.
+    `task` runs one job of the composed configuration; None where something is only shown. What Hydra or `task` raises
+    passes through.
     """
     options, name, overrides = request.options, request.loader.source.config_name, list(request.overrides)
     hydra = Hydra(task_name=JOB_NAME, config_loader=request.loader)

@@ -2,15 +2,8 @@
 
     probes, a process each → facts → findings and verdict → tables, or JSON
 
-Exit codes, for scripts and images:
-
-      0  training works, and in FP8, too
-      3  training works (on a GPU, or without one on the CPU), FP8 does not; it can be emulated
-      1  training does not work
-      2  a mistake in what was given
-    130  Ctrl-C
-
-`--assume-gpu h200` judges the libraries as if that GPU were there: on a login node, or while an image is built.
+Training counts as working also without a GPU, on the CPU. Where FP8 alone does not work (exit code 3), it can be
+emulated.
 """
 
 import sys
@@ -26,8 +19,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.doctor.examination import examine
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict

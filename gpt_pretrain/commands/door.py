@@ -18,13 +18,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gpt_pretrain.commands.arguments import defaults_of, read_arguments
-from gpt_pretrain.commands.help import Program, print_help
+from gpt_pretrain.commands.arguments import Program, defaults_of, print_help, read_arguments
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.environment import prepare_libraries
-from gpt_pretrain.launch.process import ended_by_signals
+from gpt_pretrain.launch.environment import ended_by_signals, prepare_libraries
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
 
 if TYPE_CHECKING:
@@ -52,12 +50,7 @@ def print_job(number: int, names: Sequence[str]) -> None:
 
 
 def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) -> int:
-    """Runs a command and returns its exit code.
-
-    Args:
-        command: What to do in its place of the run; returns its exit code, None for 0.
-        launch: That place; read from the launcher's variables when not given.
-    """
+    """Runs a command in its place of the run, and returns its exit code; see `run_with_config` for the arguments."""
     try:
         with ended_by_signals():
             launch = launch or read_launch()
@@ -80,18 +73,15 @@ def run_with_config(
     rules: Callable[[Config], list[str]] | None = None,
     refuse: Callable[["Request", Launch], None] | None = None,
 ) -> int:
-    """Checks a command line that Hydra composes, and runs it, or shows what it asks to see.
+    """Checks a command line that Hydra composes, runs it or shows what it asks to see, and returns the exit code.
 
     Args:
         program: What `--help` says of the command.
-        command: Runs the checked jobs; imports torch itself, once they are known to be right.
+        command: Runs the checked jobs; imports torch itself, once they are known to be right. None it returns means 0.
         arguments: What follows the command's name; `sys.argv` when not given.
         launch: The process's place in the run; read from the launcher's variables when not given.
         rules: The cross-field rules; those of training when not given.
         refuse: Raises `ConfigError` for what the command never does, whatever the configuration says.
-
-    Returns:
-        The exit code.
     """
 
     def check_and_run(launch: Launch) -> int | None:
@@ -118,17 +108,9 @@ def run_with_arguments[Arguments](
     *,
     plain: Sequence[str] = (),
 ) -> int:
-    """Reads a command's own few arguments, and runs it.
+    """Reads a command's own few arguments, the fields of `kind`, runs it, and returns the exit code.
 
-    Args:
-        program: What `--help` says of the command.
-        kind: The dataclass of its arguments.
-        command: Runs it; imports torch itself, once its arguments are known to be right.
-        arguments: What follows the command's name; `sys.argv` when not given.
-        plain: Keys whose values may stand without them, in this order.
-
-    Returns:
-        The exit code.
+    Values of the keys in `plain` may stand without them, in this order; see `run_with_config` for the rest.
     """
     given = sys.argv[1:] if arguments is None else arguments
 

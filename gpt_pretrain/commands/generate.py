@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.launch.ranks import read_launch
 
@@ -47,18 +47,8 @@ python -m gpt_pretrain.generate checkpoint=… prompt="Once" temperature=0 max_n
 )
 
 
-def check_values(arguments: GenerateArguments) -> None:
-    """Refuses numbers that mean nothing.
-
-    Raises:
-        ConfigError: All of them.
-    """
-    problems = list(_problems(arguments))
-    if problems:
-        raise ConfigError(problems)
-
-
 def _problems(arguments: GenerateArguments) -> Iterator[str]:
+    """Numbers that mean nothing."""
     for name in ("max_new_tokens", "top_k", "num_samples"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -71,7 +61,8 @@ def _problems(arguments: GenerateArguments) -> Iterator[str]:
 
 def generate(arguments: GenerateArguments) -> None:
     """Prints the prompt with each of its continuations, as soon as it is there."""
-    check_values(arguments)
+    if problems := list(_problems(arguments)):
+        raise ConfigError(problems)
     launch = read_launch()
     if launch.world_size > 1:
         raise UserError(f"{launch.launcher} started {launch.world_size} processes, and generating takes one")

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.huggingface.arguments import ImportArguments
 
 PROGRAM = Program(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt_pretrain.benchmark.drawing import draw, read_steps
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
-from gpt_pretrain.commands.help import Program
 
 PROGRAM = Program(
     about="gpt_pretrain.benchmark.picture: one step of each variant, drawn.",

@@ -2,16 +2,15 @@
 
     command line → training's gate → the planned machine → plan → tables, and plan.json in the run directory
 
-It takes every command line that `python -m gpt_pretrain` takes, sweeps included. What a run would be refused for is
-told in the same words with exit code 2; otherwise the exit code is 0. `plan.gpu` and `plan.num_gpus` name the machine.
+What a run would be refused for is told in the same words. `plan.gpu` and `plan.num_gpus` name the machine.
 """
 
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request
 from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
@@ -41,8 +40,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     """Plans each job of a checked command line.
 
     Raises:
-        ConfigError: The planned machine refuses one of them.
-        UserError: A run directory cannot be written.
+        UserError: The planned machine refuses one of them, or a run directory cannot be written.
     """
     for job in jobs:
         check_run_dir(job.config)
@@ -52,12 +50,11 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     from gpt_pretrain.plan.forecast import build_plan
 
     names = [" ".join(job.overrides) for job in jobs]
-    problems = [
+    if problems := [
         problem + (f" [{name}]" if len(jobs) > 1 else "")
         for job, name in zip(jobs, names, strict=True)
         for problem in platform_problems(job.config, planned_launch(job.config))
-    ]
-    if problems:
+    ]:
         raise ConfigError(problems)
     for number, job in enumerate(jobs):
         print_job(number, names)

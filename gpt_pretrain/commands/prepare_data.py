@@ -2,16 +2,16 @@
 
     command line → training's gate → corpus: tokenised, checked → the order of the samples, in model.data.cache_dir
 
-It takes every command line that `python -m gpt_pretrain` takes. The run itself then finds it all in the cache: on a
-cluster no GPU waits for a tokenizer. What is in the cache already is only checked.
+The run itself finds it all in the cache: on a cluster no GPU waits for a tokenizer. What is there already is only
+checked.
 """
 
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request
 from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries
@@ -62,11 +62,7 @@ def prepare(config: Config) -> None:
 
 
 def prepare_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
-    """Prepares the data of each job of a checked command line.
-
-    Raises:
-        UserError: See `prepare`.
-    """
+    """Prepares the data of each job of a checked command line; see `prepare` for the errors."""
     prepare_libraries()
     names = [" ".join(job.overrides) for job in jobs]
     for number, job in enumerate(jobs):

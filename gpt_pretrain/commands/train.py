@@ -14,8 +14,8 @@ Torch is not imported before the gate has let the command line through, and what
      75  stopped by SIGTERM, SIGUSR1 or trainer.max_time with steps left: start it again (EX_TEMPFAIL of sysexits(3))
     130  Ctrl-C
 
-torchrun's own exit code is 1 after any of them but 0. What a run ended with is in RUN_DIR/metrics.jsonl, too: its last
-line is then the summary with `end_reason` and `exit_code`; a run that crashed or was killed has written none.
+torchrun's own exit code is 1 after any of them but 0. The last line of RUN_DIR/metrics.jsonl is the summary with
+`end_reason` and `exit_code`; a run that crashed or was killed has written none.
 """
 
 import sys
@@ -26,11 +26,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request, run_hydra
 from gpt_pretrain.commands.door import CRASH, USER_ERROR, print_error, print_job, run_with_config
-from gpt_pretrain.commands.help import Program
 from gpt_pretrain.config.errors import RunError, UserError
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
@@ -54,15 +53,9 @@ python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing""",
 
 
 def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
-    """Runs every job of a checked command line under Hydra.
+    """Runs every job of a checked command line under Hydra, and returns the largest of their exit codes.
 
-    Args:
-        request: What the command line asks for.
-        launch: This process's place in the run.
-        names: The overrides of each job; one empty name without a sweep.
-
-    Returns:
-        The exit code: the largest of the jobs'.
+    `names` has the overrides of each job, one empty name without a sweep.
     """
     codes: list[int] = []
 
@@ -85,7 +78,9 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
             print_error_after_rank_zero(error, launch)
             code = USER_ERROR if isinstance(error, UserError) else CRASH
         except Exception as error:
-            out_of_memory = _explain_out_of_memory(config, launch, error)
+            from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+
+            out_of_memory = explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
             if not request.options.multirun and out_of_memory is None:
                 raise
             traceback.print_exc()
@@ -129,13 +124,6 @@ def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
         number = submit(job.submission, run_dir, [*request.source_options, *job.arguments])
         sys.stdout.write(f"job {number}: {' '.join(job.overrides)}\n    log: {run_dir}/slurm-{number}.out\n")
         sys.stdout.flush()
-
-
-def _explain_out_of_memory(config: Config, launch: Launch, error: Exception) -> str | None:
-    """The message for an error that says that memory ran out; None for another."""
-    from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
-
-    return explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
 
 
 def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:

@@ -29,12 +29,9 @@ def unfinished_path(path: Path) -> Path:
 
 
 def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
-    """Replaces a text file in one piece.
+    """Replaces a text file in one piece; one process at a time may write it.
 
-    Args:
-        path: The file; one process at a time may write it.
-        text: Its new content.
-        wait_for_disk: Return only when the disk has it; not worth the wait for a file that a reboot makes worthless.
+    With `wait_for_disk` it returns only when the disk has the file: not worth it for one that a reboot makes worthless.
 
     Raises:
         OSError: The disk is full, or the directory cannot be written; the file is what it was before.
@@ -54,13 +51,10 @@ def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory in one piece: a context manager that gives the unfinished one, for its files to be written.
+    """Makes a directory in one piece: gives the unfinished one, for its files to be written.
 
     Leaving the block without an error gives the directory its name; an error removes it. What a killed process has left
-    is removed first.
-
-    Args:
-        path: The directory; nothing or an empty directory may be there, and one process at a time may write it.
+    is removed first. Nothing or an empty directory may be at `path`, and one process at a time may write it.
 
     Raises:
         OSError: The disk does not take it; nothing is left behind.

@@ -21,110 +21,75 @@ from gpt_pretrain.config import choices, schema
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
 # What other training codes call the same setting. The last part of an unknown key is looked up here first.
-ALIASES = {
-    "tp": "model.tensor_model_parallel_size",
-    "tp_size": "model.tensor_model_parallel_size",
-    "tensor_parallel": "model.tensor_model_parallel_size",
-    "pp": "model.pipeline_model_parallel_size",
-    "pp_size": "model.pipeline_model_parallel_size",
-    "vp": "model.virtual_pipeline_model_parallel_size",
-    "vpp": "model.virtual_pipeline_model_parallel_size",
-    "cp": "model.context_parallel_size",
-    "cp_size": "model.context_parallel_size",
-    "ep": "model.expert_model_parallel_size",
-    "ep_size": "model.expert_model_parallel_size",
-    "num_experts": "model.num_moe_experts",
-    "num_local_experts": "model.num_moe_experts",
-    "num_experts_per_tok": "model.moe_router_topk",
-    "router_aux_loss_coef": "model.moe_aux_loss_coeff",
-    "moe_router_padding_for_fp8": "model.moe_router_padding_for_quantization",
-    "sp": "model.sequence_parallel",
-    "distributed_optimizer": "model.use_distributed_optimizer",
-    "n_layer": "model.num_layers",
-    "n_layers": "model.num_layers",
-    "num_hidden_layers": "model.num_layers",
-    "n_head": "model.num_attention_heads",
-    "n_heads": "model.num_attention_heads",
-    "n_kv_heads": "model.num_query_groups",
-    "num_kv_heads": "model.num_query_groups",
-    "num_key_value_heads": "model.num_query_groups",
-    "n_embd": "model.hidden_size",
-    "d_model": "model.hidden_size",
-    "dim": "model.hidden_size",
-    "d_ff": "model.ffn_hidden_size",
-    "intermediate_size": "model.ffn_hidden_size",
-    "head_dim": "model.kv_channels",
-    "block_size": "model.encoder_seq_length",
-    "context_length": "model.encoder_seq_length",
-    "max_seq_len": "model.encoder_seq_length",
-    "rope_theta": "model.rotary_base",
-    "rms_norm_eps": "model.layernorm_epsilon",
-    "tie_word_embeddings": "model.share_embeddings_and_output_weights",
-    "add_bias_linear": "model.bias",
-    "add_qkv_bias": "model.qkv_bias",
-    "activation_func": "model.activation",
-    "hidden_act": "model.activation",
-    "batch_size": "model.micro_batch_size",
-    "per_device_train_batch_size": "model.micro_batch_size",
-    "mbs": "model.micro_batch_size",
-    "gbs": "model.global_batch_size",
-    "recompute_granularity": "model.activations_checkpoint_granularity",
-    "recompute_method": "model.activations_checkpoint_method",
-    "recompute_num_layers": "model.activations_checkpoint_num_layers",
-    "learning_rate": "model.optim.lr",
-    "max_lr": "model.optim.lr",
-    "beta1": "model.optim.betas",
-    "adam_beta1": "model.optim.betas",
-    "adam_beta2": "model.optim.betas",
-    "wd": "model.optim.weight_decay",
-    "main_grads_dtype": "model.grad_reduce_in_fp32",
-    "accumulate_allreduce_grads_in_fp32": "model.grad_reduce_in_fp32",
-    "lr_decay_style": "model.optim.sched.name",
-    "lr_warmup_iters": "model.optim.sched.warmup_steps",
-    "lr_decay_iters": "model.optim.sched.decay_steps",
-    "data_path": "model.data.data_prefix",
-    "split": "model.data.splits_string",
-    "gpus": "trainer.devices",
-    "nnodes": "trainer.num_nodes",
-    "dtype": "trainer.precision",
-    "bf16": "trainer.precision",
-    "train_iters": "trainer.max_steps",
-    "max_iters": "trainer.max_steps",
-    "num_steps": "trainer.max_steps",
-    "log_interval": "trainer.log_every_n_steps",
-    "eval_interval": "trainer.val_check_interval",
-    "eval_iters": "trainer.limit_val_batches",
-    "clip_grad": "trainer.gradient_clip_val",
-    "grad_clip": "trainer.gradient_clip_val",
-    "max_grad_norm": "trainer.gradient_clip_val",
-    "output_dir": "run_dir",
-    "fp8_enabled": "model.fp8",
-    "fp8_autocast": "model.fp8",
-    "fp8_param": "model.fp8_params",
-    "fp8_param_gather": "model.fp8_params",
-    "fp8_model_init": "model.fp8_params",
-    "fp8_primary_weights": "model.fp8_params",
-    "fp8_amax_history": "model.fp8_amax_history_len",
-    "amax_history_len": "model.fp8_amax_history_len",
-    "fp8_amax_algo": "model.fp8_amax_compute_algo",
-    "amax_compute_algo": "model.fp8_amax_compute_algo",
-    "margin": "model.fp8_margin",
-    "fp8_dpa": "model.fp8_dot_product_attention",
-    "fp8_mha": "model.fp8_multi_head_attention",
-    "override_linear_precision": "model.fp8_wgrad",
-    "fp8_exclude_modules": "model.fp8_exclude",
-    "save_every": "checkpoint.save_interval",
-    "save_steps": "checkpoint.save_interval",
-    "save_total_limit": "checkpoint.keep_last",
-    "save_top_k": "checkpoint.keep_last",
-    "async_save_checkpoint": "checkpoint.async_save",
+_ALIASES_OF = {
+    "model.tensor_model_parallel_size": "tp tp_size tensor_parallel",
+    "model.pipeline_model_parallel_size": "pp pp_size",
+    "model.virtual_pipeline_model_parallel_size": "vp vpp",
+    "model.context_parallel_size": "cp cp_size",
+    "model.expert_model_parallel_size": "ep ep_size",
+    "model.num_moe_experts": "num_experts num_local_experts",
+    "model.moe_router_topk": "num_experts_per_tok",
+    "model.moe_aux_loss_coeff": "router_aux_loss_coef",
+    "model.moe_router_padding_for_quantization": "moe_router_padding_for_fp8",
+    "model.sequence_parallel": "sp",
+    "model.use_distributed_optimizer": "distributed_optimizer",
+    "model.num_layers": "n_layer n_layers num_hidden_layers",
+    "model.num_attention_heads": "n_head n_heads",
+    "model.num_query_groups": "n_kv_heads num_kv_heads num_key_value_heads",
+    "model.hidden_size": "n_embd d_model dim",
+    "model.ffn_hidden_size": "d_ff intermediate_size",
+    "model.kv_channels": "head_dim",
+    "model.encoder_seq_length": "block_size context_length max_seq_len",
+    "model.rotary_base": "rope_theta",
+    "model.layernorm_epsilon": "rms_norm_eps",
+    "model.share_embeddings_and_output_weights": "tie_word_embeddings",
+    "model.bias": "add_bias_linear",
+    "model.qkv_bias": "add_qkv_bias",
+    "model.activation": "activation_func hidden_act",
+    "model.micro_batch_size": "batch_size per_device_train_batch_size mbs",
+    "model.global_batch_size": "gbs",
+    "model.activations_checkpoint_granularity": "recompute_granularity",
+    "model.activations_checkpoint_method": "recompute_method",
+    "model.activations_checkpoint_num_layers": "recompute_num_layers",
+    "model.optim.lr": "learning_rate max_lr",
+    "model.optim.betas": "beta1 adam_beta1 adam_beta2",
+    "model.optim.weight_decay": "wd",
+    "model.grad_reduce_in_fp32": "main_grads_dtype accumulate_allreduce_grads_in_fp32",
+    "model.optim.sched.name": "lr_decay_style",
+    "model.optim.sched.warmup_steps": "lr_warmup_iters",
+    "model.optim.sched.decay_steps": "lr_decay_iters",
+    "model.data.data_prefix": "data_path",
+    "model.data.splits_string": "split",
+    "trainer.devices": "gpus",
+    "trainer.num_nodes": "nnodes",
+    "trainer.precision": "dtype bf16",
+    "trainer.max_steps": "train_iters max_iters num_steps",
+    "trainer.log_every_n_steps": "log_interval",
+    "trainer.val_check_interval": "eval_interval",
+    "trainer.limit_val_batches": "eval_iters",
+    "trainer.gradient_clip_val": "clip_grad grad_clip max_grad_norm",
+    "run_dir": "output_dir",
+    "model.fp8": "fp8_enabled fp8_autocast",
+    "model.fp8_params": "fp8_param fp8_param_gather fp8_model_init fp8_primary_weights",
+    "model.fp8_amax_history_len": "fp8_amax_history amax_history_len",
+    "model.fp8_amax_compute_algo": "fp8_amax_algo amax_compute_algo",
+    "model.fp8_margin": "margin",
+    "model.fp8_dot_product_attention": "fp8_dpa",
+    "model.fp8_multi_head_attention": "fp8_mha",
+    "model.fp8_wgrad": "override_linear_precision",
+    "model.fp8_exclude": "fp8_exclude_modules",
+    "checkpoint.save_interval": "save_every save_steps",
+    "checkpoint.keep_last": "save_total_limit save_top_k",
+    "checkpoint.async_save": "async_save_checkpoint",
 }
+ALIASES = {alias: key for key, aliases in _ALIASES_OF.items() for alias in aliases.split()}
 
+_NO_E5M2 = "no library multiplies E5M2 in the forward pass"
 # What other guides set and this application has no key for: why, and what to do instead.
 UNSUPPORTED = {
     "fp8_format": (
-        "use model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients) or model.fp8_e4m3=true (E4M3 in both); no "
-        "library multiplies E5M2 in the forward pass"
+        "use model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients) or model.fp8_e4m3=true (E4M3 in both); "
+        f"{_NO_E5M2}"
     ),
     "reduce_amax": (
         "amaxes are always reduced over the ranks of a group, which would quantise with different scales otherwise; "
@@ -141,10 +106,8 @@ UNSUPPORTED_VALUES = {
     **{("model.fp8", recipe): f"use fp8={recipe}" for recipe in choices.Fp8RecipeName.__members__},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
-    ("model.fp8", "e5m2"): "no library multiplies E5M2 in the forward pass; use model.fp8=true model.fp8_hybrid=true",
-    ("model.fp8_recipe", "e5m2"): (
-        "no library multiplies E5M2 in the forward pass; model.fp8_hybrid=true has it for gradients"
-    ),
+    ("model.fp8", "e5m2"): f"{_NO_E5M2}; use model.fp8=true model.fp8_hybrid=true",
+    ("model.fp8_recipe", "e5m2"): f"{_NO_E5M2}; model.fp8_hybrid=true has it for gradients",
     ("model.fp8_recipe", "e4m3"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
     ("model.fp8_recipe", "hybrid"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
     ("model.fp8_recipe", "current"): "did you mean tensorwise?",
@@ -178,10 +141,8 @@ class Key:
             text = f"list of {TYPE_NAMES[self.item]}s"
         elif self.kind is dict:
             text = f"{TYPE_NAMES[self.item]}s by name"
-        elif self.choices:
-            text = " | ".join(self.choices)
         else:
-            text = TYPE_NAMES[self.kind]
+            text = " | ".join(self.choices) or TYPE_NAMES[self.kind]
         return f"{text} | null" if self.optional else text
 
 
@@ -193,13 +154,9 @@ def _docs(module: str) -> dict[tuple[str, str], str]:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                docs[node.name, field.target.id] = inspect.cleandoc(str(below.value.value))
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    docs[node.name, name] = inspect.cleandoc(str(text))
     return docs
 
 
@@ -208,14 +165,9 @@ def _key(path: str, annotation: typing.Any, doc: str) -> Key:
     if isinstance(annotation, types.UnionType):
         optional = type(None) in typing.get_args(annotation)
         (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
-    item = None
-    if typing.get_origin(annotation) is list:
-        (item,) = typing.get_args(annotation)
-        annotation = list
-    elif typing.get_origin(annotation) is dict:
-        _, item = typing.get_args(annotation)
-        annotation = dict
-    return Key(path=path, kind=annotation, item=item, optional=optional, doc=doc)
+    container = typing.get_origin(annotation)
+    item = None if container is None else typing.get_args(annotation)[-1]
+    return Key(path=path, kind=container or annotation, item=item, optional=optional, doc=doc)
 
 
 def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
@@ -282,17 +234,10 @@ def _similarity(wrong: str, known: str) -> float:
 
 
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
-    """The key that was probably meant by an unknown one.
+    """The key that was probably meant by an unknown one, written without `+`, `++` or `~`; None when nothing is near.
 
     The same last part elsewhere comes first (`optim.lr` is `model.optim.lr`), then what other codes call it, then the
-    closest spelling.
-
-    Args:
-        path: The unknown key, without `+`, `++` or `~`.
-        more: Other names that are possible in its place, such as groups.
-
-    Returns:
-        The nearest name, or None when nothing is near.
+    closest spelling, also among `more`: other names that are possible in its place, such as groups.
     """
     leaf = path.rpartition(".")[2]
     elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]

@@ -13,17 +13,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.keys import (
-    UNSUPPORTED_VALUES,
-    Key,
-    is_known,
-    schema_keys,
-    schema_sections,
-    unknown_key,
-)
+from gpt_pretrain.config.errors import ConfigError, WrongValue, convert, show
+from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_keys, schema_sections, unknown_key
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.values import WrongValue, convert
 
 # Keys that saved configurations of earlier versions lack, with the values that do what those versions did.
 _LATER_KEYS = {"checkpoint": {"save_interval_minutes": None}}
@@ -33,6 +25,12 @@ def section_problem(path: str, value: Any) -> str:
     """What is told about a value where a section of keys belongs."""
     members = ", ".join(field.name for field in fields(schema_sections()[path]))
     return f"{path}={show(value)} replaces a whole section; set its keys instead: {members}"
+
+
+def _unresolved(node: DictConfig, name: str) -> Any:
+    raw = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(raw, dict)
+    return raw[name]
 
 
 class _Reader:
@@ -45,7 +43,7 @@ class _Reader:
 
     def read_section(self, node: DictConfig, section: type, prefix: str) -> Any:
         """Builds `section` from `node`; None when something in it is wrong or missing."""
-        self._unknown(node, prefix)
+        self.problems += [unknown_key(path) for name in node if not is_known(path := f"{prefix}{name!s}")]
         values: dict[str, Any] = {}
         for field in fields(section):
             path = prefix + field.name
@@ -59,19 +57,14 @@ class _Reader:
                 elif child is None or OmegaConf.is_missing(node, field.name):
                     self._missing(path, "is not in the configuration")
                 else:
-                    raw = OmegaConf.to_container(node, resolve=False)
-                    assert isinstance(raw, dict)
-                    self.problems.append(section_problem(path, raw[field.name]))
+                    self.problems.append(section_problem(path, _unresolved(node, field.name)))
             else:
                 self._read_leaf(node, field.name, schema_keys()[path], values)
         return section(**values) if len(values) == len(fields(section)) and not self.problems else None
 
     def _read_leaf(self, node: DictConfig, name: str, key: Key, values: dict[str, Any]) -> None:
-        if node._get_node(name) is None:
-            self._missing(key.path, "is not in the configuration")
-            return
-        if OmegaConf.is_missing(node, name):
-            self._missing(key.path, "has no value")
+        if node._get_node(name) is None or OmegaConf.is_missing(node, name):
+            self._missing(key.path, "is not in the configuration" if node._get_node(name) is None else "has no value")
             return
         try:
             value = node[name]
@@ -81,10 +74,8 @@ class _Reader:
             # The open value that it points to is reported under its own name.
             return
         except OmegaConfBaseException as error:
-            raw = OmegaConf.to_container(node, resolve=False)
-            assert isinstance(raw, dict)
-            reason = str(error).splitlines()[0]
-            self.problems.append(f"{key.path}={raw[name]!s} cannot be resolved{self._origin(key.path)}: {reason}")
+            given, reason = f"{key.path}={_unresolved(node, name)!s}", str(error).splitlines()[0]
+            self.problems.append(f"{given} cannot be resolved{self._origin(key.path)}: {reason}")
             return
         try:
             values[name] = convert(value, key)
@@ -99,12 +90,6 @@ class _Reader:
             takes = "" if key is None else f" ({key.type_text}: {key.doc})"
             self.problems.append(f"{path} {what}; choose a preset that sets it, or give {path}=…{takes}")
 
-    def _unknown(self, node: DictConfig, prefix: str) -> None:
-        for name in node:
-            path = f"{prefix}{name!s}"
-            if not is_known(path):
-                self.problems.append(unknown_key(path))
-
     def _origin(self, path: str) -> str:
         return f" (in {self.origins[path]})" if path in self.origins else ""
 
@@ -112,15 +97,12 @@ class _Reader:
 def read_config(
     composed: DictConfig, *, origins: Mapping[str, str] | None = None, complete: bool = True
 ) -> tuple[Config | None, list[str]]:
-    """Reads the typed configuration out of a composed one.
+    """Reads the typed configuration, None where it has problems or open values, and the problems.
 
     Args:
         composed: What Hydra composed, without its `hydra` section.
         origins: Dotted key to the YAML file that set it; named in messages.
         complete: Whether values that are still open (`???`) are problems.
-
-    Returns:
-        The configuration, or None where it has problems or open values; and the problems.
     """
     reader = _Reader(origins or {}, complete=complete)
     config = reader.read_section(composed, Config, "")

@@ -59,10 +59,6 @@ class Source:
     config_dir: Path | None = None
 
 
-def _yaml_names(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
 def check_source(source: Source) -> None:
     """Checks that the folders and the primary file exist, before Hydra looks for them.
 
@@ -80,20 +76,14 @@ def check_source(source: Source) -> None:
     name = source.config_name.removesuffix(".yaml")
     if any((folder / f"{name}.yaml").is_file() for folder in folders):
         return
-    path = Path(source.config_name)
+    given, path = f"--config-name={source.config_name}", Path(source.config_name)
     with_suffix = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
     if with_suffix.is_file():
-        raise ConfigError(
-            [
-                f"--config-name={source.config_name} is a path, and takes a name; "
-                f"use --config-dir={with_suffix.parent} --config-name={with_suffix.stem}"
-            ]
-        )
-    known = [name for folder in folders for name in _yaml_names(folder)]
+        instead = f"--config-dir={with_suffix.parent} --config-name={with_suffix.stem}"
+        raise ConfigError([f"{given} is a path, and takes a name; use {instead}"])
+    known = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
     looked = " and ".join(map(str, folders))
-    raise ConfigError(
-        [f"--config-name={source.config_name}: {looked} has no such file{did_you_mean(nearest_name(name, known))}"]
-    )
+    raise ConfigError([f"{given}: {looked} has no such file{did_you_mean(nearest_name(name, known))}"])
 
 
 class _Files(ConfigRepository):
@@ -115,9 +105,9 @@ class _Files(ConfigRepository):
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's loader over the search path of `source`, as `hydra.main` would build it; composes a command line once.
+    """Hydra's loader over the search path of `source`, as `hydra.main` would build it.
 
-    The gate, `--help` and Hydra itself ask for the same composition.
+    It composes a command line once: the gate, `--help` and Hydra itself ask for the same composition.
 
     Raises:
         ConfigError: A folder, or the primary file, does not exist.
@@ -223,14 +213,10 @@ def composition_problem(error: BaseException) -> str:
         known = f"; known: {', '.join(options)}" if options else ""
         first = str(error).strip().splitlines()[0].rstrip(".")
         return f"{first}{did_you_mean(nearest_name(wanted, options))}{known}"
-    messages = [str(error)]
-    if error.__cause__ is not None and str(error.__cause__) not in messages[0]:
-        messages.append(str(error.__cause__))
-    lines = [
-        line.strip()
-        for message in messages
-        for line in message.splitlines()
-        # OmegaConf's dump of its own state, and advice (`+key`) that the gate would refuse.
-        if line.strip() and not line.strip().startswith(("full_key:", "object_type=", "To append to your", "See http"))
-    ]
+    text, cause = str(error), error.__cause__
+    if cause is not None and str(cause) not in text:
+        text += f"\n{cause}"
+    # OmegaConf's dump of its own state, and advice (`+key`) that the gate would refuse.
+    not_ours = ("full_key:", "object_type=", "To append to your", "See http")
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith(not_ours)]
     return "\n".join(lines) or type(error).__name__

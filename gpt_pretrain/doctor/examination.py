@@ -29,7 +29,7 @@ from gpt_pretrain.doctor.facts import (
     TransformerEngine,
 )
 from gpt_pretrain.doctor.probe import installed_version
-from gpt_pretrain.launch.driver import device_files
+from gpt_pretrain.launch.environment import device_files
 from gpt_pretrain.plan import hardware
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES
 

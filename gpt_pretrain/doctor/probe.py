@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.launch.driver import NVIDIA_SMI, ask_driver
+from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver
 
 # Width of the products that are tried: a multiple of 16, as FP8 asks.
 _SMALL = 64

@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
-from gpt_pretrain.spec.fp8 import FORMAT_MAX
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
 _COLUMNS = 256

@@ -23,8 +23,8 @@ from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Operand, Phase, Product
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.patches import patched
-from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
+from gpt_pretrain.spec.recipes import Fp8Settings
 
 # Called with a module's name in the whole model and a product, right before that is computed. Must not wait for the
 # device.

@@ -1,7 +1,7 @@
 """The proof that the live layers did in their first training step what the configuration asked of FP8.
 
 During one step each rank watches every matrix product of its linear layers. Then it reads back their recipe objects and
-how they store their weights, and compares all of it with the plan (`spec/products.py`, `spec/fp8.py`). Any difference
+how they store their weights, and compares all of it with `spec/products.py` and `spec/recipes.py`. Any difference
 on any rank ends the run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts
 had no tokens, the other ranks prove their products (`fp8/observer.py`).
 """
@@ -31,9 +31,8 @@ from gpt_pretrain.fp8.observer import (
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
-from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import RECIPES
+from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 _WAY_OUT = (

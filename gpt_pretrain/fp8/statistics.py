@@ -32,8 +32,8 @@ from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.spec.fp8 import FORMAT_MAX
 from gpt_pretrain.spec.products import Linear
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}

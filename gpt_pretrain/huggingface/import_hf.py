@@ -41,7 +41,7 @@ from gpt_pretrain.megatron.translate import translate_transformer
 from gpt_pretrain.rules.check import model_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.spec.run_spec import build_run_spec
 
 EXPERIMENT = "imported"

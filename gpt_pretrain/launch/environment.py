@@ -1,15 +1,52 @@
-"""What has to be settled before torch and megatron-core are imported.
+"""This process before torch and megatron-core are imported: the driver, the libraries' settings, the signals.
 
 OpenMP, CUDA, NCCL and Transformer Engine read their environment variables once, when they load; megatron-core and
-torch warn of their own deprecations and missing extras while they are imported.
+torch warn of their own deprecations and missing extras while they are imported. From the first step on,
+`training/stop.py` hears the signals.
 """
 
 import getpass
 import logging
 import os
+import signal
+import subprocess
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from gpt_pretrain.config.schema import Config
+
+# EX_TEMPFAIL of sysexits(3): "the user is invited to retry the operation".
+REQUEUE = 75
+NVIDIA_SMI = "nvidia-smi"
+# nvidia-smi answers in a second or two; in minutes, or never, where a GPU has fallen off the bus.
+_DRIVER_TIMEOUT_S = 60
+
+
+def ask_driver() -> tuple[str, list[str]]:
+    """The driver's version and the names of all GPUs; CUDA_VISIBLE_DEVICES hides none of them.
+
+    Raises:
+        FileNotFoundError: There is no nvidia-smi.
+        RuntimeError: It fails, in its own words, or does not answer.
+    """
+    query = [NVIDIA_SMI, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=_DRIVER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{NVIDIA_SMI} does not answer within {_DRIVER_TIMEOUT_S} s") from None
+    rows = [row.split(", ", 1) for row in answer.stdout.strip().splitlines()]
+    if answer.returncode != 0 or not rows or len(rows[0]) == 1:
+        raise RuntimeError(" ".join((answer.stdout + answer.stderr).split()))
+    return rows[0][0], [name for _, name in rows]
+
+
+def device_files(folder: Path = Path("/dev")) -> list[str]:
+    """The files of GPUs, which are there where the driver's kernel module was loaded; of one that broke later, too."""
+    return sorted(str(path) for path in folder.glob("nvidia[0-9]*"))
 
 
 def _name_user() -> None:
@@ -36,10 +73,7 @@ def set_environment(config: Config) -> None:
 
 
 def prepare_libraries() -> None:
-    """Lets torch be imported under any user, and leaves the console to the run; call it before torch is imported.
-
-    The header of a run says itself which fused parts are active.
-    """
+    """Lets torch be imported under any user, and leaves the console to the run; call it before torch is imported."""
     _name_user()
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)(\.|$)")
     # Warnings about a library's own calls name the module that the calls pass through on a machine without CUDA.
@@ -51,3 +85,22 @@ def prepare_libraries() -> None:
     )
     for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """While a run is prepared, SIGTERM and SIGUSR1 end it at once, with the exit code that asks for another start.
+
+    Raises:
+        SystemExit: One of them came.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(REQUEUE)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

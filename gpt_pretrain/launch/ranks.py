@@ -54,13 +54,7 @@ class Launch:
 
 
 def rank_zero_of(world_size: int, *, local_world_size: int, launcher: str) -> Launch:
-    """Rank 0 of a run that nobody has started, for the rules about the world size.
-
-    Args:
-        world_size: Processes of the run.
-        local_world_size: Processes of a node.
-        launcher: See `Launch.launcher`.
-    """
+    """Rank 0 of a run that no launcher has started, for the rules about the world size."""
     return Launch(
         rank=0,
         world_size=world_size,
@@ -74,9 +68,9 @@ def rank_zero_of(world_size: int, *, local_world_size: int, launcher: str) -> La
 
 def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:
     value = env.get(key) or None
-    if value is None and default is not None:
-        return default
     if value is None:
+        if default is not None:
+            return default
         raise ConfigError(
             [f"{key} is not set although the launcher's other variables are; start with torchrun or srun"]
         )
@@ -95,10 +89,7 @@ def first_host(nodelist: str) -> str:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """Reads this process's place in the run.
-
-    Args:
-        env: Environment variables; the process's own when not given.
+    """Reads this process's place in the run, from its own environment variables where none are given.
 
     Raises:
         ConfigError: The launcher's variables are incomplete or contradict each other.
@@ -129,15 +120,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
             launcher="srun",
         )
     else:
-        launch = Launch(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            master_addr="127.0.0.1",
-            master_port=0,
-            launcher="none",
-        )
+        launch = rank_zero_of(1, local_world_size=1, launcher="none")
     if launch.local_world_size < 1:
         raise ConfigError([f"the launcher states {launch.local_world_size} processes on each node; there must be one"])
     if not 0 <= launch.rank < launch.world_size:

@@ -50,10 +50,8 @@ class Submission:
     @property
     def options(self) -> list[str]:
         """The options of sbatch."""
-        per_node = f"--gpus-per-node={self.gpus_per_node}"
-        if not self.gpus_per_node:
-            per_node = f"--ntasks-per-node={self.tasks_per_node}"
-        return [f"--nodes={self.nodes}", per_node, *self.sbatch]
+        gpus, tasks = f"--gpus-per-node={self.gpus_per_node}", f"--ntasks-per-node={self.tasks_per_node}"
+        return [f"--nodes={self.nodes}", gpus if self.gpus_per_node else tasks, *self.sbatch]
 
 
 def is_submission(launcher: DictConfig) -> bool:
@@ -95,11 +93,7 @@ def read_submission(launcher: DictConfig) -> Submission:
 
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a job is submitted with: this Python for its ranks, and no variable that changes how many there are.
-
-    Args:
-        environment: This process's.
-    """
+    """What a job is submitted with: this Python for its ranks, and no variable that changes how many there are."""
     kept = {name: value for name, value in environment.items() if not name.startswith(_COUNTING_VARIABLES)}
     if Path(sys.prefix, "bin", "python").is_file():
         # What the user has set stands.
@@ -108,15 +102,9 @@ def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Hands one run to Slurm.
+    """Hands one run to Slurm, with the arguments of its `python -m gpt_pretrain`, and returns the job's number.
 
-    Args:
-        submission: How.
-        run_dir: The run's directory; the job's log is written there.
-        arguments: What the run's `python -m gpt_pretrain` is given.
-
-    Returns:
-        The job's number.
+    The job's log is written to the run directory.
 
     Raises:
         UserError: Slurm is not here or refuses the job, or the run directory cannot be made.

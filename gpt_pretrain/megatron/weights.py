@@ -36,7 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.patches import FIRST_VALUES, WEIGHT_CAST, patch, patched
-from gpt_pretrain.spec.fp8 import FORMAT_MAX
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 # What this file uses of TE, with the parameters that it passes by name; compiled functions do not tell theirs.

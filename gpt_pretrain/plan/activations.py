@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import Activation, Normalization
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
+from gpt_pretrain.spec.recipes import Fp8Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

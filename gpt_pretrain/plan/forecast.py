@@ -15,8 +15,7 @@ from gpt_pretrain.plan.products import Product, plan_products
 from gpt_pretrain.plan.speed import Speed, predict_speed, with_usual_fp8, without_fp8
 from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.spec.layout import Layout
-from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.spec.run_spec import Layout, RunSpec, build_run_spec
 
 # Predictions are good to some percent: closer to BF16 than this is not a gain that a run can count on.
 WORTHWHILE = 1.05

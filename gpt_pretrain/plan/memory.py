@@ -16,9 +16,9 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.activations import LayerActivations, Storage, layer_activations
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Stage, plan_stages
-from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
 from gpt_pretrain.spec.products import chunk_tokens
+from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 GIB = 2**30

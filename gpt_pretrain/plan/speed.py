@@ -13,11 +13,10 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.kernels import Machine, add, head_s, host_s, layer_s, recompute_s, weight_cast_s
 from gpt_pretrain.plan.stages import Stage, plan_stages
-from gpt_pretrain.spec.layout import Layout
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import FC1, QKV, Linear
 from gpt_pretrain.spec.recipes import RECIPES
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.spec.run_spec import Layout, RunSpec
 
 
 def link_bytes_per_s(machine: Machine, layout: Layout, span: int) -> float:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import Normalization, PositionEmbedding
 from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.layout import Layout
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.spec.run_spec import Layout, RunSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

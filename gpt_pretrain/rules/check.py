@@ -33,7 +33,7 @@ from gpt_pretrain.rules.training import (
     tokenizer,
     trainer,
 )
-from gpt_pretrain.spec.resolved import Resolved, resolve
+from gpt_pretrain.spec.products import Resolved, resolve
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:

@@ -11,8 +11,8 @@ from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hid
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
-from gpt_pretrain.spec.resolved import Resolved
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity
 from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings, emulation
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.spec.products import ROUTER
-from gpt_pretrain.spec.recipes import recipes_for
-from gpt_pretrain.spec.resolved import Resolved
+from gpt_pretrain.spec.products import ROUTER, Resolved
+from gpt_pretrain.spec.recipes import Fp8Settings, emulation, recipes_for
 
 # Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
 # value of a tensor would be among the subnormal ones.
@@ -166,7 +164,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     """Patterns that keep nothing out of FP8."""
-    names = [linear.module for linear in run.linears() if linear.layer >= 0 and linear.kind != ROUTER]
+    names = [linear.module for linear in run.linears if linear.layer >= 0 and linear.kind != ROUTER]
     for pattern in settings.exclude:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             yield (
@@ -178,7 +176,7 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
 def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     """Settings that keep every layer out of FP8."""
     model = run.model
-    if any(linear.precision == "fp8" for linear in run.linears()):
+    if any(linear.precision == "fp8" for linear in run.linears):
         return
     causes = ["model.fp8_exclude"] if settings.exclude else []
     causes += ["model.first_last_layers_bf16"] if model.first_last_layers_bf16 else []

@@ -20,9 +20,8 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.errors import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
-from gpt_pretrain.spec.resolved import Resolved
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
+from gpt_pretrain.spec.recipes import Fp8Settings
 
 # Layers whose input each rank casts before it is gathered along the sequence.
 _COLUMN_PARALLEL = (QKV, FC1)
@@ -142,7 +141,7 @@ def fp8_shape_problems(run: Resolved) -> Iterator[str]:
     if settings is None:
         return
     fp8: dict[str, Linear] = {}
-    for linear in run.linears():
+    for linear in run.linears:
         if linear.precision == "fp8":
             fp8.setdefault(linear.kind, linear)
     if not fp8:

@@ -7,7 +7,7 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.obstacles import (
+from gpt_pretrain.spec.kernels import (
     Obstacle,
     activation_cast_obstacles,
     embedding_gradient_obstacles,
@@ -15,8 +15,8 @@ from gpt_pretrain.spec.obstacles import (
     graph_obstacles,
     qkv_rope_obstacles,
 )
+from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
-from gpt_pretrain.spec.resolved import Resolved
 
 
 def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:

@@ -10,8 +10,7 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.spec.fp8 import Fp8Settings, emulation
-from gpt_pretrain.spec.obstacles import WIDEST, WIDEST_ON_BLACKWELL
+from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
     ATTENTION,
     BLACKWELL,
@@ -25,7 +24,7 @@ from gpt_pretrain.spec.platform import (
     Platform,
     leading_version,
 )
-from gpt_pretrain.spec.recipes import Recipe
+from gpt_pretrain.spec.recipes import Fp8Settings, Recipe, emulation
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # The first version whose recipes and quantizers this project was read against and tested with.

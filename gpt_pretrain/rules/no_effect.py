@@ -24,9 +24,9 @@ from gpt_pretrain.config.derived import warmup_steps
 from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.spec.fp8 import DELAYED_KEYS
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
-from gpt_pretrain.spec.resolved import Resolved, resolve
+from gpt_pretrain.spec.products import Resolved, resolve
+from gpt_pretrain.spec.recipes import DELAYED_KEYS
 
 # The keys of FP8 whose names do not say so.
 _KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")

@@ -7,8 +7,8 @@ from gpt_pretrain.config.derived import decay_steps, min_lr, uses_distributed_op
 from gpt_pretrain.config.errors import one_of
 from gpt_pretrain.config.schema import Config, OptimConfig
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
+from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
-from gpt_pretrain.spec.resolved import Resolved
 
 _ASKED = "model.optim.use_precision_aware_optimizer=true"
 # Half of the gap between a number of the type and the next, divided by the number: two to minus this, at most.

@@ -8,7 +8,7 @@ Every field whose default differs between NeMo, megatron-core and Transformer En
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -23,7 +23,6 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     uses_distributed_optimizer,
 )
-from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -71,11 +70,15 @@ def params_dtype(spec: RunSpec) -> Dtype:
     return Dtype[precision.name]
 
 
-def _of_model(spec: RunSpec, *names: str) -> Iterator[Field]:
-    """Fields that have the name and the value of a key of `model.`."""
+def _named(section: object, path: str, *names: str) -> Iterator[Field]:
+    """Fields that have the name and the value of a key of a section."""
     for name in names:
-        value = getattr(spec.model, name)
-        yield Field(name, value.value if isinstance(value, Enum) else value, (f"model.{name}",))
+        value = getattr(section, name)
+        yield Field(name, value.value if isinstance(value, Enum) else value, (f"{path}.{name}",))
+
+
+def _of_model(spec: RunSpec, *names: str) -> Iterator[Field]:
+    return _named(spec.model, "model", *names)
 
 
 def _activation(spec: RunSpec) -> ActivationFunction:
@@ -87,17 +90,8 @@ def _activation(spec: RunSpec) -> ActivationFunction:
 
 def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     model = spec.model
-    yield from _of_model(
-        spec,
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "normalization",
-        "layernorm_epsilon",
-        "init_method_std",
-        "hidden_dropout",
-        "attention_dropout",
-    )
+    yield from _of_model(spec, "num_layers", "hidden_size", "num_attention_heads", "normalization")
+    yield from _of_model(spec, "layernorm_epsilon", "init_method_std", "hidden_dropout", "attention_dropout")
     yield Field("ffn_hidden_size", ffn_hidden_size(model), ("model.ffn_hidden_size",))
     yield Field("num_query_groups", num_query_groups(model), ("model.num_query_groups",))
     yield Field("kv_channels", kv_channels(model), ("model.kv_channels",))
@@ -119,15 +113,8 @@ def _expert_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("expert_tensor_parallel_size", ranks, ("model.expert_tensor_parallel_size",))
     if model.num_moe_experts is None:
         return
-    yield from _of_model(
-        spec,
-        "moe_router_topk",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_token_dispatcher_type",
-        "moe_router_padding_for_quantization",
-    )
+    yield from _of_model(spec, "moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    yield from _of_model(spec, "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_router_padding_for_quantization")
     yield Field("moe_ffn_hidden_size", moe_ffn_hidden_size(model), ("model.moe_ffn_hidden_size",))
     # The weights of a token's experts add up to 1: the softmax is taken over their scores alone, as in Mixtral.
     yield Field("moe_router_pre_softmax", False)
@@ -141,15 +128,8 @@ def _layout_fields(spec: RunSpec) -> Iterator[Field]:
     model = spec.model
     virtual = "model.virtual_pipeline_model_parallel_size"
     interleaved = model.virtual_pipeline_model_parallel_size is not None
-    yield from _of_model(
-        spec,
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "sequence_parallel",
-        "tp_comm_overlap",
-    )
+    yield from _of_model(spec, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    yield from _of_model(spec, "virtual_pipeline_model_parallel_size", "sequence_parallel", "tp_comm_overlap")
     # Batched sends to the stages before and after carry no tag: with two interleaved stages both are the same rank, and
     # activations arrive as gradients. Ordered, overlapped sends tell them apart.
     yield Field("overlap_p2p_comm", interleaved, (virtual,))
@@ -188,28 +168,17 @@ def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("fp8_recipe", fp8.recipe.name, ("model.fp8_recipe",))
     yield Field("fp8_param", fp8.params, ("model.fp8_params",))
     yield Field("fp8_interval", 1, ("model.fp8_interval",))
-    for name, value in _settings_by_name(fp8).items():
-        yield Field(name, value, (f"model.{name}",))
+    for name in ("margin", "amax_history_len", "wgrad", "dot_product_attention", "multi_head_attention"):
+        yield Field(f"fp8_{name}", getattr(fp8, name), (f"model.fp8_{name}",))
+    yield Field("fp8_amax_compute_algo", fp8.amax_compute_algo.value, ("model.fp8_amax_compute_algo",))
+    kept_out = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
+    yield Field("first_last_layers_bf16", kept_out > 0, ("model.first_last_layers_bf16",))
+    yield from _named(fp8, "model", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     yield Field("quant_recipe", HighPrecision(fp8.exclude) if fp8.exclude else None, ("model.fp8_exclude",))
 
 
-def _settings_by_name(fp8: Fp8Settings) -> dict[str, Any]:
-    """Fields of TransformerConfig that have the name of their key."""
-    return {
-        "fp8_margin": fp8.margin,
-        "fp8_amax_history_len": fp8.amax_history_len,
-        "fp8_amax_compute_algo": fp8.amax_compute_algo.value,
-        "fp8_wgrad": fp8.wgrad,
-        "fp8_dot_product_attention": fp8.dot_product_attention,
-        "fp8_multi_head_attention": fp8.multi_head_attention,
-        "first_last_layers_bf16": fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16 > 0,
-        "num_layers_at_start_in_bf16": fp8.num_layers_at_start_in_bf16,
-        "num_layers_at_end_in_bf16": fp8.num_layers_at_end_in_bf16,
-    }
-
-
 def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
-    kernels, model = spec.kernels, spec.model
+    kernels = spec.kernels
     graphs = "none" if kernels.cuda_graph_impl is None else kernels.cuda_graph_impl.value
     yield Field("cuda_graph_impl", graphs, ("model.cuda_graph_impl",))
     # Whole layers.
@@ -217,22 +186,15 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     implementation = "transformer_engine" if kernels.transformer_engine else "local"
     yield Field("transformer_impl", implementation, ("model.transformer_engine", "model.fp8_emulate"))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
-    for name in (
-        "bias_activation_fusion",
-        "masked_softmax_fusion",
-        "apply_rope_fusion",
-        "fused_single_qkv_rope",
-        "gradient_accumulation_fusion",
-    ):
-        yield Field(name, getattr(kernels, name), (f"model.{name}",))
+    yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
+    yield from _named(kernels, "model", "fused_single_qkv_rope", "gradient_accumulation_fusion")
     # megatron-core 0.19 has no linear loss: `megatron.loss` takes the loss over from it.
     native = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native
     yield Field("cross_entropy_loss_fusion", native, ("model.cross_entropy_loss_fusion",))
     yield Field("cross_entropy_fusion_impl", "native")
-    for field, key in (("granularity", "granularity"), ("method", "method"), ("num_layers", "num_layers")):
-        value = getattr(model, f"activations_checkpoint_{key}")
-        shown = value.value if isinstance(value, Enum) else value
-        yield Field(f"recompute_{field}", shown, (f"model.activations_checkpoint_{key}",))
+    for name in ("granularity", "method", "num_layers"):
+        (field,) = _of_model(spec, f"activations_checkpoint_{name}")
+        yield replace(field, name=f"recompute_{name}")
 
 
 def transformer_fields(spec: RunSpec) -> list[Field]:
@@ -283,9 +245,8 @@ def optimizer_fields(spec: RunSpec) -> list[Field]:
     return [
         Field("optimizer", optimizer.core_name, ("model.optim.name",)),
         Field("decoupled_weight_decay", optimizer.decoupled_weight_decay, ("model.optim.name",)),
-        Field("lr", optim.lr, ("model.optim.lr",)),
+        *_named(optim, "model.optim", "lr", "weight_decay"),
         Field("min_lr", min_lr(optim), ("model.optim.sched.min_lr",)),
-        Field("weight_decay", optim.weight_decay, ("model.optim.weight_decay",)),
         Field("adam_beta1", optim.betas[0], ("model.optim.betas",)),
         Field("adam_beta2", optim.betas[1], ("model.optim.betas",)),
         Field("adam_eps", optim.eps, ("model.optim.eps",)),
@@ -303,16 +264,9 @@ def optimizer_fields(spec: RunSpec) -> list[Field]:
 
 def optimizer_state_fields(spec: RunSpec) -> list[Field]:
     """Of `OptimizerConfig`: the types that the precision-aware optimizer keeps its states in."""
-    optim = spec.model.optim
-    key = "model.optim"
+    optim, path = spec.model.optim, "model.optim"
+    types = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     return [
-        Field(
-            "use_precision_aware_optimizer",
-            optim.use_precision_aware_optimizer,
-            (f"{key}.use_precision_aware_optimizer",),
-        ),
-        Field("main_params_dtype", Dtype[optim.main_params_dtype.name], (f"{key}.main_params_dtype",)),
-        Field("store_param_remainders", optim.store_param_remainders, (f"{key}.store_param_remainders",)),
-        Field("exp_avg_dtype", Dtype[optim.exp_avg_dtype.name], (f"{key}.exp_avg_dtype",)),
-        Field("exp_avg_sq_dtype", Dtype[optim.exp_avg_sq_dtype.name], (f"{key}.exp_avg_sq_dtype",)),
+        *_named(optim, path, "use_precision_aware_optimizer", "store_param_remainders"),
+        *(Field(name, Dtype[getattr(optim, name).name], (f"{path}.{name}",)) for name in types),
     ]

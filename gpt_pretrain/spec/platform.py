@@ -41,8 +41,6 @@ RECIPE_VARIABLES = {
     "NVTE_DPA_FP8CS_O_in_F16": ("1", ATTENTION, "keeps attention's output in FP8 for the backward pass"),
     "NVTE_UnfusedDPA_Emulate_FP8": ("0", ATTENTION, "lets attention fall back to an emulation"),
 }
-
-
 # Each keeps one library from multicast: NCCL, PyTorch's symmetric memory, NVSHMEM, and Transformer Engine's user
 # buffers, which then reach other GPUs by CUDA IPC.
 MULTICAST_OFF = {
@@ -55,12 +53,11 @@ MULTICAST_OFF = {
 NO_MULTICAST = "NCCL_NVLS_ENABLE"
 USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 
-
 # The oldest version tested, and what `megatron.flash_attention` calls of it.
 OLDEST_FLASH_ATTENTION = "4.0.0b36"
 _FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
 # What each part of apex needs: its Python module, where it has one, and its compiled kernels.
-_APEX_PARTS = {
+APEX_PARTS = {
     "apex_layer_norm": ("apex.normalization", "fused_layer_norm_cuda"),
     "apex_optimizer": ("apex.optimizers", "amp_C"),
     "apex_softmax": ("scaled_upper_triang_masked_softmax_cuda",),
@@ -196,7 +193,7 @@ def flash_attention() -> tuple[str | None, str | None]:
 
 def apex_parts() -> dict[str, bool]:
     """The fields of `Platform` about apex: which of its parts load."""
-    return {field: all(map(_imports, modules)) for field, modules in _APEX_PARTS.items()}
+    return {field: all(map(_imports, modules)) for field, modules in APEX_PARTS.items()}
 
 
 def detect_platform() -> Platform:
@@ -218,5 +215,5 @@ def detect_platform() -> Platform:
         multicast_variables=multicast_variables(),
         flash_attention=flash_version,
         flash_attention_problem=flash_problem,
-        **(apex_parts() if cuda else dict.fromkeys(_APEX_PARTS, False)),
+        **(apex_parts() if cuda else dict.fromkeys(APEX_PARTS, False)),
     )

@@ -1,11 +1,12 @@
 """Every matrix product of a training step on one rank: its shape, and whether it runs in FP8 and why.
 
-Pure arithmetic on the configuration. The rules check the shapes, `gpt_pretrain.plan` prints them, and the proof of a
-run compares them with what the live modules did.
+Pure arithmetic on the configuration; `Resolved` holds all that follows from it without a machine. The rules check the
+shapes, `gpt_pretrain.plan` prints them, and the proof of a run compares them with what the live modules did.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.derived import (
@@ -16,16 +17,11 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
 )
-from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.spec.recipes import Fp8Settings, resolve_fp8
 
 # The linear layers of a transformer layer, in the order of the forward pass, by megatron-core's names.
-QKV, PROJ, FC1, FC2 = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+QKV, PROJ, FC1, FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
 # With a mixture of experts, in place of the last two.
 ROUTER, EXPERT_FC1, EXPERT_FC2 = "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
 
@@ -85,9 +81,9 @@ class Gemm:
         return 2 * self.m * self.n * self.k * self.linear.count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a kind of layer, the same in all layers."""
+    """The shape of a kind of layer, the same in all layers; see `Linear`."""
 
     out_features: int
     in_features: int
@@ -101,27 +97,17 @@ def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape
     tp, hidden, gated = model.tensor_model_parallel_size, model.hidden_size, model.activation is Activation.swiglu
     if model.num_moe_experts is None:
         inner = ffn_hidden_size(model) // tp
-        return {
-            FC1: _Shape(
-                out_features=(1 + gated) * inner, in_features=hidden, count=1, tokens=tokens, local_tokens=split
-            ),
-            FC2: _Shape(out_features=hidden, in_features=inner, count=1, tokens=tokens, local_tokens=tokens),
-        }
+        fc1 = _Shape((1 + gated) * inner, hidden, 1, tokens, local_tokens=split)
+        return {FC1: fc1, FC2: _Shape(hidden, inner, 1, tokens, local_tokens=tokens)}
     experts, etp = model.num_moe_experts, expert_tensor_parallel_size(model)
     ep = model.expert_model_parallel_size
     inner = moe_ffn_hidden_size(model) // etp
     # Each rank routes its own part of the sequence; the ranks of an expert's matrices compute all tokens routed to it.
     rows = max(1, tokens // tp * etp * ep * model.moe_router_topk // experts)
     return {
-        ROUTER: _Shape(out_features=experts, in_features=hidden, count=1, tokens=split, local_tokens=split),
-        EXPERT_FC1: _Shape(
-            out_features=(1 + gated) * inner,
-            in_features=hidden,
-            count=experts // ep,
-            tokens=rows,
-            local_tokens=rows,
-        ),
-        EXPERT_FC2: _Shape(out_features=hidden, in_features=inner, count=experts // ep, tokens=rows, local_tokens=rows),
+        ROUTER: _Shape(experts, hidden, 1, split, local_tokens=split),
+        EXPERT_FC1: _Shape((1 + gated) * inner, hidden, experts // ep, rows, local_tokens=rows),
+        EXPERT_FC2: _Shape(hidden, inner, experts // ep, rows, local_tokens=rows),
     }
 
 
@@ -134,8 +120,8 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     projected = attention + 2 * num_query_groups(model) * kv_channels(model)
     hidden = model.hidden_size
     shapes = {
-        QKV: _Shape(out_features=projected // tp, in_features=hidden, count=1, tokens=tokens, local_tokens=split),
-        PROJ: _Shape(out_features=hidden, in_features=attention // tp, count=1, tokens=tokens, local_tokens=tokens),
+        QKV: _Shape(projected // tp, hidden, 1, tokens, local_tokens=split),
+        PROJ: _Shape(hidden, attention // tp, 1, tokens, local_tokens=tokens),
         **_mlp_shapes(model, tokens, split),
     }
     for layer in range(model.num_layers):
@@ -147,11 +133,7 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
                 module=module,
                 layer=layer,
                 kind=kind,
-                out_features=shape.out_features,
-                in_features=shape.in_features,
-                count=shape.count,
-                tokens=shape.tokens,
-                local_tokens=shape.local_tokens,
+                **asdict(shape),
                 precision="fp8" if fp8 else "high",
                 wgrad_precision="fp8" if fp8 and settings is not None and settings.wgrad else "high",
                 reason=reason,
@@ -160,11 +142,7 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
         module="output_layer",
         layer=-1,
         kind="output_layer",
-        out_features=padded_vocab_size(model) // tp,
-        in_features=hidden,
-        count=1,
-        tokens=tokens,
-        local_tokens=split,
+        **asdict(_Shape(padded_vocab_size(model) // tp, hidden, 1, tokens, local_tokens=split)),
         precision="high",
         wgrad_precision="high",
         reason="the LM head stays out of FP8",
@@ -198,17 +176,6 @@ def attention_flops(model: ModelConfig) -> float:
     return 2.0 * tokens * model.encoder_seq_length * width
 
 
-def fp8_flops_share(model: ModelConfig, settings: Fp8Settings | None, linears: Iterable[Linear]) -> float:
-    """Share of a training step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
-    total = attention = 3.0 * model.num_layers * attention_flops(model)
-    in_fp8 = attention if settings is not None and settings.dot_product_attention else 0.0
-    for linear in linears:
-        for gemm in gemms(linear):
-            total += gemm.flops
-            in_fp8 += gemm.flops if gemm.fp8 else 0
-    return in_fp8 / total
-
-
 def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
     """The three products of a linear layer: forward, dgrad and wgrad."""
     tokens, out_features, in_features = linear.tokens, linear.out_features, linear.in_features
@@ -218,3 +185,41 @@ def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
         Gemm(linear=linear, phase="dgrad", m=tokens, n=in_features, k=out_features, fp8=fp8),
         Gemm(linear=linear, phase="wgrad", m=out_features, n=in_features, k=tokens, fp8=wgrad_fp8),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What follows from a configuration without a machine, even from one that breaks rules."""
+
+    config: Config
+    fp8: Fp8Settings | None
+    """None: the run has no FP8."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The section `model` of the configuration."""
+        return self.config.model
+
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers of the whole model in forward order, the LM head last.
+
+        Sizes must be positive and divide as the layout asks.
+        """
+        return tuple(linears(self.model, self.fp8))
+
+    @property
+    def fp8_flops_share(self) -> float:
+        """Share of a step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
+        total = attention = 3.0 * self.model.num_layers * attention_flops(self.model)
+        in_fp8 = attention if self.fp8 is not None and self.fp8.dot_product_attention else 0.0
+        for linear in self.linears:
+            for gemm in gemms(linear):
+                total += gemm.flops
+                in_fp8 += gemm.flops if gemm.fp8 else 0
+        return in_fp8 / total
+
+
+def resolve(config: Config) -> Resolved:
+    """Resolves what needs no machine."""
+    return Resolved(config=config, fp8=resolve_fp8(config.model))

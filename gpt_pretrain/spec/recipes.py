@@ -1,13 +1,23 @@
-"""The FP8 recipes: one record each, read by the rules, the proof, the plan, the emulation and the doctor.
+"""FP8: one record for each recipe, and what the FP8 keys of a run add up to (NeMo's flags, the recipes' defaults).
+
+Everything that acts on FP8 (rules, translation, plan, proof, emulation) reads `Fp8Settings`, so that it agrees about
+what null means.
 
 A new recipe is a member of `config.choices.Fp8RecipeName`, a record here, `conf/fp8/NAME.yaml` and its casts in
 `fp8.emulation.casts`. What the columns say was read in Transformer Engine (TE) 2.12 and megatron-core 0.19.2.
 """
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
+from gpt_pretrain.config.schema import ModelConfig
+
+# Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
+FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+# The keys that only delayed scaling reads.
+DELAYED_KEYS = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +80,13 @@ class Recipe:
         return self.refusals.get(feature)
 
 
-_BLOCKS_NOT_TENSORS = "it has one scale for each block of a tensor"
+_OF_BLOCKS = {
+    **dict.fromkeys(
+        ("fp8_dot_product_attention", "tp_comm_overlap", "activation_cast_fusion"),
+        "it has one scale for each block of a tensor",
+    ),
+    "cuda_graph_impl": "tensorwise is the only FP8 recipe tested with graphs",
+}
 
 RECIPES: Mapping[Fp8RecipeName, Recipe] = {
     Fp8RecipeName.delayed: Recipe(
@@ -123,10 +139,7 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
         # Partial sums of blocks are promoted outside of the tensor cores.
         peak_share=0.53,
         refusals={
-            "fp8_dot_product_attention": _BLOCKS_NOT_TENSORS,
-            "tp_comm_overlap": _BLOCKS_NOT_TENSORS,
-            "activation_cast_fusion": _BLOCKS_NOT_TENSORS,
-            "cuda_graph_impl": "tensorwise is the only FP8 recipe tested with graphs",
+            **_OF_BLOCKS,
             "fp8_params with use_precision_aware_optimizer": "its masters are not tested with weights in blocks",
         },
     ),
@@ -145,10 +158,7 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
         # Blackwell's tensor cores apply these scales themselves. Not measured.
         peak_share=0.665,
         refusals={
-            "fp8_dot_product_attention": _BLOCKS_NOT_TENSORS,
-            "tp_comm_overlap": _BLOCKS_NOT_TENSORS,
-            "activation_cast_fusion": _BLOCKS_NOT_TENSORS,
-            "cuda_graph_impl": "tensorwise is the only FP8 recipe tested with graphs",
+            **_OF_BLOCKS,
             # MixedPrecisionOptimizer.prepare_model_params_for_param_sync: the loop would have to fill the gradients'
             # buffer before each gather; weights would be zeros without it.
             "fp8_params": "megatron-core gathers these weights in BF16 through the gradient buffer, which this "
@@ -161,3 +171,81 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
 def recipes_for(*features: str) -> list[str]:
     """Names of the recipes that can be combined with all these features, for messages."""
     return [recipe.name for recipe in RECIPES.values() if not any(map(recipe.why_not, features))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Settings:
+    """The FP8 of a run."""
+
+    recipe: Recipe
+    forward_format: str
+    """Of inputs and weights: "e4m3"."""
+    gradient_format: str
+    """Of the gradients of outputs: "e4m3" or "e5m2"."""
+    margin: int
+    """delayed: scales leave 2^margin of headroom."""
+    amax_history_len: int
+    """delayed: rows of the amax history."""
+    amax_compute_algo: AmaxComputeAlgo
+    """delayed: which amax of the history counts."""
+    wgrad: bool
+    """Weight gradients in FP8."""
+    params: bool
+    """Weights stored and gathered in FP8."""
+    dot_product_attention: bool
+    multi_head_attention: bool
+    num_layers_at_start_in_bf16: int
+    num_layers_at_end_in_bf16: int
+    exclude: tuple[str, ...]
+    """Patterns of linear layers kept out of FP8."""
+    emulate: bool
+
+    @property
+    def hybrid(self) -> bool:
+        """E4M3 forward and E5M2 backward; otherwise E4M3 in both."""
+        return self.gradient_format == "e5m2"
+
+    def excludes(self, module: str) -> bool:
+        """Whether a pattern keeps a linear layer out, by its name in the whole model (`products.Linear.module`)."""
+        return any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude)
+
+
+def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
+    """The FP8 of a run, or None where `model.fp8` is off."""
+    if not model.fp8:
+        return None
+    recipe = RECIPES[model.fp8_recipe or Fp8RecipeName.delayed]
+    # NeMo's rule: e4m3 wins where both are set.
+    unset = model.fp8_e4m3 is None and model.fp8_hybrid is None
+    e4m3 = recipe.e4m3 if unset else bool(model.fp8_e4m3)
+    kept = model.first_last_layers_bf16
+    start, end = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
+    return Fp8Settings(
+        recipe=recipe,
+        forward_format="e4m3",
+        gradient_format="e4m3" if e4m3 else "e5m2",
+        margin=model.fp8_margin or 0,
+        amax_history_len=1024 if model.fp8_amax_history_len is None else model.fp8_amax_history_len,
+        amax_compute_algo=model.fp8_amax_compute_algo or AmaxComputeAlgo.max,
+        wgrad=model.fp8_wgrad is not False,
+        params=model.fp8_params,
+        dot_product_attention=model.fp8_dot_product_attention,
+        multi_head_attention=model.fp8_multi_head_attention,
+        num_layers_at_start_in_bf16=(1 if start is None else start) if kept else 0,
+        num_layers_at_end_in_bf16=(1 if end is None else end) if kept else 0,
+        exclude=tuple(model.fp8_exclude),
+        emulate=model.fp8_emulate,
+    )
+
+
+def emulation(model: ModelConfig) -> str:
+    """How messages offer emulation: together with a reset of every setting that excludes it."""
+    in_its_way = {
+        "fp8_params=false": model.fp8_params,
+        "fp8_dot_product_attention=false": model.fp8_dot_product_attention,
+        "transformer_engine=null": model.transformer_engine,
+        "gradient_accumulation_fusion=null": model.gradient_accumulation_fusion,
+        "context_parallel_size=1": model.context_parallel_size > 1,
+    }
+    taken_back = [f"model.{instead}" for instead, is_set in in_its_way.items() if is_set]
+    return "model.fp8_emulate=true" + (f" with {' '.join(taken_back)}" if taken_back else "")

@@ -9,40 +9,55 @@ them a second time.
 
 from dataclasses import dataclass
 
+from gpt_pretrain.config.derived import data_parallel_size, expert_tensor_parallel_size, num_microbatches
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.kernels import Kernels, plan_kernels
-from gpt_pretrain.spec.layout import Layout, plan_layout
 from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.products import Linear, fp8_flops_share
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import Resolved, resolve
+from gpt_pretrain.spec.recipes import Fp8Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec:
+class Layout:
+    """How the run is spread over GPUs."""
+
+    tp: int
+    pp: int
+    vp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    """Ranks that share each expert's matrices."""
+    num_microbatches: int
+    """Per optimizer step and data-parallel rank."""
+    gpus_per_node: int
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share optimizer states where they are sharded: DP · CP."""
+        return self.dp * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """The same for the parameters of experts: what EP and their own tensor parallelism leave of a stage's ranks."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of the run."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(Resolved):
     """A checked run on a machine: the one answer to what it is."""
 
-    config: Config
     launch: Launch
     platform: Platform
-    fp8: Fp8Settings | None
-    """None: the run has no FP8."""
     kernels: Kernels
-    """Which implementation each part runs on."""
     layout: Layout
-    linears: tuple[Linear, ...]
-    """The linear layers of the whole model in forward order, the LM head last."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The section `model` of the configuration."""
-        return self.config.model
-
-    @property
-    def fp8_flops_share(self) -> float:
-        """Share of a step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
-        return fp8_flops_share(self.model, self.fp8, self.linears)
 
     @property
     def te_fp8(self) -> Fp8Settings | None:
@@ -51,20 +66,29 @@ class RunSpec:
 
 
 def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpec:
-    """Resolves a run on a machine.
-
-    Args:
-        config: A configuration that breaks no rule.
-        launch: The run's processes.
-        platform: The machine; `rules.machine` checks whether it can do what is requested.
-    """
+    """Resolves a configuration that breaks no rule; `rules.machine` checks whether the machine can do what it asks."""
     resolved = resolve(config)
     return RunSpec(
         config=config,
+        fp8=resolved.fp8,
         launch=launch,
         platform=platform,
-        fp8=resolved.fp8,
         kernels=plan_kernels(resolved, platform, launch.world_size),
         layout=plan_layout(config.model, launch),
-        linears=resolved.linears(),
+    )
+
+
+def plan_layout(model: ModelConfig, launch: Launch) -> Layout:
+    """The layout of a checked configuration."""
+    world_size = launch.world_size
+    return Layout(
+        tp=model.tensor_model_parallel_size,
+        pp=model.pipeline_model_parallel_size,
+        vp=model.virtual_pipeline_model_parallel_size or 1,
+        cp=model.context_parallel_size,
+        dp=data_parallel_size(model, world_size),
+        ep=model.expert_model_parallel_size,
+        etp=expert_tensor_parallel_size(model),
+        num_microbatches=num_microbatches(model, world_size),
+        gpus_per_node=launch.local_world_size,
     )

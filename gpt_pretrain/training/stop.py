@@ -19,7 +19,7 @@ from typing import Self
 
 import torch
 
-from gpt_pretrain.launch.process import REQUEUE
+from gpt_pretrain.launch.environment import REQUEUE
 from gpt_pretrain.report.records import EndReason
 
 EXIT_CODES: Mapping[EndReason, int] = {

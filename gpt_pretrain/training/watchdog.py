@@ -31,8 +31,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from gpt_pretrain.config.errors import RunError, UserError
-from gpt_pretrain.launch.process import Process, this_process
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.run_dir import Process, this_process
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
 EXIT_CODE = 71

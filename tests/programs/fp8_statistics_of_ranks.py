@@ -14,7 +14,7 @@ import torch
 from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.resolved import resolve
+from gpt_pretrain.spec.products import resolve
 
 
 def product(code_bytes: list[int], scale: float, amax: dict[Role, float]) -> Product:
@@ -35,7 +35,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     run = resolve(load_config(["model.num_layers=2", "fp8=delayed"]))
-    collector = StatisticsCollector(run.linears(), [], torch.device("cpu"))
+    collector = StatisticsCollector(run.linears, [], torch.device("cpu"))
     large = product([0x7E, 0x38], 0.5, {Role.input: 1000.0, Role.weight: 1000.0})
     small = product([0x38, 0x00, 0x00, 0x00, 0x80, 0x38], 2.0, {Role.input: 3.0, Role.weight: math.nan})
     with collector.observe(1):

@@ -36,7 +36,7 @@ import torch
 
 from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role, spread_over_blocks
-from gpt_pretrain.spec.fp8 import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 FP32_MAX = torch.finfo(torch.float32).max
 

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.emulation.casts import FP32_MAX, Directions, cast_tensor, role_format, tensor_amax
 from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.spec.fp8 import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 _COLUMNS = {Role.input: 0, Role.weight: 1, Role.output_gradient: 0}
 

@@ -36,7 +36,7 @@ from gpt_pretrain.fp8.emulation.casts import Cast, Directions, Quantised, statel
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role
 from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
-from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 
