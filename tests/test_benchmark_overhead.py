@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.benchmark.bare import build_bare_step
+from gpt_pretrain.benchmark.measure import build_bare_step
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.rules.gate import load_config

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.commands.doctor import main
-from gpt_pretrain.doctor.examination import run_probes
+from gpt_pretrain.doctor.facts import run_probes
 from tests.launching import REPOSITORY, clean_environment, gpu_environment
 
 # Without nvidia-smi a machine has no driver, also where these tests hide its GPUs from PyTorch alone.

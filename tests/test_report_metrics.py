@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from contextlib import closing
 from dataclasses import fields, replace
 
 import pytest
@@ -92,7 +93,7 @@ def records_of(*written):
 
 
 def write(run_dir, *written):
-    with MetricsFile(run_dir) as file:
+    with closing(MetricsFile(run_dir)) as file:
         for record in written:
             file.write(record)
 
@@ -139,7 +140,7 @@ def test_a_diverged_loss_is_written_as_a_string_and_read_as_a_number(tmp_path, v
 
 
 def test_a_record_is_on_disk_before_the_next_one(tmp_path):
-    with MetricsFile(tmp_path) as file:
+    with closing(MetricsFile(tmp_path)) as file:
         file.write(train(10))
         assert [record.step for record in load_metrics(tmp_path).train] == [10]
 

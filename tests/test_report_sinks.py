@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import LoggingConfig
-from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.report.metrics_file import MetricsSinks, load_metrics, metrics_path
 from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
     Fp8Record,
@@ -19,7 +19,6 @@ from gpt_pretrain.report.records import (
     TrainRecord,
     ValidationRecord,
 )
-from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 
 
@@ -189,7 +188,7 @@ import sys
 from pathlib import Path
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
-from gpt_pretrain.report.sinks import MetricsSinks
+from gpt_pretrain.report.metrics_file import MetricsSinks
 logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
     fp8_statistics_interval=None, fp8_saturation_threshold=1e-3, peak_tflops=None)
 with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):

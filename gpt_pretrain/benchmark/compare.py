@@ -19,22 +19,8 @@ from gpt_pretrain.benchmark.document import (
     table_of_rows,
     write_documents,
 )
-from gpt_pretrain.benchmark.results import (
-    Forecast,
-    Machine,
-    Measured,
-    Row,
-    build_row,
-    compute_figures,
-    with_ratios,
-)
-from gpt_pretrain.benchmark.variants import (
-    Variant,
-    own_key_problems,
-    read_variants,
-    run_overrides,
-    variant_problems,
-)
+from gpt_pretrain.benchmark.results import Forecast, Machine, Measured, Row, build_row, compute_figures, with_ratios
+from gpt_pretrain.benchmark.variants import Variant, own_key_problems, read_variants, run_overrides, variant_problems
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.load import config_to_yaml

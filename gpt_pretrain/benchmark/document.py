@@ -1,11 +1,14 @@
-"""What a benchmark shows and leaves: tables on the terminal, `benchmark.json` for scripts, and Markdown for people.
+"""What a benchmark shows and leaves: tables, `benchmark.json` for scripts, Markdown for people, and a picture.
 
-Terminal and Markdown have the same columns and the same words.
+Terminal and Markdown have the same columns and the same words. The picture is drawn later, on any machine, from what a
+benchmark with `benchmark.profile=true` left behind, and needs matplotlib (the extra `plot`). A bar is a step; its
+colours are the kinds of work, and the time in which the GPU was idle.
 """
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, GemmCeiling, Kernel, Machine, Part, Row
+from gpt_pretrain.benchmark.results import KINDS, MFU_FORMULA, Figures, GemmCeiling, Kernel, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, how_to_install
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent, format_rate
@@ -85,8 +88,10 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         "spread: fastest and slowest interval; ratios: to the first variant.\n",
         markdown_table(*table_of_rows(rows)),
         "".join("- " + line.replace("\n", "\n  ") + "\n" for line in problem_lines(rows)),
-        _added(rows),
     ]
+    added = [f"- {row.name}: `{shlex.join(row.overrides)}`\n" for row in rows if row.overrides]
+    if added:
+        parts.append("".join(["What a variant adds to the command line:\n\n", *added]))
     forecasts = table_of_forecasts(rows)
     if forecasts is not None:
         parts += [f"Forecast by `plan` for {benchmark.config.plan.gpu.name}:\n", markdown_table(*forecasts)]
@@ -114,12 +119,6 @@ def facts(benchmark: Benchmark) -> dict[str, str]:
         "FLOPs per token": f"{FLOPS_FORMULA}, causal attention halved",
         "MFU": MFU_FORMULA,
     }
-
-
-def _added(rows: Sequence[Row]) -> str:
-    """The overrides that variants add."""
-    lines = [f"- {row.name}: `{shlex.join(row.overrides)}`\n" for row in rows if row.overrides]
-    return "".join(["What a variant adds to the command line:\n\n", *lines]) if lines else ""
 
 
 def write_documents(benchmark: Benchmark, run_dir: Path) -> list[Path]:
@@ -151,10 +150,6 @@ def _format_ms(time_ms: float) -> str:
     return f"{time_ms:.3g}" if time_ms < 100 else f"{time_ms:,.0f}"
 
 
-def _spread(figures: Figures) -> str:
-    return f"{figures.fastest_step_s * 1e3:.4g}–{figures.slowest_step_s * 1e3:.4g}"
-
-
 def _ratio(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
 
@@ -162,7 +157,7 @@ def _ratio(value: float | None) -> str:
 # Title to the cell of a variant that has figures.
 _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
     "step (median)": lambda _, figures: format_step_time(figures.step_time_s),
-    "spread (ms)": lambda _, figures: _spread(figures),
+    "spread (ms)": lambda _, figures: f"{figures.fastest_step_s * 1e3:.4g}–{figures.slowest_step_s * 1e3:.4g}",
     "tokens/s/GPU": lambda _, figures: f"{figures.tokens_per_s_per_gpu:,.0f}",
     "TFLOP/s": lambda _, figures: format_rate(figures.tflops_per_gpu),
     "MFU": lambda _, figures: format_percent(figures.mfu),
@@ -267,3 +262,77 @@ def print_table(console: Console, title: str, titles: Cells, lines: Sequence[Cel
     for line in lines:
         table.add_row(*map(Text, line))
     console.print(table)
+
+
+# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; idle is grey.
+_COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#F0E442", "#BBBBBB")
+_DARK = ("#0072B2", "#D55E00", "#009E73")
+# Narrower parts have no room for their number.
+_NARROWEST_WITH_TEXT = 0.04
+# A variant without a name of its own is labelled with its overrides, which are long.
+_LABEL_WIDTH = 32
+
+
+def read_steps(path: Path) -> dict[str, dict[str, float]]:
+    """Variant to kind to milliseconds per step, in the order of the benchmark.
+
+    Raises:
+        UserError: The file cannot be read, does not come from a benchmark, or has no profiled step of a GPU.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        variants = [(row["name"], row["figures"]) for row in document["variants"]]
+        steps = {
+            name: {part["kind"]: float(part["time_ms"]) for part in figures["parts"]}
+            for name, figures in variants
+            if figures is not None
+        }
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path} is not what a benchmark of this version leaves behind; give RUN_DIR/benchmark.json of a benchmark "
+            "with benchmark.profile=true"
+        ) from error
+    steps = {name: parts for name, parts in steps.items() if parts}
+    if not steps:
+        raise UserError(f"{path} has no profiled step of a GPU; run the benchmark with benchmark.profile=true on one")
+    return steps
+
+
+def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Draws the steps (variant to kind to milliseconds) into a file whose ending says the format (.svg, .png, .pdf).
+
+    Raises:
+        UserError: matplotlib is missing or does not know the ending, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"a picture needs matplotlib; {how_to_install('plot')}") from error
+    figure = Figure(figsize=(10, 1.4 + 0.6 * len(steps)), layout="constrained")
+    axes = figure.add_subplot()
+    names = list(steps)
+    labels = [textwrap.fill(name, _LABEL_WIDTH, break_long_words=False, break_on_hyphens=False) for name in names]
+    longest = max(sum(parts.values()) for parts in steps.values())
+    left = dict.fromkeys(names, 0.0)
+    for kind, colour in zip(KINDS, _COLOURS, strict=True):
+        times = [steps[name].get(kind, 0.0) for name in names]
+        if not any(times):
+            continue
+        bars = axes.barh(range(len(names)), times, left=list(left.values()), color=colour, label=kind, height=0.62)
+        texts = [f"{time:.0f}" if time > _NARROWEST_WITH_TEXT * longest else "" for time in times]
+        axes.bar_label(bars, texts, label_type="center", color="white" if colour in _DARK else "black")
+        for name, time in zip(names, times, strict=True):
+            left[name] += time
+    axes.set_yticks(range(len(names)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.02 * longest)
+    axes.set_xlabel("milliseconds of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    try:
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    print(f"written: {path}")

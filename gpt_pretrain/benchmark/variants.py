@@ -173,16 +173,12 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
     benchmark = config.benchmark
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
     # Hydra's quotes: backslashes count only before a quote.
+    key = "model.optim.sched.decay_steps"
     quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
     return [
         f"run_dir='{quoted}'",
         f"trainer.max_steps={steps}",
-        *_schedule_of_the_run(config),
+        # The learning rates stay as they are when the steps become fewer.
+        *([] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]),
         *(f"{key}={value}" for key, value in _OWN_VALUES.items()),
     ]
-
-
-def _schedule_of_the_run(config: Config) -> list[str]:
-    """What keeps the learning rates as they are when the steps become fewer."""
-    key = "model.optim.sched.decay_steps"
-    return [] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal
 
 from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
@@ -43,15 +43,6 @@ class Task:
     launched_unix: float
     """Seconds since 1970-01-01 UTC."""
 
-    def write(self, path: Path) -> None:
-        """Writes it for the process."""
-        path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Reads it in the process."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-
     def load_config(self) -> Config:
         """The configuration of the run."""
         return load_config(
@@ -62,14 +53,9 @@ class Task:
         )
 
 
-def result_path(task: Path, rank: int) -> Path:
-    """Where a rank writes what it measured."""
-    return task.with_name(f"result.{rank}.json")
-
-
-def failure_path(task: Path, rank: int) -> Path:
-    """Where a rank writes why it measured nothing."""
-    return task.with_name(f"failure.{rank}.json")
+def _answer_path(task: Path, what: Literal["result", "failure"], rank: int) -> Path:
+    """Where a rank writes what it measured, or why it measured nothing."""
+    return task.with_name(f"{what}.{rank}.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +91,7 @@ def run_task[Result: JsonObject](
     """
     folder.mkdir(parents=True)
     path = folder / TASK
-    Task(
+    task = Task(
         kind=kind,
         overrides=list(overrides),
         config_name=source.config_name,
@@ -113,10 +99,11 @@ def run_task[Result: JsonObject](
         config_dir=None if source.config_dir is None else str(source.config_dir),
         profiled=profiled,
         launched_unix=time.time(),
-    ).write(path)
+    )
+    path.write_text(json.dumps(asdict(task), indent=2, ensure_ascii=False), encoding="utf-8")
     code = _run_processes(path, folder / OUTPUT, num_processes)
-    failures = _read_all(Failure, [failure_path(path, rank) for rank in range(num_processes)])
-    results = _read_all(result, [result_path(path, rank) for rank in range(num_processes)])
+    failures = _read_all(Failure, [_answer_path(path, "failure", rank) for rank in range(num_processes)])
+    results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
     if failures:
         return Outcome(results=(), problem=min(failures, key=lambda failure: failure.time_unix).problem)
     if code or len(results) < num_processes:
@@ -144,8 +131,7 @@ def _run_processes(task: Path, output: Path, num_processes: int) -> int:
 
 
 def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
-    from gpt_pretrain.benchmark.bare import run_bare_loop
-    from gpt_pretrain.benchmark.measure import StepProfiler, Stopwatch
+    from gpt_pretrain.benchmark.measure import StepProfiler, Stopwatch, run_bare_loop
     from gpt_pretrain.spec.core_fields import params_dtype
     from gpt_pretrain.spec.platform import detect_platform
     from gpt_pretrain.spec.run_spec import build_run_spec
@@ -230,15 +216,15 @@ def main(arguments: list[str]) -> int:
     path = Path(arguments[0])
     launch = read_launch()
     try:
-        result = _do(Task.read(path), path.parent, launch)
+        result = _do(Task(**json.loads(path.read_text(encoding="utf-8"))), path.parent, launch)
     except Exception as error:
         known = isinstance(error, UserError | RunError)
         if not known:
             traceback.print_exc()
         problem = str(error) if known else f"{type(error).__name__}: {error}"
-        _write(failure_path(path, launch.rank), Failure(time_unix=time.time(), problem=problem))
+        _write(_answer_path(path, "failure", launch.rank), Failure(time_unix=time.time(), problem=problem))
         return 1
-    _write(result_path(path, launch.rank), result)
+    _write(_answer_path(path, "result", launch.rank), result)
     return 0
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
-from gpt_pretrain.doctor.examination import examine
+from gpt_pretrain.doctor.facts import examine
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
 from gpt_pretrain.plan.hardware import GPUS
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt_pretrain.benchmark.drawing import draw, read_steps
+from gpt_pretrain.benchmark.document import draw, read_steps
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
 

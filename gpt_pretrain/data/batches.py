@@ -19,11 +19,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import resource_tracker
-from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, cast
 
@@ -57,53 +56,39 @@ class Batch:
     """int64 [b, s]"""
 
 
+@dataclass(kw_only=True, eq=False)
 class MicrobatchSampler(Sampler[list[int]]):
-    """Sample indices of each microbatch of one rank.
+    """Sample indices of each microbatch of one rank."""
 
-    Args:
-        num_samples: Samples [0, num_samples) are read; a last, incomplete global batch is not.
-        consumed_samples: Samples that earlier steps have read.
-        micro_batch_size: Samples of a microbatch.
-        global_batch_size: Samples of a step, over all ranks.
-        data_parallel_rank: Of this process.
-        data_parallel_size: Ranks that share a global batch.
-        repeat: Start over at sample 0 after the last one, without end.
-    """
+    num_samples: int
+    """Samples [0, num_samples) are read; a last, incomplete global batch is not."""
+    consumed_samples: int
+    """Samples that earlier steps have read."""
+    micro_batch_size: int
+    global_batch_size: int
+    """Samples of a step, over all ranks."""
+    data_parallel_rank: int
+    data_parallel_size: int
+    """Ranks that share a global batch."""
+    repeat: bool = False
+    """Start over at sample 0 after the last one, without end."""
 
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        global_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        repeat: bool = False,
-    ) -> None:
-        samples_per_pass = micro_batch_size * data_parallel_size
-        assert global_batch_size % samples_per_pass == 0, (global_batch_size, micro_batch_size, data_parallel_size)
-        assert 0 <= data_parallel_rank < data_parallel_size
-        assert num_samples >= global_batch_size, (num_samples, global_batch_size)
-        self._num_samples = num_samples
-        self._consumed_samples = consumed_samples
-        self._micro_batch_size = micro_batch_size
-        self._global_batch_size = global_batch_size
-        self._rank_offset = data_parallel_rank * micro_batch_size
-        self._samples_per_pass = samples_per_pass
-        self._repeat = repeat
+    def __post_init__(self) -> None:
+        assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, self
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size, self
+        assert self.num_samples >= self.global_batch_size, self
 
     def __iter__(self) -> Iterator[list[int]]:
-        start = self._consumed_samples
+        start = self.consumed_samples
         while True:
-            if start + self._global_batch_size > self._num_samples:
-                if not self._repeat:
+            if start + self.global_batch_size > self.num_samples:
+                if not self.repeat:
                     return
                 start = 0
-            for offset in range(0, self._global_batch_size, self._samples_per_pass):
-                first = start + offset + self._rank_offset
-                yield list(range(first, first + self._micro_batch_size))
-            start += self._global_batch_size
+            for offset in range(0, self.global_batch_size, self.micro_batch_size * self.data_parallel_size):
+                first = start + offset + self.data_parallel_rank * self.micro_batch_size
+                yield list(range(first, first + self.micro_batch_size))
+            start += self.global_batch_size
 
 
 class BatchIterator(Iterator[Batch]):
@@ -113,10 +98,7 @@ class BatchIterator(Iterator[Batch]):
         self._device = device
         self._ahead: deque[Batch] = deque()
         self._batches: Iterator[dict[str, torch.Tensor]] | None
-        if loader.num_workers:
-            with _block_rank_signals():
-                self._batches = iter(loader)
-        else:
+        with _block_rank_signals() if loader.num_workers else nullcontext():
             self._batches = iter(loader)
         # multiprocessing joins its processes at exit after a SIGTERM, which these do not see.
         atexit.register(_close, weakref.ref(self))
@@ -165,24 +147,14 @@ def build_batch_iterator(
     device: torch.device,
 ) -> BatchIterator:
     """Microbatches of training, from `consumed_samples` on; num_microbatches of them make a step."""
+    ranks = {"data_parallel_rank": data_parallel_rank, "data_parallel_size": data_parallel_size}
     return _build_iterator(
-        dataset,
-        config,
-        device,
-        num_samples=len(dataset),
-        consumed_samples=consumed_samples,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
+        dataset, config, device, num_samples=len(dataset), consumed_samples=consumed_samples, **ranks
     )
 
 
 def build_validation_iterator(
-    dataset: SampleDataset,
-    *,
-    config: Config,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-    device: torch.device,
+    dataset: SampleDataset, *, config: Config, data_parallel_rank: int, data_parallel_size: int, device: torch.device
 ) -> BatchIterator:
     """Microbatches of validation, without end: the first limit_val_batches global batches again and again.
 
@@ -205,11 +177,13 @@ def _build_iterator(dataset: SampleDataset, config: Config, device: torch.device
         micro_batch_size=config.model.micro_batch_size, global_batch_size=config.model.global_batch_size, **order
     )
     num_workers = config.model.data.num_workers
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     loader = DataLoader(
         cast("Any", dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        multiprocessing_context=_worker_context() if num_workers else None,
+        multiprocessing_context=context if num_workers else None,
         worker_init_fn=_end_with_rank if num_workers else None,
         pin_memory=device.type == "cuda",
         # A loader draws its processes' seed when it starts. Drawn from the default generator, it would shift the
@@ -217,13 +191,6 @@ def _build_iterator(dataset: SampleDataset, config: Config, device: torch.device
         generator=torch.Generator(),
     )
     return BatchIterator(loader, device)
-
-
-def _worker_context() -> BaseContext:
-    """How data-loading processes start."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 @contextmanager

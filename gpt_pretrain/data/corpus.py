@@ -10,18 +10,16 @@ A new source of data is a member of `config.choices.DataImpl`, `conf/data/NAME.y
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError, one_of
 from gpt_pretrain.config.schema import Config, DataConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, file_identity, fingerprint
-from gpt_pretrain.data.prepare import tokenize_source
 from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
 from gpt_pretrain.data.token_files import (
     Blend,
     SplitSize,
-    TokenFile,
+    SplitSizes,
     check_splits,
     check_token_file,
     check_token_ids,
@@ -29,7 +27,7 @@ from gpt_pretrain.data.token_files import (
     plan_blend,
     split_matrix,
 )
-from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, tokenize_source
 
 # What stands for the tokenizer of data that come as token ids.
 NO_TOKENIZER = "none"
@@ -57,7 +55,7 @@ class Corpus:
     run that resumes compares them. They do not depend on where the files lie."""
     files_key: str
     """Of the files on this machine: path, size, time of modification. Keys the sample indices of the cache."""
-    splits: tuple[tuple[SplitSize, SplitSize, SplitSize], ...]
+    splits: tuple[SplitSizes, ...]
     """Training, validation and test split of each pair."""
 
     @property
@@ -128,8 +126,13 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
                 ]
             )
         files = [check_token_file(prefix) for prefix in blend.prefixes]
-        with_validation = config.trainer.limit_val_batches > 0
-        splits = tuple(_check_file(file, config, with_validation, cache, progress) for file in files)
+        sequence = model.encoder_seq_length
+        validates = config.trainer.limit_val_batches > 0
+        splits = []
+        for file in files:
+            check_token_ids(file, model.vocab_size, cache, progress)
+            sizes = check_splits(file, model.data.splits_string, sequence_length=sequence, with_validation=validates)
+            splits.append(sizes)
     num_tokens = [sizes[0].num_tokens for sizes in splits]
     weights = blend.weights or tuple(count / sum(num_tokens) for count in num_tokens)
     content = [content_fingerprint(file) for file in files]
@@ -146,7 +149,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             "splits": fingerprint(split_matrix(model.data.splits_string)),
         },
         files_key=fingerprint([identity, weights, tokenizer_key]),
-        splits=splits,
+        splits=tuple(splits),
     )
 
 
@@ -155,17 +158,3 @@ def _open(data: DataConfig) -> TextSource | Blend | None:
         known = one_of([impl.name for impl in SOURCES])
         raise ConfigError([f"model.data.data_impl={data.data_impl.name} has no source in data.corpus; use {known}"])
     return SOURCES[data.data_impl](data)
-
-
-def _check_file(
-    file: TokenFile, config: Config, with_validation: bool, cache: Path, progress: Progress
-) -> tuple[SplitSize, SplitSize, SplitSize]:
-    model = config.model
-    check_token_ids(file, model.vocab_size, cache, progress)
-    train, valid, test = check_splits(
-        file,
-        model.data.splits_string,
-        sequence_length=model.encoder_seq_length,
-        with_validation=with_validation,
-    )
-    return train, valid, test

@@ -239,14 +239,5 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
 
 
 def _index_key(model: ModelConfig, corpus: Corpus, sizes: list[int]) -> str:
-    return fingerprint(
-        [
-            corpus.files_key,
-            corpus.prefixes,
-            model.data.splits_string,
-            model.seed,
-            model.encoder_seq_length,
-            sizes,
-            version("megatron-core"),
-        ]
-    )
+    split, length = model.data.splits_string, model.encoder_seq_length
+    return fingerprint([corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")])

@@ -109,11 +109,7 @@ def check_token_file(prefix: str) -> TokenFile:
     if num_tokens == 0:
         raise UserError(f"{bin_path} holds no token: all {num_sequences:,} documents are empty")
     return TokenFile(
-        prefix=prefix,
-        dtype=dtype,
-        num_documents=num_sequences,
-        num_boundaries=num_boundaries,
-        num_tokens=num_tokens,
+        prefix=prefix, dtype=dtype, num_documents=num_sequences, num_boundaries=num_boundaries, num_tokens=num_tokens
     )
 
 
@@ -230,13 +226,17 @@ class SplitSize:
     num_tokens: int
 
 
+type SplitSizes = tuple[SplitSize, SplitSize, SplitSize]
+"""Of the training, the validation and the test split."""
+
+
 def split_matrix(splits: str) -> list[tuple[float, float] | None]:
     """Start and end of each split as shares of the documents, by megatron-core's own rule; None for an absent split."""
     matrix: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(parse_and_normalize_split(splits))
     return matrix
 
 
-def split_sizes(token_file: TokenFile, splits: str) -> list[SplitSize]:
+def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
     """Documents and tokens of the training, validation and test split of one file, rounded as megatron-core does."""
     lengths = token_file.lengths()
     sizes = []
@@ -244,10 +244,11 @@ def split_sizes(token_file: TokenFile, splits: str) -> list[SplitSize]:
         start, end = (0, 0) if bounds is None else (round(bound * token_file.num_documents) for bound in bounds)
         num_tokens = int(lengths[start:end].sum(dtype=numpy.int64))
         sizes.append(SplitSize(num_documents=max(0, end - start), num_tokens=num_tokens))
-    return sizes
+    train, valid, test = sizes
+    return train, valid, test
 
 
-def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> list[SplitSize]:
+def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> SplitSizes:
     """Refuses a split that is used and cannot fill one sequence.
 
     Args:

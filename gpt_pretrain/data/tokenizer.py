@@ -1,19 +1,34 @@
-"""From text to token ids: a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus itself.
+"""From text to token ids: the tokenizer, and text tokenised once into megatron-core's `.bin/.idx` in the cache.
 
-The wrapper adds what pretraining needs and `tokenizers` leaves open: which token ends a document, a fingerprint that
-tells one tokenizer from another, and encoding that takes text for text: `<|endoftext|>` inside a document becomes
-ordinary tokens, so that a document cannot forge the end of itself.
+A tokenizer is a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus itself. The wrapper adds what
+pretraining needs and `tokenizers` leaves open: which token ends a document, a fingerprint that tells one tokenizer from
+another, and encoding that takes text for text: `<|endoftext|>` inside a document becomes ordinary tokens, so that a
+document cannot forge the end of itself.
+
+The key of a cache entry covers all that its content follows from: the source's files, the tokenizer, and this format.
+The entry holds `corpus.bin`, `corpus.idx`, `tokenizer.json` and `manifest.json`, and appears in one piece (see
+`cache`). Each document is one sequence of the index and ends with the end-of-document token; empty documents are left
+out and counted.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy
 import tokenizers
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.data.cache import fingerprint
+from gpt_pretrain.config.schema import TokenizerConfig
+from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, write_entry
+from gpt_pretrain.data.sources import Piece, TextSource
 
 # What Hugging Face calls the file, and every program that reads one.
 TOKENIZER_FILE = "tokenizer.json"
@@ -135,3 +150,154 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
     except Exception as error:  # `tokenizers` raises plain Exception for any malformed file
         raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json: {error}") from error
     return Tokenizer(backend, f"{key}={path}")
+
+
+FORMAT_VERSION = 1
+# Enough text for any vocabulary that is trained here, and under a minute on two cores.
+_BPE_SAMPLE_BYTES = 64 * 1024 * 1024
+# Characters per call of the tokenizer: large enough to keep all cores busy, small enough to be a step of the bar.
+_BATCH_CHARACTERS = 4 * 1024 * 1024
+_MAX_DOCUMENT_TOKENS = numpy.iinfo(numpy.int32).max
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedText:
+    """A tokenised source: path of its `.bin/.idx` without suffix, and the tokenizer that made it."""
+
+    prefix: Path
+    tokenizer: Tokenizer
+
+
+def tokenize_source(
+    source: TextSource, config: TokenizerConfig, cache: Path, progress: Progress, *, name: str
+) -> TokenizedText:
+    """Finds the source's entry in the cache, or makes it.
+
+    Args:
+        source: The text.
+        config: The tokenizer: bpe (trained on the text) or file.
+        cache: The cache directory.
+        progress: Where the steps are shown.
+        name: First part of the entry's name, for people who look into the cache.
+
+    Raises:
+        UserError: The text or the tokenizer is unusable, or the disk is full.
+    """
+    recipe: list[Any] = ["bpe", config.vocab_size]
+    make_tokenizer = partial(_train, source, config.vocab_size, progress)
+    if config.library is TokenizerLibrary.file:
+        assert config.model is not None, "the rules refuse library=file without a path"
+        tokenizer = load_tokenizer(config.model)
+        recipe = ["file", tokenizer.fingerprint]
+        make_tokenizer = partial(load_tokenizer, config.model)
+    identity = source.identity()
+    entry = cache / "corpora" / f"{name}-{fingerprint([FORMAT_VERSION, recipe, identity])[:16]}"
+    if not entry.is_dir():
+        with hold_lock(entry, progress):
+            # The previous holder of the lock may have made it.
+            if not entry.is_dir():
+                write_entry(entry, lambda folder: _fill(folder, source, identity, make_tokenizer, progress))
+                _announce(entry, progress)
+    return TokenizedText(prefix=entry / "corpus", tokenizer=load_tokenizer(entry / "tokenizer.json"))
+
+
+def _fill(
+    folder: Path, source: TextSource, identity: list[Any], make_tokenizer: Callable[[], Tokenizer], progress: Progress
+) -> None:
+    tokenizer = make_tokenizer()
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=dtype)
+    num_documents = num_empty = num_tokens = 0
+    progress.start("tokenising", source.num_bytes)
+    try:
+        for document in _documents(source, tokenizer, dtype, progress):
+            if document.size == 0:
+                num_empty += 1
+                continue
+            tokens = numpy.append(document, numpy.array([tokenizer.eod], dtype=dtype))
+            if tokens.size > _MAX_DOCUMENT_TOKENS:
+                raise UserError(
+                    f"document {num_documents + num_empty + 1} of the corpus has {tokens.size:,} tokens, the index "
+                    f"format holds {_MAX_DOCUMENT_TOKENS:,}; split the file"
+                )
+            builder.add_document(tokens, [tokens.size])
+            num_documents += 1
+            num_tokens += tokens.size
+    except BaseException:
+        builder.data_file.close()
+        raise
+    if num_documents == 0:
+        raise UserError(f"all {num_empty:,} documents of the corpus are empty: {_name_files(source)}")
+    if source.identity() != identity:
+        raise UserError(
+            f"the files of the corpus changed while they were tokenised ({_name_files(source)}); start again when "
+            "they are complete"
+        )
+    progress.finish()
+    builder.finalize(str(folder / "corpus.idx"))
+    tokenizer.save(folder / "tokenizer.json")
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "files": [str(path) for path in source.files],
+        "num_bytes": source.num_bytes,
+        "num_documents": num_documents,
+        "num_empty_documents": num_empty,
+        "num_tokens": num_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+
+
+def _train(source: TextSource, vocab_size: int, progress: Progress) -> Tokenizer:
+    total = min(_BPE_SAMPLE_BYTES, source.num_bytes)
+    progress.start(f"training a BPE of {vocab_size} tokens", total)
+
+    def texts() -> Iterator[str]:
+        for text in source.sample(_BPE_SAMPLE_BYTES):
+            progress.advance(len(text))
+            yield text
+
+    return train_bpe(texts(), vocab_size)
+
+
+def _documents(
+    source: TextSource, tokenizer: Tokenizer, dtype: type[numpy.number], progress: Progress
+) -> Iterator[numpy.ndarray]:
+    """Token ids of each document, without the end-of-document token."""
+    parts: list[numpy.ndarray] = []
+    for batch in _batches(source):
+        encoded = tokenizer.encode_batch([piece.text for piece in batch])
+        for piece, token_ids in zip(batch, encoded, strict=True):
+            parts.append(numpy.array(token_ids, dtype=dtype))
+            if piece.ends_document:
+                yield numpy.concatenate(parts)
+                parts = []
+        progress.advance(sum(piece.num_source_bytes for piece in batch))
+
+
+def _batches(source: TextSource) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_characters = 0
+    for piece in source.pieces():
+        batch.append(piece)
+        num_characters += len(piece.text) + 1
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _name_files(source: TextSource) -> str:
+    names = [os.fspath(path) for path in source.files[:3]]
+    return ", ".join(names) + (f" and {len(source.files) - 3} more" if len(source.files) > len(names) else "")
+
+
+def _announce(entry: Path, progress: Progress) -> None:
+    manifest = json.loads((entry / "manifest.json").read_text())
+    skipped = f", {manifest['num_empty_documents']:,} empty ones left out" if manifest["num_empty_documents"] else ""
+    progress.note(
+        f"tokenised {manifest['num_bytes']:,} bytes into {manifest['num_tokens']:,} tokens of "
+        f"{manifest['num_documents']:,} documents{skipped}: {entry}"
+    )

@@ -71,12 +71,8 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     if isinstance(torch, Failure):
         if not any(unmet.needed.startswith("torch") and unmet.installed is None for unmet in _unmet(facts)):
             version = f"=={torch.version}" if torch.version else ""
-            yield Finding(
-                "PyTorch",
-                f"does not load: {torch.problem}",
-                f"{_INSTALL} --force-reinstall 'torch{version}'",
-                Blocks.training,
-            )
+            fix = f"{_INSTALL} --force-reinstall 'torch{version}'"
+            yield Finding("PyTorch", f"does not load: {torch.problem}", fix, Blocks.training)
         return
     if facts.assumed_gpu is not None:
         # What is assumed is a GPU with a driver that fits; the libraries have to be those for a GPU all the same.
@@ -104,12 +100,8 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         )
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if isinstance(driver, Driver) and len(driver.gpus) > len(torch.gpus) and visible is not None:
-        yield Finding(
-            f"CUDA_VISIBLE_DEVICES={visible}",
-            f"leaves PyTorch {len(torch.gpus)} of {len(driver.gpus)} GPUs",
-            "unset CUDA_VISIBLE_DEVICES",
-            Blocks.nothing,
-        )
+        what = f"leaves PyTorch {len(torch.gpus)} of {len(driver.gpus)} GPUs"
+        yield Finding(f"CUDA_VISIBLE_DEVICES={visible}", what, "unset CUDA_VISIBLE_DEVICES", Blocks.nothing)
 
 
 def _cpu_build(torch: Torch, although: str) -> Finding:
@@ -188,9 +180,7 @@ def _broken_driver(files: Sequence[str], driver: Failure) -> Finding:
 def _application(facts: Facts) -> Iterator[Finding]:
     """Training's own modules; not told again where a finding about what they need says why."""
     application, te, flash = facts.application, facts.transformer_engine, facts.flash_attention
-    is_explained = isinstance(facts.requirements, tuple) and any(
-        unmet.installed is None for unmet in facts.requirements
-    )
+    is_explained = any(unmet.installed is None for unmet in _unmet(facts))
     if not isinstance(application, Failure) or is_explained or isinstance(facts.torch, Failure):
         return
     fix = f"{_INSTALL} --force-reinstall --no-deps 'megatron-core=={application.version}'"
@@ -287,11 +277,8 @@ def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str,
         "That is the driver's own library: the host has no driver, or the container was started without the GPUs",
         "docker run --gpus all --ipc=host …",
     )
-    yield (
-        "shared object not found|cannot open shared object file",
-        "The library is not where it is looked for",
-        _use_libraries_of(torch),
-    )
+    not_found = "shared object not found|cannot open shared object file"
+    yield not_found, "The library is not where it is looked for", _use_libraries_of(torch)
     missing = re.search(r"No module named '(\w+)'", te.problem)
     if missing:
         yield "", "It needs that module", f"{_INSTALL} {missing[1]}"
@@ -308,10 +295,8 @@ def _other_cuda(facts: Facts, torch: Torch) -> str | None:
 
 def _rebuild(version: str | None) -> str:
     """Builds TE's PyTorch part again, against the PyTorch that is there."""
-    pinned = f"=={version}" if version else ""
-    return (
-        f"{_INSTALL} --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer-engine-torch{pinned}"
-    )
+    package = f"transformer-engine-torch=={version}" if version else "transformer-engine-torch"
+    return f"{_INSTALL} --no-build-isolation --no-cache-dir --force-reinstall --no-deps {package}"
 
 
 def _use_libraries_of(torch: Torch) -> str:

@@ -7,16 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpt_pretrain.doctor.facts import (
-    Apex,
-    Blocks,
-    Facts,
-    Failure,
-    Finding,
-    FlashAttention,
-    Torch,
-    TransformerEngine,
-)
+from gpt_pretrain.doctor.facts import Apex, Blocks, Facts, Failure, Finding, FlashAttention, Torch, TransformerEngine
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS

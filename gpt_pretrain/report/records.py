@@ -24,18 +24,16 @@ type JsonValue = str | int | float | list[JsonValue] | dict[str, JsonValue] | No
 
 _NOT_FINITE = ("nan", "inf", "-inf")
 
+RECORD_KINDS: dict[str, type["Record"]] = {}
+"""Kind → its class, in the order of this module."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonObject:
     """A dataclass that is written as a JSON object.
 
-    A field holds a string, a number, such an object, null, or a tuple of strings, numbers or such objects.
+    A field holds a string, a number, such an object, null, or a tuple of these.
     """
-
-    @classmethod
-    def description(cls) -> str:
-        """What errors call it."""
-        return f"a {cls.__name__}"
 
     def to_json(self) -> dict[str, JsonValue]:
         """Field → value."""
@@ -49,15 +47,16 @@ class JsonObject:
             ValueError: A field is missing or has another type than this class says.
         """
         hints = get_type_hints(cls)
+        described = f'a record of kind "{cls.kind}"' if issubclass(cls, Record) else f"a {cls.__name__}"
         arguments: dict[str, Any] = {}
         for field in fields(cls):
             hint = hints[field.name]
             if field.name not in values and type(None) not in get_args(hint):
-                raise ValueError(f'{cls.description()} has no field "{field.name}"')
+                raise ValueError(f'{described} has no field "{field.name}"')
             try:
                 arguments[field.name] = _from_json(values.get(field.name), hint)
             except ValueError as error:
-                raise ValueError(f'field "{field.name}" of {cls.description()}: {error}') from None
+                raise ValueError(f'field "{field.name}" of {described}: {error}') from None
         return cls(**arguments)
 
 
@@ -66,18 +65,16 @@ class Record(JsonObject):
     """One line of `metrics.jsonl`; `kind` tells which of the classes below it is."""
 
     kind: ClassVar[str]
-
     step: int
     """Optimizer steps done, from the start of the whole run."""
+
+    def __init_subclass__(cls) -> None:
+        # A dataclass with slots is made twice; the second class, the one that stays, replaces the first.
+        RECORD_KINDS[cls.kind] = cls
 
     def to_line(self) -> str:
         """This record as one line of JSON, without the newline."""
         return json.dumps({"kind": self.kind, **self.to_json()}, ensure_ascii=False, allow_nan=False)
-
-    @classmethod
-    def description(cls) -> str:
-        """What errors call it."""
-        return f'a record of kind "{cls.kind}"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +82,6 @@ class StartRecord(Record):
     """A process started the run (step 0) or resumed it; what an earlier one wrote about later steps is superseded."""
 
     kind: ClassVar[str] = "start"
-
     time_unix: float
     """Seconds since 1970-01-01 UTC."""
 
@@ -95,7 +91,6 @@ class TrainRecord(Record):
     """Training, every `trainer.log_every_n_steps` steps; times and rates are means over the steps since the last."""
 
     kind: ClassVar[str] = "train"
-
     consumed_samples: int
     """Training samples seen up to this step, those passed over in rewinds included."""
     consumed_tokens: int
@@ -131,7 +126,6 @@ class ValidationRecord(Record):
     """One validation: `trainer.limit_val_batches` global batches of the validation split."""
 
     kind: ClassVar[str] = "validation"
-
     loss: float
     """Cross entropy in nats per token."""
     perplexity: float
@@ -147,7 +141,6 @@ class SkippedStepRecord(Record):
     """A step whose loss or gradient was not finite: no rank changed weights or moments, and the run went on."""
 
     kind: ClassVar[str] = "skipped_step"
-
     loss: float
     """Cross entropy in nats per token, over all ranks."""
     grad_norm: float
@@ -165,7 +158,6 @@ class LossSpikeRecord(Record):
     """A step whose loss leapt out of those before it (`trainer.spike_threshold`); trained on if no `rewind` follows."""
 
     kind: ClassVar[str] = "loss_spike"
-
     loss: float
     """Cross entropy in nats per token, over all ranks."""
     median: float
@@ -183,7 +175,6 @@ class RewindRecord(Record):
     """The run went back behind a loss spike, to this step: what was written of later steps is superseded."""
 
     kind: ClassVar[str] = "rewind"
-
     spike_step: int
     """The step with the spike."""
     first_sample: int
@@ -205,7 +196,6 @@ class CheckpointRecord(Record):
     """A checkpoint was saved, or could not be; logged when the run knew it, which may be some steps later."""
 
     kind: ClassVar[str] = "checkpoint"
-
     saved_step: int
     """The step whose checkpoint it is."""
     num_bytes: int
@@ -223,7 +213,6 @@ class Fp8CoverageRecord(Record):
     """How much of the model runs in FP8, written once the first step of a start has proven the plan from the layers."""
 
     kind: ClassVar[str] = "fp8_coverage"
-
     gemm_flops_share: float
     """Share of the FLOPs of a step's matrix products, attention and LM head included, that FP8 did, 0 to 1."""
     parameter_bytes_share: float
@@ -266,7 +255,6 @@ class Fp8Record(Record):
     """FP8 statistics of one step, every `logging.fp8_statistics_interval` steps, of each tensor that was cast."""
 
     kind: ClassVar[str] = "fp8"
-
     tensors: tuple[Fp8Tensor, ...]
     """One object a tensor, layers in forward order; its fields are those of the next table."""
     warnings: tuple[str, ...]
@@ -278,7 +266,6 @@ class ExpertsRecord(Record):
     """A mixture of experts, with every `train` record: over all its layers, and the steps since the last record."""
 
     kind: ClassVar[str] = "experts"
-
     load_balancing_loss: float | None
     """Load-balancing loss before its coefficient, mean of layers: 1 where all experts fare alike; null without one."""
     z_loss: float | None
@@ -294,7 +281,6 @@ class SummaryRecord(Record):
     """The end of a process of the run: what was reached, and why it stopped. A process that fails writes none."""
 
     kind: ClassVar[str] = "summary"
-
     consumed_samples: int
     """Training samples seen."""
     consumed_tokens: int
@@ -332,24 +318,6 @@ class SummaryRecord(Record):
     """What the model wrote after the prompt."""
 
 
-RECORD_KINDS: dict[str, type[Record]] = {
-    record.kind: record
-    for record in (
-        StartRecord,
-        TrainRecord,
-        ValidationRecord,
-        SkippedStepRecord,
-        LossSpikeRecord,
-        RewindRecord,
-        CheckpointRecord,
-        Fp8CoverageRecord,
-        Fp8Record,
-        ExpertsRecord,
-        SummaryRecord,
-    )
-}
-
-
 def _to_json(value: Any) -> JsonValue:
     if isinstance(value, tuple):
         return [_to_json(item) for item in value]
@@ -361,7 +329,7 @@ def _to_json(value: Any) -> JsonValue:
     return json_value
 
 
-def _from_json(value: JsonValue, hint: Any) -> Any:
+def _from_json(value: Any, hint: Any) -> Any:
     """Undoes `_to_json`, and lets a whole number stand where a float is expected, as JSON writers do."""
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
@@ -376,9 +344,7 @@ def _from_json(value: JsonValue, hint: Any) -> Any:
             raise ValueError(f"{value!r} is not an object")
         return objects[0].from_json(value)
     accepted = _accepted(hint)
-    if float in accepted and isinstance(value, str) and value in _NOT_FINITE:
-        return float(value)
-    if float in accepted and isinstance(value, int) and not isinstance(value, bool):
+    if float in accepted and (type(value) is int or value in _NOT_FINITE):
         return float(value)
     if not isinstance(value, accepted) or isinstance(value, bool):
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in accepted)
@@ -388,9 +354,5 @@ def _from_json(value: JsonValue, hint: Any) -> Any:
 
 def _accepted(hint: object) -> tuple[type, ...]:
     """Python types that a field's annotation accepts: `float | None` gives (float, NoneType), a Literal (str,)."""
-    kinds: list[type] = []
-    for part in get_args(hint) or (hint,):
-        kind = part if isinstance(part, type) else type(part)
-        if kind not in kinds:
-            kinds.append(kind)
-    return tuple(kinds)
+    parts = get_args(hint) or (hint,)
+    return tuple(dict.fromkeys(part if isinstance(part, type) else type(part) for part in parts))

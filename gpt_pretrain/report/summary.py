@@ -70,18 +70,7 @@ def build_summary(
 ) -> SummaryRecord:
     """Sums up a run from its records, those before a resume included.
 
-    Args:
-        metrics: What `load_metrics` read.
-        step: Optimizer steps done.
-        consumed_samples: Training samples seen.
-        consumed_tokens: Training tokens seen.
-        num_gpus: Ranks of the run.
-        end_reason: Why it ended.
-        exit_code: What the process will end with.
-        wall_time_s: Seconds of training in this process.
-        checkpoint: The newest checkpoint, if there is one.
-        sample_prompt: Prompt of the text sample, if there is one.
-        sample_text: What the model wrote after it.
+    `metrics` is what `load_metrics` read, `num_gpus` counts the run's ranks; the rest are fields of `SummaryRecord`.
     """
     losses = [record.loss for record in metrics.train]
     validation_losses = [record.loss for record in metrics.validation]
