@@ -1,16 +1,19 @@
 """A tiny GPT in this process: what the application builds, with emulated FP8 or other layers, and batches to learn."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
-from gpt_pretrain.checkpoint.state import Trainable
+from gpt_pretrain.checkpoint.save import CheckpointSaver
+from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
@@ -177,3 +180,23 @@ def lay_out_anew(config: Config) -> None:
         if group != torch.distributed.GroupMember.WORLD:
             torch.distributed.destroy_process_group(group)
     lay_out_ranks(config.model)
+
+
+def save_checkpoint(
+    directory: Path, trainable: Trainable, progress: Progress, config: Config, data: Mapping[str, str]
+) -> Path:
+    """Writes a single checkpoint into a directory of checkpoints and waits for it; every rank calls it.
+
+    The parameters must be gathered (`Model.gathered_parameters`).
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        RunError: It could not be written.
+    """
+    with CheckpointSaver(directory, trainable, config, data) as saver:
+        (outcome,) = [*saver.save(progress), *saver.wait()]
+    if outcome.problem is not None:
+        raise RunError(outcome.problem)
+    return outcome.path

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.manifest import read_manifest
-from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import RANDOM_STATES, Progress
 from gpt_pretrain.config.schema import Config
@@ -34,7 +33,7 @@ from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
-from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
+from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew, save_checkpoint
 from tests.optimizer_states import LEAN, SMALLEST
 
 STEPS = 3

@@ -11,7 +11,6 @@ import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.manifest import read_manifest
-from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, choose_start, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress, take_extra_states
 from gpt_pretrain.config.errors import UserError
@@ -20,7 +19,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from tests.emulated_training import TINY, emulate, emulated_training
+from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 
 DATA = {"tokenizer": "of the run", "tokens": "of the run", "splits": "of the run"}
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")

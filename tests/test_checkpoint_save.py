@@ -23,15 +23,15 @@ from gpt_pretrain.checkpoint import save, writing
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.checkpoint.save import CheckpointSaver, save_checkpoint
-from gpt_pretrain.checkpoint.staging import Item, Share
+from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.writing import Item, Share
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.plan.checkpoints import forecast_checkpoint
 from tests.checkpoint_files import disk_that, file_size_limit
-from tests.emulated_training import build_training, emulate, emulated_training
+from tests.emulated_training import build_training, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import fork_ranks
 from tests.optimizer_states import LEAN, SMALLEST
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
-from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
-from tests.emulated_training import TINY, emulate, emulated_training
+from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 from tests.runs import run_small
 
 _RESULTS = {}

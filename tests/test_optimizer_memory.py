@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
-from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
@@ -18,7 +17,7 @@ from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Momen
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import _make_conditional
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, _kernel
-from tests.emulated_training import build_training, build_training_of, emulate, emulated_training
+from tests.emulated_training import build_training, build_training_of, emulate, emulated_training, save_checkpoint
 from tests.launching import run_ranks
 from tests.optimizer_states import FP32, LEAN, SMALLEST, assert_a_step_that_is_not_finite_changes_no_bit, states
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from gpt_pretrain.training.first_step import find_first_scales, settle_scales
 from gpt_pretrain.training.step import mean_loss
+from gpt_pretrain.training.watches import find_first_scales, settle_scales
 from tests.emulated_training import emulate, emulated_training
 from tests.runs import run_small
 

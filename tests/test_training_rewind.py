@@ -7,7 +7,7 @@ import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.checkpoint.start import Detour, VerifiedCheckpoint, checkpoints_away_from, take_back
+from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, checkpoints_away_from, take_back
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
@@ -91,7 +91,7 @@ def test_what_is_given_up_goes_and_nothing_else(tmp_path):
         assert paths == [tmp_path / "step_00000020", tmp_path / "step_00000010"], "step 30 is too near"
         assert checkpoints_away_from(tmp_path, [22, 33], now, before=33, margin=4) == paths[1:]
         before = VerifiedCheckpoint(path=paths[1], manifest=read_manifest(paths[1]))
-        after = take_back(before, Detour(next_sample=264, given_up_at=now))
+        after = take_back(before, next_sample=264, given_up_at=now)
     assert latest_checkpoint(tmp_path) == paths[1]
     assert sorted(path.name for path in tmp_path.glob("*")) == ["latest", "step_00000010", "step_00000500"], (
         "step 500 is not this run's to remove"

@@ -48,8 +48,7 @@ from gpt_pretrain.megatron.user_buffers import user_buffers
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.spec.platform import Platform, detect_platform
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
-from gpt_pretrain.training.meter import memory_gib
-from gpt_pretrain.training.step import mean_loss
+from gpt_pretrain.training.step import mean_loss, memory_gib
 
 
 def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:

@@ -3,6 +3,11 @@
     save()  plan who writes what → room on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
                                                                            └→ a thread writes, hashes, syncs, renames
 
+megatron-core and torch plan which parts of the whole a rank holds, and which of the ranks with the same part writes it
+(`FullyParallelSaveStrategyWrapper`: each about the same number of bytes). Their writers are not used: megatron-core's
+starts a process that imports the program anew, hands the bytes to a forked child, and reports the death of that child
+only at the next save.
+
 A thread writes, not a process. Writing, hashing and waiting for the disk release Python's lock; nothing forks beside
 CUDA, no process imports the program anew, and the next step knows what went wrong in the thread.
 """
@@ -12,16 +17,28 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from gpt_pretrain.checkpoint.directory import KEEP_ALL, Destination, Retention, checkpoint_path, latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import Manifest, installed_versions
-from gpt_pretrain.checkpoint.staging import HostBuffer, Share, plan_share
 from gpt_pretrain.checkpoint.state import (
     METADATA,
     Progress,
@@ -31,11 +48,60 @@ from gpt_pretrain.checkpoint.state import (
     layout,
     sharded_state,
 )
-from gpt_pretrain.checkpoint.writing import SaveProblem, write_checkpoint
-from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.checkpoint.writing import HostBuffer, Item, SaveProblem, Share, write_checkpoint
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.parallel import on_rank_zero
+
+
+class _Planned(FileSystemWriter):
+    """Takes the plan where torch would begin to write."""
+
+    can_run_decentralized_global_plan = True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_decentralized_global_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.items = [Item(write, planner.resolve_data(write)) for write in plan.items]
+
+
+class _Strategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
+    """megatron-core's save up to the point where it would write."""
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        writer = _Planned(checkpoint_dir)
+        (_, metadata, _), *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(by_key),
+            writer,
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+            ),
+        )
+        self.share = Share(writer.items, metadata)
+
+
+def plan_share(state: dict[str, Any], directory: Path, content_metadata: dict[str, Any]) -> Share:
+    """What this rank writes of a state; every rank calls it. The tensors are still those of the run.
+
+    Args:
+        state: megatron-core's sharded state; values that are not sharded are written by rank 0 as the common state.
+        directory: The checkpoint's, to be named in its metadata.
+        content_metadata: megatron-core's choice of formats, kept for its reader.
+    """
+    sharded, common = save_preprocess({**state, "content_metadata": content_metadata})
+    sharded["common_state"] = ShardedObject(
+        "common_state", common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()
+    )
+    strategy = _Strategy()
+    # Ranks with the same tensors differ only in their data and their part of the sequence.
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    FullyParallelSaveStrategyWrapper(strategy, replicas).save(sharded, directory)
+    return strategy.share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,18 +318,7 @@ class CheckpointSaver:
         self, destination: Destination, progress: Progress, share: Share | str, written: "Future[tuple[int, float]]"
     ) -> None:
         try:
-            manifest = Manifest(
-                step=progress.step,
-                consumed_samples=progress.consumed_samples,
-                rewinds=progress.rewinds,
-                passed_over=progress.passed_over,
-                losses=progress.losses,
-                spikes=progress.spikes,
-                given_up=progress.given_up,
-                time_unix=time.time(),
-                files={},
-                **self._described,
-            )
+            manifest = Manifest(time_unix=time.time(), files={}, **asdict(progress), **self._described)
             num_bytes = write_checkpoint(destination, share, manifest, self._writers)
         except BaseException as error:  # it is raised again by `wait`, in the loop's thread
             written.set_exception(error)
@@ -285,28 +340,3 @@ class CheckpointSaver:
             stall_s=stall_s,
             time_s=time_s,
         )
-
-
-def save_checkpoint(
-    directory: Path, trainable: Trainable, progress: Progress, config: Config, data: Mapping[str, str]
-) -> Path:
-    """Writes a single checkpoint and waits for it; every rank calls it.
-
-    Args:
-        directory: The directory of checkpoints that it goes into.
-        trainable: What to save; its parameters gathered (`Model.gathered_parameters`).
-        progress: How far the run is.
-        config: The run's.
-        data: Fingerprints of tokenizer and tokens.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        RunError: It could not be written.
-    """
-    with CheckpointSaver(directory, trainable, config, data) as saver:
-        (outcome,) = [*saver.save(progress), *saver.wait()]
-    if outcome.problem is not None:
-        raise RunError(outcome.problem)
-    return outcome.path

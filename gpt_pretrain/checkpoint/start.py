@@ -166,16 +166,6 @@ def _way_out(candidates: Sequence[Path]) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Detour:
-    """Where training goes on from a checkpoint, in place of the sample that it was saved at."""
-
-    next_sample: int
-    """The first sample to train on; those between the checkpoint's and this one are passed over."""
-    given_up_at: Progress
-    """How far the run was: it has no checkpoint of a later step."""
-
-
 def checkpoints_away_from(
     directory: Path, steps: Iterable[int], progress: Progress, *, before: int, margin: int
 ) -> list[Path]:
@@ -201,12 +191,13 @@ def checkpoints_away_from(
     return on_rank_zero(find)
 
 
-def take_back(checkpoint: VerifiedCheckpoint, detour: Detour) -> VerifiedCheckpoint:
+def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: Progress) -> VerifiedCheckpoint:
     """Makes a checkpoint the newest of its run, and has the run go on from it with another sample; all ranks call it.
 
     Args:
         checkpoint: One of the run's own.
-        detour: What comes after it.
+        next_sample: The first to train on; those between the one that it was saved at and this one are passed over.
+        given_up_at: How far the run was: it has no checkpoint of a later step.
 
     Returns:
         The checkpoint as it is now: its tensors are what they were.
@@ -215,18 +206,18 @@ def take_back(checkpoint: VerifiedCheckpoint, detour: Detour) -> VerifiedCheckpo
         UserError: The directory cannot be written.
     """
     path, saved = checkpoint.path, checkpoint.manifest
-    skipped = [saved.consumed_samples, detour.next_sample - saved.consumed_samples]
+    skipped = [saved.consumed_samples, next_sample - saved.consumed_samples]
     manifest = replace(
         saved,
-        consumed_samples=detour.next_sample,
-        rewinds=detour.given_up_at.rewinds + 1,
-        given_up=detour.given_up_at.given_up,
+        consumed_samples=next_sample,
+        rewinds=given_up_at.rewinds + 1,
+        given_up=given_up_at.given_up,
         passed_over=[*saved.passed_over, skipped],
     )
 
     def write() -> None:
         write_file(path.parent / POINTER, path.name + "\n")
-        given_up = range(step_of(path) + 1, detour.given_up_at.step + 1)
+        given_up = range(step_of(path) + 1, given_up_at.step + 1)
         others = [other for other in complete_checkpoints(path.parent) if step_of(other) in given_up]
         renamed = [out_of_the_way(other) for other in others]
         fsync(path.parent)

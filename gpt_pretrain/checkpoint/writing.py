@@ -1,4 +1,4 @@
-"""From bytes in host memory to a checkpoint on the disk: written, hashed, synced, described, renamed.
+"""From a copy in host memory to a checkpoint on the disk: written, hashed, synced, described, renamed.
 
 It touches neither the model nor the groups that training communicates over, so it can run beside the training loop. A
 checkpoint appears in one piece:
@@ -15,6 +15,7 @@ priority.
 """
 
 import hashlib
+import io
 import os
 import shutil
 import sys
@@ -22,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from io import RawIOBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,18 +35,114 @@ from torch.distributed.checkpoint.filesystem import (
     _write_item,
 )
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from gpt_pretrain.checkpoint.directory import Destination
 from gpt_pretrain.checkpoint.manifest import FileDigest, Manifest, check_files, deal, hash_files, write_manifest
-from gpt_pretrain.checkpoint.staging import Item, Share
 from gpt_pretrain.checkpoint.state import FORMAT
 from gpt_pretrain.config.files import fsync
 
+# torch.save puts a header and a directory around each tensor.
+_BYTES_AROUND_AN_ITEM = 4096
+# Tensors begin at multiples of this in the host's buffer; it suits every dtype.
+_ALIGNMENT = 64
 # A rank writes its share as up to four files side by side, each of at least 256 MiB.
 _MAX_FILES, _BYTES_OF_A_FILE = 4, 256 * 1024**2
 # Added to the writers' niceness: they take a processor that training wants for a tenth of the time.
 _NICER = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor or object that this rank writes."""
+
+    write: WriteItem
+    """Which part of the whole it is, in torch's words."""
+    data: torch.Tensor | io.BytesIO
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in a file, header included."""
+        data = self.data
+        size = data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.numel() * data.dtype.itemsize
+        return size + _BYTES_AROUND_AN_ITEM
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank writes of a checkpoint."""
+
+    items: list[Item]
+    metadata: Metadata | None
+    """Of the whole checkpoint, on rank 0: torch's reader looks up in it where a tensor lies."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the share takes on the disk, at most."""
+        return sum(item.num_bytes for item in self.items)
+
+
+class HostBuffer:
+    """Host memory for this rank's share, kept from save to save.
+
+    A copy from a GPU is fast only into locked pages, and locking them takes longer than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._is_locked = False
+
+    def reserve(self, share: Share) -> None:
+        """Makes room for a share, before it is needed."""
+        num_bytes = sum(_aligned(item.num_bytes) for item in share.items if isinstance(item.data, torch.Tensor))
+        if num_bytes <= len(self._bytes):
+            return
+        self.release()
+        self._bytes = bytearray(num_bytes)
+        if any(isinstance(item.data, torch.Tensor) and item.data.device.type == "cuda" for item in share.items):
+            error = torch.cuda.cudart().cudaHostRegister(self._address, num_bytes, 0)
+            if int(error) != 0:
+                raise MemoryError(f"the driver cannot lock {num_bytes} bytes of host memory for checkpoints ({error})")
+            self._is_locked = True
+
+    @property
+    def _address(self) -> int:
+        return torch.frombuffer(self._bytes, dtype=torch.uint8).data_ptr()
+
+    def copy(self, share: Share) -> Share:
+        """Copies a share into the buffer and waits until it is there; weights stored in FP8 become BF16."""
+        self.reserve(share)
+        items, offset = [], 0
+        for item in share.items:
+            if not isinstance(item.data, torch.Tensor):
+                items.append(item)
+                continue
+            source = item.data.detach()
+            if "dequantize" in type(source).__dict__:
+                source = source.dequantize()
+            items.append(Item(item.write, self._copied(source, offset)))
+            offset += _aligned(item.num_bytes)
+        torch.cuda.current_stream().synchronize()
+        return Share(items, share.metadata)
+
+    def _copied(self, source: torch.Tensor, offset: int) -> torch.Tensor:
+        if source.numel() == 0:
+            return torch.empty(source.shape, dtype=source.dtype)
+        # A tensor over its own bytes alone: torch.save writes the whole memory that a view belongs to.
+        flat = torch.frombuffer(self._bytes, dtype=source.dtype, count=source.numel(), offset=offset)
+        return flat.view(source.shape).copy_(source, non_blocking=True)
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        if self._is_locked:
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._is_locked = False
+        self._bytes = bytearray()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +246,7 @@ def _described(error: Exception, directory: Path) -> str:
     return f"{directory}: {type(error).__name__}: {error}"
 
 
-class _HashedFile(RawIOBase):
+class _HashedFile(io.RawIOBase):
     """A file that hashes the bytes it is given, whatever the disk makes of them.
 
     On a full disk torch's writer says "unexpected pos"; the file remembers what the system said.

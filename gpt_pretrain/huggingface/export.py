@@ -4,12 +4,19 @@
     tensors of the checkpoint, layer by layer → names and layouts of `transformers` → files
 
 Everything that can be refused is refused before the first byte is written, and the directory appears in one piece.
+
+safetensors files are written here for one reason: `safetensors.torch.save_file` and `serialize_file` (0.8) take all
+tensors of a file at once, a whole shard in memory, and an export holds one layer. The format can be streamed: eight
+bytes with the length of a JSON header, the header with every tensor's type, shape and place, then the bytes
+(github.com/huggingface/safetensors, "Format"). The index of several files is `transformers`' own.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,10 +31,30 @@ from gpt_pretrain.huggingface.arguments import (
     out_directory,
 )
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
-from gpt_pretrain.huggingface.weight_files import TensorSpec, plan_shards, write_json, write_shards
 
+# By the format's names: types that weights have without scales beside them.
+WEIGHT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_TYPE_NAMES = {dtype: name for name, dtype in WEIGHT_TYPES.items()}
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# The header ends here, so that tensors start where a memory map can be read as their type.
+_ALIGNMENT = 8
 # What config.json, the tokenizer's files and the index may take beside the weights.
 _SMALL_FILES_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +90,7 @@ def export_hf(arguments: ExportArguments) -> Exported:
     rules = tensor_rules(saved.config.model, architecture)
     _check_tensors(saved, tensors, rules)
     dtype = tensors.dtype(rules[0].key) if arguments.dtype is None else getattr(torch, arguments.dtype.value)
-    specs = [spec for rule in rules for spec in _specs(rule, dtype)]
+    specs = [TensorSpec(name=name, shape=shape, dtype=dtype) for rule in rules for name, shape in rule.parts()]
     num_bytes = sum(spec.num_bytes for spec in specs)
     check_disk_space(out, num_bytes + _SMALL_FILES_BYTES)
     saved.check_files()
@@ -85,7 +112,7 @@ def export_hf(arguments: ExportArguments) -> Exported:
         path=out,
         architecture=architecture,
         dtype=dtype,
-        num_parameters=sum(math.prod(spec.shape) for spec in specs),
+        num_parameters=sum(prod(spec.shape) for spec in specs),
         num_bytes=num_bytes,
         num_shards=len(shards),
         has_tokenizer=saved.tokenizer is not None,
@@ -108,12 +135,6 @@ def _check_tensors(saved: SavedModel, tensors: CheckpointTensors, rules: Sequenc
         raise UserError(f"{saved.path} does not hold the model that its manifest states: it {', '.join(problems)}")
 
 
-def _specs(rule: Rule, dtype: torch.dtype) -> Iterator[TensorSpec]:
-    """Names and shapes of what a tensor becomes."""
-    for name, part in zip(rule.names, rule.to_hf(torch.empty(rule.shape, device="meta")), strict=True):
-        yield TensorSpec(name=name, shape=tuple(part.shape), dtype=dtype)
-
-
 def _hf_tensors(rules: Sequence[Rule], tensors: CheckpointTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """What the files hold, read one tensor of the checkpoint after the other."""
     for rule in rules:
@@ -131,3 +152,71 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> 
             "clean_up_tokenization_spaces": False,
         },
     )
+
+
+def plan_shards(specs: Sequence[TensorSpec], max_bytes: float) -> dict[str, list[TensorSpec]]:
+    """Which file holds which tensors: in their order, each file as full as it may be.
+
+    Args:
+        specs: All tensors.
+        max_bytes: Most bytes of a file's tensors; a single tensor may be larger.
+    """
+    shards: list[list[TensorSpec]] = []
+    room = 0.0
+    for spec in specs:
+        if not shards or spec.num_bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(spec)
+        room -= spec.num_bytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+
+
+def write_shards(
+    directory: Path, shards: Mapping[str, Sequence[TensorSpec]], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Writes the files and, if there are several, their index.
+
+    Args:
+        directory: Where.
+        shards: From `plan_shards`.
+        tensors: Name and values of each, in the order of the plan; taken one by one.
+
+    Raises:
+        OSError: The disk does not take them.
+    """
+    stream = iter(tensors)
+    for file_name, specs in shards.items():
+        with (directory / file_name).open("wb") as file:
+            file.write(_header(specs))
+            for spec in specs:
+                name, tensor = next(stream)
+                assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), "tensors come in the order of the plan"
+                file.write(tensor.to(spec.dtype).contiguous().view(torch.uint8).numpy())
+    if len(shards) > 1:
+        total = sum(spec.num_bytes for specs in shards.values() for spec in specs)
+        weight_map = {spec.name: file_name for file_name, specs in shards.items() for spec in specs}
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes a JSON file as `transformers` lays it out.
+
+    Raises:
+        OSError: The disk does not take it.
+    """
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        begin, end = end, end + spec.num_bytes
+        place = {"dtype": _TYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        entries[spec.name] = place
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

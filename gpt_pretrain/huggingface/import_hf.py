@@ -10,11 +10,13 @@ which a run finds with `--config-dir`.
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import safetensors
 import torch
 from omegaconf import OmegaConf
 
@@ -33,8 +35,8 @@ from gpt_pretrain.huggingface.arguments import (
     check_new_directory,
     out_directory,
 )
+from gpt_pretrain.huggingface.export import INDEX, SINGLE, WEIGHT_TYPES
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
-from gpt_pretrain.huggingface.weight_files import WEIGHT_TYPES, WeightFiles
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.translate import translate_transformer
@@ -49,6 +51,69 @@ EXPERIMENT = "imported"
 _MAX_SAMPLE_LENGTH = 8192
 # Tensors of published files that are no weights: masks and rope's frequencies.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+class WeightFiles:
+    """All safetensors files of a directory, open; a context manager.
+
+    Raises:
+        UserError: There are none, or one that the index names cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._files: dict[str, Any] = {}
+        with ExitStack() as stack:
+            for path in _weight_paths(directory):
+                try:
+                    file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
+                except (OSError, safetensors.SafetensorError) as error:
+                    raise UserError(f"{path} cannot be read: {error}") from error
+                self._files |= dict.fromkeys(file.keys(), file)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def type_name(self, name: str) -> str:
+        """A tensor's type as the format names it."""
+        return str(self._files[name].get_slice(name).get_dtype())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor whose `type_name` is one of `WEIGHT_TYPES`."""
+        return WEIGHT_TYPES[self.type_name(name)]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor's values."""
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+def _weight_paths(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.is_file():
+        if (directory / SINGLE).is_file():
+            return [directory / SINGLE]
+        raise UserError(
+            f"{directory} holds neither {SINGLE} nor {INDEX}; weights in other files (pytorch_model.bin) become "
+            "safetensors by transformers' save_pretrained"
+        )
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return [directory / name for name in sorted(set(weight_map.values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} cannot be read: {error!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +157,7 @@ def import_hf(arguments: ImportArguments) -> Imported:
             files_there = [path.name for path in directory.iterdir()]
             write_manifest(directory, replace(manifest, files=hash_files(directory, files_there)))
             _write_experiment(directory / "experiment" / f"{EXPERIMENT}.yaml", source, fields, config, out)
-        num_parameters = sum(math.prod(files.shape(name)) for rule in rules for name in _found(rule, names))
+        num_parameters = sum(math.prod(files.shape(names[name])) for rule in rules for name in rule.names)
     return Imported(
         path=out,
         architecture=hf_architecture,
@@ -124,17 +189,9 @@ def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
     return names
 
 
-def _found(rule: Rule, names: Mapping[str, str]) -> list[str]:
-    return [names[name] for name in rule.names]
-
-
 def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], rules: Sequence[Rule]) -> None:
     """Whether the files hold exactly the tensors of the model, in their shapes and in types that weights have."""
-    expected = {
-        name: tuple(part.shape)
-        for rule in rules
-        for name, part in zip(rule.names, rule.to_hf(torch.empty(rule.shape, device="meta")), strict=True)
-    }
+    expected = dict(part for rule in rules for part in rule.parts())
     problems = [f"lacks {name}" for name in expected if name not in names]
     # Tied embeddings are one tensor, and some files hold it twice.
     problems += [f"has {name}" for name in names if name not in expected and name != "lm_head.weight"]
@@ -149,7 +206,7 @@ def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], r
 
 
 def _planned(rule: Rule, files: WeightFiles, names: Mapping[str, str]) -> PlannedTensor:
-    found = _found(rule, names)
+    found = [names[name] for name in rule.names]
 
     def load() -> torch.Tensor:
         return rule.to_ours([files.read(name) for name in found])

@@ -5,7 +5,7 @@ with the rows of each query group together (q q k v | q q k v | …), a gated ML
 a linear layer has its name, and the vocabulary is padded. Shapes below are of one layer, [out, in].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +35,11 @@ class Rule:
     """From the one tensor to as many as there are names; views where it can, meta tensors too."""
     to_ours: Callable[[Tensors], torch.Tensor]
     """The way back, to the bit."""
+
+    def parts(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each part in `transformers`."""
+        for name, part in zip(self.names, self.to_hf(torch.empty(self.shape, device="meta")), strict=True):
+            yield name, tuple(part.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,7 +69,11 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         # A default run directory is named by the clock, and rank 0's counts.
         check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
         run_dir, lock_note = on_rank_zero(lambda: _hold_run_dir(config, stack))
-        watchdog = stack.enter_context(_watchdog(config, launch, run_dir))
+        # The host waits for the GPU where a step is logged: two of those show how long a step takes.
+        learning_steps = max(LEARNING_STEPS, 2 * config.trainer.log_every_n_steps)
+        watchdog = stack.enter_context(
+            Watchdog(config.trainer.hang_timeout, learning_steps=learning_steps, launch=launch, run_dir=run_dir)
+        )
         setup = set_up(spec, corpus, run_dir)
         stack.callback(release_graphs, setup.trainable.model.gpt_chunks)
         console = stack.enter_context(open_console(setup, lock_note)) if launch.is_rank_zero else None
@@ -79,22 +83,9 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
 
 
 def _hold_run_dir(config: Config, stack: ExitStack) -> tuple[Path, str | None]:
-    """Makes the run directory, given or named by the time of the start, and holds it until the stack is closed.
-
-    Returns:
-        The directory, and what to tell of a lock that an earlier run left there.
-
-    Raises:
-        UserError: The directory cannot be written, or another run writes to it.
-    """
+    """Makes the run directory and holds it until the stack is closed; answers what to tell of an earlier run's lock."""
     run_dir = make_run_dir(config)
     return run_dir, stack.enter_context(run_lock(run_dir))
-
-
-def _watchdog(config: Config, launch: Launch, run_dir: Path) -> Watchdog:
-    # The host waits for the GPU where a step is logged: two of those show how long a step takes.
-    learning_steps = max(LEARNING_STEPS, 2 * config.trainer.log_every_n_steps)
-    return Watchdog(config.trainer.hang_timeout, learning_steps=learning_steps, launch=launch, run_dir=run_dir)
 
 
 def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_step: AfterStep | None) -> EndReason:

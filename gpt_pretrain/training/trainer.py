@@ -9,24 +9,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.fp8.statistics import forget_non_finite_amaxes
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord, ValidationRecord
+from gpt_pretrain.training.checkpoints import GoBack, Rewinds, Saves
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
-from gpt_pretrain.training.first_step import FirstStep
 from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
-from gpt_pretrain.training.meter import Meter
-from gpt_pretrain.training.rewind import GoBack, Rewinds
-from gpt_pretrain.training.saves import Saves
 from gpt_pretrain.training.setup import Setup
-from gpt_pretrain.training.step import data_iterators, train_step, validate
+from gpt_pretrain.training.step import Meter, data_iterators, train_step, validate
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
-from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
+from gpt_pretrain.training.watches import ExpertWatch, FirstStep, Fp8Watch
 
 type AfterStep = Callable[[int, StepResult], None]
 
@@ -49,8 +45,8 @@ class Trainer:
         watchdog: Watchdog,
         after_step: AfterStep | None = None,
     ) -> None:
-        spec, trainable, fingerprints = setup.spec, setup.trainable, setup.corpus.fingerprints
-        config = self.config = setup.config
+        trainable, config = setup.trainable, setup.config
+        self.config = config
         self.progress = setup.progress
         self.problem: str | None = None
         """Why the run has given up, for people."""
@@ -59,16 +55,10 @@ class Trainer:
         self._log = log
         self._watchdog = watchdog
         self._after_step = after_step
-        self._meter = Meter(spec)
-        self._saver = CheckpointSaver(setup.checkpoints, trainable, config, fingerprints)
-        self._saves = Saves(
-            self._saver, trainable.model, config.checkpoint, log=log, watchdog=watchdog, meter=self._meter
-        )
+        self._meter = Meter(setup.spec)
+        self._saves = Saves(setup, log=log, watchdog=watchdog, meter=self._meter)
         self._saved_step: int | None = None
-        self._rewinds: Rewinds | None = None
-        if config.trainer.max_spike_rewinds is not None:
-            num_samples = len(setup.train_data)
-            self._rewinds = Rewinds(setup.checkpoints, trainable, config, fingerprints, num_samples=num_samples)
+        self._rewinds = None if config.trainer.max_spike_rewinds is None else Rewinds(setup)
         self._guard = self._new_guard()
         self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
         self._fp8_watch = Fp8Watch(trainable.model)
@@ -111,7 +101,7 @@ class Trainer:
         Returns:
             Why it ended, the same on all ranks.
         """
-        with self._saver, self._scheduled_garbage_collection():
+        with self._saves.saver, self._scheduled_garbage_collection():
             self._saves.reserve()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
@@ -251,21 +241,16 @@ class Trainer:
         self._guard.check()
         for record in records:
             if isinstance(record, LossSpikeRecord) and self._rewinds is not None:
-                self._answer(record, self._rewinds)
-
-    def _answer(self, spike: LossSpikeRecord, rewinds: Rewinds) -> None:
-        """Leaves the loop to go back behind a spike, or logs why the run goes on."""
-        # The save being written may be the one to go back to; it must not become the newest one afterwards.
-        self._saves.wait(self.progress.step)
-        self._log(rewinds.check(spike, self.progress, self._guard.spikes))
+                # The save being written may be the one to go back to; it must not become the newest one afterwards.
+                self._saves.wait(self.progress.step)
+                self._log(self._rewinds.check(record, self.progress, self._guard.spikes))
 
     def _go_back(self, request: GoBack) -> None:
         """Restores a checkpoint and goes on with the samples behind the spike."""
         assert self._rewinds is not None
         self._log_fp8()
         with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
-            rewound = self._rewinds.go_back(request, self.progress)
-        self.progress = rewound.progress
+            self.progress, record = self._rewinds.go_back(request, self.progress)
         self._saved_step = self.progress.step
         self._guard = self._new_guard()
         for iterator in self._train_batches:
@@ -274,7 +259,7 @@ class Trainer:
         self._train_batches = self._batches_from(self.progress.consumed_samples)
         self._meter.restart()
         self._expert_watch.restart(self.progress.step)
-        self._log(rewound.record)
+        self._log(record)
 
     def _new_guard(self) -> StepGuard:
         """A guard that knows the run's losses and spikes so far."""

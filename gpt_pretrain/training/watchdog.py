@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
@@ -196,15 +196,13 @@ class Peers:
         self._thread.join(FOLLOW_S + GRACE_S)
 
 
+@dataclass(frozen=True, slots=True)
 class _Mark:
     """What the loop does, since this object was made."""
 
-    __slots__ = ("at", "doing", "is_step")
-
-    def __init__(self, doing: str, *, is_step: bool) -> None:
-        self.doing = doing
-        self.is_step = is_step
-        self.at = time.monotonic()
+    doing: str
+    is_step: bool
+    at: float = field(default_factory=time.monotonic)
 
 
 class Watchdog:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint
-from gpt_pretrain.checkpoint.save import save_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.launch.ranks import read_launch
@@ -21,7 +20,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from tests.emulated_training import TINY, Training, build_training, emulate, observed_training
+from tests.emulated_training import TINY, Training, build_training, emulate, observed_training, save_checkpoint
 
 
 def two_more_steps(training: Training) -> tuple[list[float], dict[str, Any]]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.checkpoint import staging, writing
+from gpt_pretrain.checkpoint import writing
 from gpt_pretrain.checkpoint.manifest import FileDigest
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress
@@ -74,7 +74,7 @@ CASES = {
     "full disk": (writing, "_write_file", full_disk),
     "slow disk": (writing, "_write_file", slow_disk),
     "disk of its own": (writing, "_write_file", disk_of_its_own),
-    "little memory": (staging.HostBuffer, "copy", little_memory),
+    "little memory": (writing.HostBuffer, "copy", little_memory),
 }
 
 

@@ -1,0 +1,209 @@
+"""The checkpoints of a training loop: saved as it goes, and gone back to behind a loss spike.
+
+A spike is found where its loss is looked at, which is while the next step runs; what caused it may be older still: the
+update that ruined the weights comes before the loss that shows it. So the run goes back to its newest checkpoint that
+lies `trainer.spike_margin` steps before the spike or more, and passes over every sample from there to the end of the
+spike's step (Chowdhery et al. 2022, PaLM, section 5.1, went back about 100 steps and passed over 200 to 500 batches:
+the same batches made no spike from another state of the model). A spike that comes again sooner than that after the
+rewind takes the run back one checkpoint more. All ranks decide alike: they read the same sum of losses, and rank 0
+looks for the checkpoint.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
+from gpt_pretrain.checkpoint.start import checkpoints_away_from, resume_from, take_back
+from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.config.choices import OnSaveError
+from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.report.records import CheckpointRecord, LossSpikeRecord, Record, RewindRecord
+from gpt_pretrain.training.guards import BadStep, TooManySpikesError
+from gpt_pretrain.training.setup import Setup
+from gpt_pretrain.training.step import Meter
+from gpt_pretrain.training.watchdog import Watchdog
+
+
+class Saves:
+    """Saves what is trained, beside the loop or while it waits; every rank has one and calls it at the same steps.
+
+    A save that begins is settled at a later step: all methods but `reserve` raise a RunError if a save has failed and
+    `checkpoint.on_save_error` is stop.
+
+    Args:
+        setup: The run.
+        log: Receives a record of each save.
+        watchdog: Hears what takes longer than a step.
+        meter: Keeps saves out of the step time.
+    """
+
+    def __init__(self, setup: Setup, *, log: Callable[[Record], None], watchdog: Watchdog, meter: Meter) -> None:
+        self.saver = CheckpointSaver(setup.checkpoints, setup.trainable, setup.config, setup.corpus.fingerprints)
+        """Entered while the loop runs."""
+        self._model = setup.trainable.model
+        self._config = setup.config.checkpoint
+        self._log = log
+        self._watchdog = watchdog
+        self._meter = meter
+        self.problem: str | None = None
+        """Why the newest save has failed; None if it has not."""
+
+    def reserve(self) -> None:
+        """Takes host memory before the first step, lest the first save waits for it.
+
+        A run that saves only by the clock may end sooner: its first save takes the memory.
+        """
+        if self._config.async_save and self._config.save_interval is not None:
+            with self._watchdog.busy("reserving host memory"), self._model.gathered_parameters():
+                self.saver.reserve()
+
+    def begin(self, progress: Progress, *, by_clock: bool) -> None:
+        """Begins to save; an earlier save that has failed ends the run before that.
+
+        Args:
+            progress: How far the run is.
+            by_clock: See `CheckpointSaver.save`.
+        """
+        with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), self._model.gathered_parameters():
+            self._settle(self.saver.wait(), progress.step)
+            outcomes = self.saver.save(progress, by_clock=by_clock)
+        self._settle(outcomes, progress.step)
+
+    def poll(self, step: int) -> None:
+        """Settles the save that has ended, if one has; call it after every step."""
+        self._settle(self.saver.poll(), step)
+
+    def wait(self, step: int) -> None:
+        """Waits for the save that is being written, if one is."""
+        with self._watchdog.busy("waiting for a checkpoint"):
+            outcomes = self.saver.wait()
+        self._settle(outcomes, step)
+
+    def _settle(self, outcomes: Sequence[SaveOutcome], step: int) -> None:
+        for outcome in outcomes:
+            self.problem = outcome.problem
+            self._log(
+                CheckpointRecord(
+                    step=step,
+                    saved_step=outcome.step,
+                    num_bytes=outcome.num_bytes,
+                    stall_s=outcome.stall_s,
+                    time_s=outcome.time_s,
+                    problem=outcome.problem,
+                )
+            )
+            if outcome.problem is not None and self._config.on_save_error is OnSaveError.stop:
+                raise RunError(outcome.problem)
+
+
+class GoBack(Exception):
+    """Ends the loop where it stands, on all ranks at the same step.
+
+    Args:
+        spike: Why.
+        candidates: Checkpoints to go back to, newest first.
+    """
+
+    def __init__(self, spike: LossSpikeRecord, candidates: Sequence[Path]) -> None:
+        self.spike = spike
+        self.candidates = candidates
+        super().__init__(f"step {spike.step}: loss {spike.loss:.4f} is a spike")
+
+
+class Rewinds:
+    """Takes a run back; every rank has one.
+
+    Args:
+        setup: The run; its `trainer.max_spike_rewinds` is a number.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+
+    def check(self, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
+        """What a spike asks for; every rank calls it, while no save is being written.
+
+        Args:
+            spike: The newest one.
+            progress: How far the run is.
+            spikes: Steps with a spike, this one included: a checkpoint near to one of them is no place to go back to.
+
+        Returns:
+            Why the run goes on, where it cannot go back.
+
+        Raises:
+            GoBack: There is a checkpoint to go back to.
+            TooManySpikesError: The run has gone back as often as it may.
+        """
+        trainer = self._setup.config.trainer
+        assert trainer.max_spike_rewinds is not None
+        if progress.rewinds >= trainer.max_spike_rewinds:
+            raise TooManySpikesError(
+                _bad_step(spike),
+                f"step {spike.step}: loss {spike.loss:.4f} is a spike, above {spike.limit:.4f}, and the run has gone "
+                f"back {progress.rewinds} times already (trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
+            )
+        margin = trainer.spike_margin
+        candidates = checkpoints_away_from(self._setup.checkpoints, spikes, progress, before=spike.step, margin=margin)
+        if candidates:
+            raise GoBack(spike, candidates)
+        return RewindRecord(
+            step=progress.step,
+            spike_step=spike.step,
+            first_sample=spike.first_sample,
+            num_samples=0,
+            rewinds=progress.rewinds,
+            time_s=0.0,
+            problem=f"there is no checkpoint {margin} steps away from every spike (trainer.spike_margin={margin})",
+            warnings=(),
+        )
+
+    def go_back(self, request: GoBack, progress: Progress) -> tuple[Progress, RewindRecord]:
+        """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
+
+        Args:
+            request: What `check` has raised.
+            progress: How far the run was.
+
+        Returns:
+            How far the run is now, and what came of going back.
+
+        Raises:
+            TooManySpikesError: What is left of the samples would not last to the end of the run.
+            UserError: The checkpoint is damaged, and `checkpoint.fall_back` is off or no other one verifies.
+        """
+        began = time.monotonic()
+        setup, config, spike = self._setup, self._setup.config, request.spike
+        start = resume_from(request.candidates, fall_back=config.checkpoint.fall_back)
+        checkpoint = start.checkpoint
+        next_sample = spike.first_sample + spike.num_samples
+        steps_left = config.trainer.max_steps - checkpoint.manifest.step
+        missing = next_sample + steps_left * config.model.global_batch_size - len(setup.train_data)
+        if missing > 0:
+            raise TooManySpikesError(
+                _bad_step(spike),
+                f"step {spike.step}: loss {spike.loss:.4f} is a spike, and to pass over the samples since step "
+                f"{checkpoint.manifest.step} would leave the run {missing} short: it sets aside those of "
+                "checkpoint.save_interval + trainer.spike_margin steps for each of trainer.max_spike_rewinds="
+                f"{config.trainer.max_spike_rewinds}",
+            )
+        taken_back = take_back(checkpoint, next_sample=next_sample, given_up_at=progress)
+        progress = load_checkpoint(taken_back, setup.trainable, config, setup.corpus.fingerprints).progress
+        first_sample, num_samples = progress.passed_over[-1]
+        record = RewindRecord(
+            step=progress.step,
+            spike_step=spike.step,
+            first_sample=first_sample,
+            num_samples=num_samples,
+            rewinds=progress.rewinds,
+            time_s=time.monotonic() - began,
+            problem=None,
+            warnings=tuple(start.warnings),
+        )
+        return progress, record
+
+
+def _bad_step(spike: LossSpikeRecord) -> BadStep:
+    return BadStep(step=spike.step, first_sample=spike.first_sample)
