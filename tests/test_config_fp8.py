@@ -5,7 +5,7 @@ from dataclasses import astuple, fields
 import pytest
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
-from gpt_pretrain.megatron.translate import translate_ddp, translate_optimizer, translate_transformer
+from gpt_pretrain.megatron.model import translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.spec.products import gemms, resolve

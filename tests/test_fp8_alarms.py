@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt_pretrain.fp8.alarms import Alarms
-from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
+from gpt_pretrain.fp8.statistics import Alarms, StepStatistics, TensorStatistics
 from gpt_pretrain.spec.recipes import resolve_fp8
 
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"

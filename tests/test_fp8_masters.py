@@ -7,8 +7,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_pretrain.fp8 import masters
+from gpt_pretrain.fp8 import proof
 from gpt_pretrain.fp8.gemms import spread_over_blocks
+from gpt_pretrain.fp8.observer import Difference
+from gpt_pretrain.fp8.proof import MasterCheck
 
 SIZE = (96, 256)
 LR = 1e-2
@@ -37,7 +39,11 @@ def one_scale(master_dtype=torch.float32):
     values = 0.02 * torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     weight = SimpleNamespace(shape=SIZE, _data=encode(values, INVERSE), _scale_inv=torch.tensor([INVERSE]))
     master = values.view(-1)[Optimizer.start :].to(master_dtype)
-    return weight, master, masters.MasterCheck(Optimizer(weight, master), {id(weight): NAME})
+    return weight, master, MasterCheck(Optimizer(weight, master), {id(weight): NAME})
+
+
+def difference(planned, live):
+    return Difference(module=NAME, what="weight after the step", planned=planned, live=live)
 
 
 def follow(weight, master):
@@ -48,7 +54,7 @@ def follow(weight, master):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("piece", [2**24, 1000])
 def test_a_weight_that_follows_has_no_problem(monkeypatch, piece, dtype):
-    monkeypatch.setattr(masters, "_PIECE", piece)
+    monkeypatch.setattr(proof, "_PIECE", piece)
     weight, master, check = one_scale(dtype)
     master += LR
     follow(weight, master)
@@ -57,20 +63,19 @@ def test_a_weight_that_follows_has_no_problem(monkeypatch, piece, dtype):
 
 @pytest.mark.parametrize("piece", [2**24, 1000])
 def test_values_off_their_masters_are_counted_in_all_pieces(monkeypatch, piece):
-    monkeypatch.setattr(masters, "_PIECE", piece)
+    monkeypatch.setattr(proof, "_PIECE", piece)
     weight, master, check = one_scale()
     master += LR
     follow(weight, master)
     for place in (0, 999, 1000, master.numel() - 1):
         master[place] += 0.1
-    planned = "every value within one FP8 step of its master"
-    told = NAME, "weight after the step", planned, f"4 of {master.numel():,} values are not"
-    assert list(check.problems(LR)) == [told]
+    planned, live = "every value within one FP8 step of its master", f"4 of {master.numel():,} values are not"
+    assert list(check.problems(LR)) == [difference(planned, live)]
 
 
 def test_a_weight_that_stayed_as_it_was_is_told_where_it_must_have_changed():
     _, _, check = one_scale()
-    assert list(check.problems(LR)) == [(NAME, "weight after the step", "changed", "the same codes as before")]
+    assert list(check.problems(LR)) == [difference("changed", "the same codes as before")]
     assert list(check.problems(0.0)) == []
 
 
@@ -83,18 +88,18 @@ def test_what_a_scale_is_too_large_for_saturates():
 
 
 def test_blocks_have_scales_of_their_own(monkeypatch):
-    monkeypatch.setattr(masters, "_PIECE", 1000)
+    monkeypatch.setattr(proof, "_PIECE", 1000)
     values = 0.02 * torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     inverses = torch.tensor([[INVERSE, INVERSE / 4]])
     each = spread_over_blocks(inverses, (128, 128), SIZE)
     weight = SimpleNamespace(shape=SIZE, _rowwise_data=encode(values, each), _rowwise_scale_inv=inverses)
     master = values.view(-1)[Optimizer.start :].clone()
-    check = masters.MasterCheck(Optimizer(weight, master), {})
+    check = MasterCheck(Optimizer(weight, master), {})
     assert list(check.problems(0.0)) == []
     weight._rowwise_scale_inv = inverses.flip(1)
-    ((name, _, _, off),) = check.problems(0.0)
-    assert name == "a weight"
-    assert int(off.split()[0].replace(",", "")) > master.numel() / 2
+    (off,) = check.problems(0.0)
+    assert off.module == "a weight"
+    assert int(off.live.split()[0].replace(",", "")) > master.numel() / 2
 
 
 def test_it_takes_the_memory_of_pieces_and_not_of_a_weight(monkeypatch):
@@ -110,7 +115,7 @@ def test_it_takes_the_memory_of_pieces_and_not_of_a_weight(monkeypatch):
             self.bytes = max(self.bytes, out.untyped_storage().nbytes() if made else 0)
             return out
 
-    monkeypatch.setattr(masters, "_PIECE", 1000)
+    monkeypatch.setattr(proof, "_PIECE", 1000)
     _, master, check = one_scale(torch.float16)
     with Largest() as largest:
         list(check.problems(LR))

@@ -14,8 +14,8 @@ from gpt_pretrain.megatron import layers
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.fused_layers import CastingMLP, check_arguments
 from gpt_pretrain.megatron.layers import LocalLayers
+from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.translate import translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.launching import run_ranks

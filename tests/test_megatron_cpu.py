@@ -16,10 +16,9 @@ from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import TorchNorm
-from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.model import build_model, translate_transformer
 from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.translate import translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from tests.platforms import spec_of

@@ -7,8 +7,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
-from gpt_pretrain.kernels.main_gradient import accumulate_weight_gradient
+from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient, linear_cross_entropy
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups

@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import InferenceCudaGraphScope
 import gpt_pretrain
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.megatron.translate import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
+from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.core_fields import params_dtype
 from gpt_pretrain.spec.platform import Platform

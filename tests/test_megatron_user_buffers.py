@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from gpt_pretrain.megatron.user_buffers import silent_output, without_user_buffers
+from gpt_pretrain.megatron.parallel import silent_output, without_user_buffers
 
 
 def test_what_a_library_of_c_prints_is_lost_and_nothing_else(capfd):

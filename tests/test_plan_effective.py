@@ -8,7 +8,7 @@ import pytest
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.launch.ranks import rank_zero_of
-from gpt_pretrain.megatron.translate import _live, translate_ddp, translate_optimizer, translate_transformer
+from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.plan.effective import KEYS, fields_by_class, is_fp8_key
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.core_fields import HighPrecision

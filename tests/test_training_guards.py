@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpt_pretrain.data.corpus import prepare_corpus
-from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.fp8.statistics import amax_history, forget_non_finite_amaxes
+from gpt_pretrain.fp8.gemms import Role, forget_non_finite_amaxes
+from gpt_pretrain.fp8.statistics import amax_history
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult

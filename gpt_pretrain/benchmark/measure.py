@@ -40,11 +40,9 @@ from gpt_pretrain.config.schema import BenchmarkConfig, Config
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.launch.environment import ask_driver
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.megatron.model import build_model
+from gpt_pretrain.megatron.model import build_model, translate_optimizer
 from gpt_pretrain.megatron.optimizer import StepResult
-from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.translate import translate_optimizer
-from gpt_pretrain.megatron.user_buffers import user_buffers
+from gpt_pretrain.megatron.parallel import process_groups, user_buffers
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.spec.platform import Platform, detect_platform
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec

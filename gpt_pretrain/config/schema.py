@@ -6,7 +6,7 @@ model, its parallel layout, its batch, its data and its optimizer is under `mode
 
 The string below a field is its documentation; `python -m gpt_pretrain --help` prints it.
 A field that may be null says what null means. `model.vocab_size=null` style defaults that depend on the machine are
-resolved by pure functions (`gpt_pretrain.config.derived`, `gpt_pretrain.megatron.translate`), never by mutation.
+resolved by pure functions (`gpt_pretrain.config.derived`, `gpt_pretrain.megatron.model`), never by mutation.
 """
 
 from dataclasses import dataclass

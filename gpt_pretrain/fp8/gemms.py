@@ -1,13 +1,20 @@
 """How a linear layer's matrix products are described: the one language of proof, statistics and emulation.
 
 `fp8/observer.py` watches Transformer Engine's products from outside; emulated layers report theirs themselves.
+
+Delayed scaling also has state, its scales and amax histories: at the end of the file is what training asks and
+changes of it before a model's first step and after one that was skipped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
+from megatron.core.transformer.module import MegatronModule
+
+from gpt_pretrain.spec.recipes import Fp8Settings
 
 # The type of the codes of each format.
 CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -42,6 +49,11 @@ class Role(Enum):
     input = "input"
     weight = "weight"
     output_gradient = "output_gradient"
+
+
+def role_format(settings: Fp8Settings, role: Role) -> str:
+    """The format of a role's codes: "e4m3" or "e5m2"."""
+    return settings.gradient_format if role is Role.output_gradient else settings.forward_format
 
 
 # The two operands of each product.
@@ -83,3 +95,60 @@ class Product:
 
 # Called with each product of a linear layer, right before it is computed.
 ProductListener = Callable[[Product], None]
+
+# Where delayed scaling keeps a tensor's history: which of the module's states, and which column.
+_HISTORY_OF = {
+    Role.input: ("scaling_fwd", 0),
+    Role.weight: ("scaling_fwd", 1),
+    Role.output_gradient: ("scaling_bwd", 0),
+}
+
+
+def amax_history(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
+    """A tensor's amax history, fp32 [fp8_amax_history_len], of Transformer Engine's or emulated linear layers.
+
+    None for modules without FP8 and for recipes without a history.
+    """
+    state, column = _state_of(module, role)
+    history = getattr(state, "amax_history", None)
+    return None if history is None else history[:, column]
+
+
+def delayed_scale(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
+    """The scale of a tensor's next cast, fp32 [], where `amax_history` is not None; 1 until a pass has set one."""
+    state, column = _state_of(module, role)
+    return None if getattr(state, "amax_history", None) is None else state.scale[column]
+
+
+def _state_of(module: torch.nn.Module, role: Role) -> tuple[Any, int]:
+    name, column = _HISTORY_OF[role]
+    return getattr(module, "fp8_meta", {}).get(name), column
+
+
+@torch.no_grad()
+def forget_non_finite_amaxes(chunks: Sequence[MegatronModule]) -> None:
+    """Replaces NaN and infinity in all amax histories with 0; recipes without histories have none.
+
+    A skipped step updates nothing, but its amaxes would stay in the histories for `model.fp8_amax_history_len` steps.
+    All that time Transformer Engine would leave the scales unchanged, because no scale follows from an infinite amax.
+    """
+    for module in _modules(chunks):
+        for role in Role:
+            history = amax_history(module, role)
+            if history is not None:
+                history.masked_fill_(~torch.isfinite(history), 0.0)
+
+
+def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
+    """The scales of the next casts of output gradients, fp32 [FP8 layers of this rank].
+
+    A scale is 1 only where no pass has shown an amax: the largest code over an amax is not 1.
+    """
+    found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
+    scales = [scale for scale in found if scale is not None]
+    # A stacked copy stays when Transformer Engine writes the next scales in place.
+    return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
+
+
+def _modules(chunks: Sequence[MegatronModule]) -> Iterator[torch.nn.Module]:
+    return (module for chunk in chunks for module in chunk.modules())

@@ -4,11 +4,16 @@ During one step each rank watches every matrix product of its linear layers. The
 how they store their weights, and compares all of it with `spec/products.py` and `spec/recipes.py`. Any difference
 on any rank ends the run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts
 had no tokens, the other ranks prove their products (`fp8/observer.py`).
+
+`MasterCheck` compares FP8 weights with their masters after the optimizer's step. With the wrong fields set,
+megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and embeddings, but the matrices
+never change. Each rank checks the part of each weight whose master it holds, which is up to date whether the other
+parts have been gathered yet or not.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +21,10 @@ from typing import Any
 import torch
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.fp8.gemms import Phase
-from gpt_pretrain.fp8.masters import MasterCheck
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, spread_over_blocks
 from gpt_pretrain.fp8.observer import (
     Difference,
     WatchedProducts,
@@ -32,16 +36,24 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.spec.recipes import FORMAT_MAX, RECIPES, Fp8Settings
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
 )
 
-
 _NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
+
+# Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
+_COLUMNS = 256
+# Rows and columns of the blocks of blockwise weights; mxfp8 has no FP8 weights here.
+_BLOCK = 128
+# E4M3: the spacing of neighbours relative to their value, and the absolute one below the smallest normal number.
+_RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
+# Values that are compared at once. A whole large weight would take five times its size in fp32 beside optimizer states
+# that only just fit: 2 GiB for a matrix of 5,120 × 20,480.
+_PIECE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +112,8 @@ class Proof:
         self._optimizer = optimizer
         self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
         self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
-        self._planned = {linear.module: linear for linear in _linears_of(spec, self._chunks)}
+        held = {layer.layer_number - 1 for chunk in self._chunks for layer in chunk.decoder.layers}
+        self._planned = {linear.module: linear for linear in spec.linears if linear.layer in held}
         self._products = WatchedProducts(settings, self._high)
         self._attention: dict[Phase, set[str]] = defaultdict(set)
         self._masters: MasterCheck | None = None
@@ -112,10 +125,9 @@ class Proof:
             self._masters = MasterCheck(
                 self._optimizer, {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
             )
+        note, note_idle = self._products.note, self._products.note_idle
         with ExitStack() as stack:
-            stack.enter_context(
-                observe_products(self._chunks, self._products.note, idle_listener=self._products.note_idle)
-            )
+            stack.enter_context(observe_products(self._chunks, note, idle_listener=note_idle))
             if self._settings.dot_product_attention:
                 stack.enter_context(observe_attention(lambda phase, name: self._attention[phase].add(name)))
             yield
@@ -131,9 +143,7 @@ class Proof:
         """
         torch.cuda.synchronize()
         began = time.monotonic()
-        products = self._products.compare(
-            {name: self._planned[name] for name in self._planned if name in self._modules}
-        )
+        products = self._products.compare({n: linear for n, linear in self._planned.items() if n in self._modules})
         this_rank = replace(products, differences=(*self._differences(lr), *products.differences))
         ranks = [this_rank] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, this_rank)
@@ -159,33 +169,27 @@ class Proof:
             if live != planned:
                 yield Difference(module=name, what="weight stored in", planned=planned, live=live)
         yield from self._attention_differences()
-        for row in self._masters.problems(lr) if self._masters is not None else ():
-            yield Difference(module=row[0], what=row[1], planned=row[2], live=row[3])
+        if self._masters is not None:
+            yield from self._masters.problems(lr)
 
     def _attention_differences(self) -> Iterator[Difference]:
         if not self._settings.dot_product_attention:
             return
-        for phase in (Phase.forward, Phase.dgrad):
-            live = self._attention.get(phase, set())
-            if live != {"e4m3"}:
-                what = f"attention, {'forward' if phase is Phase.forward else 'backward'}"
-                yield Difference(
-                    module="core_attention", what=what, planned="e4m3", live=", ".join(sorted(live)) or "none"
-                )
+        for phase, name in ((Phase.forward, "forward"), (Phase.dgrad, "backward")):
+            live = ", ".join(sorted(self._attention[phase])) or "none"
+            if live != "e4m3":
+                yield Difference(module="core_attention", what=f"attention, {name}", planned="e4m3", live=live)
 
     def _parameter_bytes(self) -> tuple[int, int]:
+        """Bytes of all the model's parameters, and of those stored in FP8; without scales."""
         total = in_fp8 = 0
         for group, parameters in parameters_by_group(self._chunks):
-            sums = torch.tensor(_parameter_bytes(parameters), dtype=torch.float64, device=torch.cuda.current_device())
+            coded = sum(each.numel() for each in parameters if is_float8tensor(each))
+            plain = sum(each.numel() * each.element_size() for each in parameters if not is_float8tensor(each))
+            sums = torch.tensor([coded + plain, coded], dtype=torch.float64, device=torch.cuda.current_device())
             sum_over(group, sums)
             total, in_fp8 = total + int(sums[0].item()), in_fp8 + int(sums[1].item())
         return total, in_fp8
-
-
-def _linears_of(spec: RunSpec, chunks: list[MegatronModule]) -> Iterator[Linear]:
-    """The linear layers of the transformer layers that these chunks hold."""
-    held = {layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers}
-    return (linear for linear in spec.linears if linear.layer in held)
 
 
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
@@ -252,13 +256,90 @@ def _weight_storage(module: torch.nn.Module) -> str:
     return " and ".join(sorted(stored))
 
 
-def _parameter_bytes(parameters: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
-    """Bytes of all these parameters, and of those stored in FP8; without scales."""
-    total = in_fp8 = 0
-    for parameter in parameters:
-        if is_float8tensor(parameter):
-            total += parameter.numel()
-            in_fp8 += parameter.numel()
-        else:
-            total += parameter.numel() * parameter.element_size()
-    return total, in_fp8
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    """A rank's part of an FP8 weight, and the fp32 or FP16 master of that part."""
+
+    weight: Any
+    master: torch.Tensor
+    start: int
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 [n]."""
+        data = self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data
+        part: torch.Tensor = data.view(-1)[self.start : self.start + self.master.numel()]
+        return part
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """The factor of the codes, fp32: [1], or [n] where each block of 128×128 values has its own."""
+        if hasattr(self.weight, "_scale_inv"):
+            one: torch.Tensor = self.weight._scale_inv
+            return one
+        rows, columns = self.weight.shape
+        blocks: torch.Tensor = self.weight._rowwise_scale_inv
+        each = spread_over_blocks(blocks, (_BLOCK, _BLOCK), (rows, columns))
+        return each.reshape(-1)[self.start : self.start + self.master.numel()]
+
+    def count_off(self) -> int:
+        """Number of values further than one FP8 step from their masters; waits for the device."""
+        off = torch.zeros((), dtype=torch.int64, device=self.master.device)
+        each_scale_inv = self.scale_inv.expand(self.master.numel())
+        pieces = (each.split(_PIECE) for each in (self.codes, self.master.view(-1), each_scale_inv))
+        for codes, master, scale_inv in zip(*pieces, strict=True):
+            limit = FORMAT_MAX["e4m3"] * scale_inv
+            # A delayed scale may be too large for the newest values, so that they saturate.
+            aim = master.float().clamp(-limit, limit)
+            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
+            values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
+            off += ((values - aim).abs() > step).sum()
+        return int(off)
+
+
+def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
+                if master is not None:
+                    yield _Shard(weight=weight, master=master, start=start)
+
+
+def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
+    """int64 [up to 256 + the rest]: column sums, which need no copy of the codes."""
+    whole = codes.numel() // _COLUMNS * _COLUMNS
+    return torch.cat([codes[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), codes[whole:].long()])
+
+
+class MasterCheck:
+    """Compares the FP8 weights of this rank before and after an optimizer step, and with their masters.
+
+    Args:
+        optimizer: The run's optimizer.
+        names: Maps the id of a weight to the name of its layer in the whole model.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._before = [_fingerprint(shard.codes) for shard in _shards(optimizer)]
+
+    @torch.no_grad()
+    def problems(self, lr: float) -> Iterator[Difference]:
+        """Each weight that did not follow its master; waits for the device.
+
+        Args:
+            lr: Learning rate of the step. A weight must have changed where it moved so many values that some must
+                have reached another code.
+        """
+        for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
+            name, what = self._names.get(id(shard.weight), "a weight"), "weight after the step"
+            size = shard.master.numel()
+            off = shard.count_off()
+            if off:
+                planned, live = "every value within one FP8 step of its master", f"{off:,} of {size:,} values are not"
+                yield Difference(module=name, what=what, planned=planned, live=live)
+            # Codes of usual weights (standard deviation 0.02) are about 2e-3 apart.
+            must_change = size * lr / 2e-3 > 30
+            if must_change and torch.equal(_fingerprint(shard.codes), before):
+                yield Difference(module=name, what=what, planned="changed", live="the same codes as before")

@@ -16,24 +16,28 @@ What is counted:
 
 Shares are means over all values of all microbatches and all ranks.
 
-Delayed scaling also has state, its scales and amax histories: at the end of the file is what training asks and
-changes of it before a model's first step and after one that was skipped.
+`Alarms` warns about tensors, from their statistics, and says what to do. Each warning appears once, and again only
+after its tensor has recovered. Layers whose tensors begin to show the same condition at the same step share one.
+Observations are `logging.fp8_statistics_interval` steps apart: nothing between them is seen, and a scale that jumps has
+differed from one observation to the next, not from step to step.
 """
 
+import math
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
+from gpt_pretrain.config.choices import AmaxComputeAlgo
+from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role, amax_history, role_format
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import FORMAT_MAX
+from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
@@ -43,12 +47,6 @@ _ROUNDING = 1.0 + 2.0**-20
 _AMAX, _MINUS_SCALE_MIN, _SCALE_MAX, _HISTORY = range(4)
 # Columns of the sums. Saturation can be judged only for values whose amax is known.
 _VALUES, _FLUSHED, _JUDGED, _SATURATED = range(4)
-# Where delayed scaling keeps a tensor's history: which of the module's states, and which column.
-_HISTORY_OF = {
-    Role.input: ("scaling_fwd", 0),
-    Role.weight: ("scaling_fwd", 1),
-    Role.output_gradient: ("scaling_bwd", 0),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,56 +164,6 @@ class StatisticsCollector:
         ]
 
 
-def amax_history(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
-    """A tensor's amax history, fp32 [fp8_amax_history_len], of Transformer Engine's or emulated linear layers.
-
-    None for modules without FP8 and for recipes without a history.
-    """
-    state, column = _state_of(module, role)
-    history = getattr(state, "amax_history", None)
-    return None if history is None else history[:, column]
-
-
-def delayed_scale(module: torch.nn.Module, role: Role) -> torch.Tensor | None:
-    """The scale of a tensor's next cast, fp32 [], where `amax_history` is not None; 1 until a pass has set one."""
-    state, column = _state_of(module, role)
-    return None if getattr(state, "amax_history", None) is None else state.scale[column]
-
-
-def _state_of(module: torch.nn.Module, role: Role) -> tuple[Any, int]:
-    name, column = _HISTORY_OF[role]
-    return getattr(module, "fp8_meta", {}).get(name), column
-
-
-@torch.no_grad()
-def forget_non_finite_amaxes(chunks: Sequence[MegatronModule]) -> None:
-    """Replaces NaN and infinity in all amax histories with 0; recipes without histories have none.
-
-    A skipped step updates nothing, but its amaxes would stay in the histories for `model.fp8_amax_history_len` steps.
-    All that time Transformer Engine would leave the scales unchanged, because no scale follows from an infinite amax.
-    """
-    for module in _modules(chunks):
-        for role in Role:
-            history = amax_history(module, role)
-            if history is not None:
-                history.masked_fill_(~torch.isfinite(history), 0.0)
-
-
-def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
-    """The scales of the next casts of output gradients, fp32 [FP8 layers of this rank].
-
-    A scale is 1 only where no pass has shown an amax: the largest code over an amax is not 1.
-    """
-    found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
-    scales = [scale for scale in found if scale is not None]
-    # A stacked copy stays when Transformer Engine writes the next scales in place.
-    return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
-
-
-def _modules(chunks: Sequence[MegatronModule]) -> Iterator[torch.nn.Module]:
-    return (module for chunk in chunks for module in chunk.modules())
-
-
 def _finite_or_inf(values: torch.Tensor) -> torch.Tensor:
     """NaN becomes infinity, because collectives may drop a NaN from a maximum."""
     return torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
@@ -247,3 +195,141 @@ def _tensor(layer: str, role: Role, maxima: list[float], sums: list[int]) -> Ten
         flushed=sums[_FLUSHED] / sums[_VALUES],
         amax_history_used=None if history is None else round(history),
     )
+
+
+# Consecutive observations whose scales must each differ from the one before by at least this many powers of two.
+JUMP_OBSERVATIONS = 4
+JUMP_BINADES = 2
+# Layers that a warning names besides the one that it describes.
+LAYERS_NAMED = 3
+# What Transformer Engine uses for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
+_INFINITE = torch.finfo(torch.float32).max
+
+
+class Alarms:
+    """Remembers its warnings and the scales that it has seen.
+
+    Args:
+        settings: The run's FP8.
+        saturation_threshold: Share of saturated values above which a tensor is warned about.
+        interval: Steps between two observations.
+    """
+
+    def __init__(self, settings: Fp8Settings, saturation_threshold: float, interval: int) -> None:
+        self._settings = settings
+        self._threshold = saturation_threshold
+        self._interval = interval
+        self._active: set[tuple[str, str, str]] = set()
+        self._scales: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=JUMP_OBSERVATIONS))
+
+    def check(self, statistics: StepStatistics) -> list[str]:
+        """The new warnings of a step: one for all layers that begin to show a condition in the same kind of tensor."""
+        active: set[tuple[str, str, str]] = set()
+        new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
+        for tensor in statistics.tensors:
+            for condition, message in self._conditions(tensor):
+                key = tensor.layer, tensor.tensor, condition
+                active.add(key)
+                if key not in self._active:
+                    new[tensor.tensor, condition].append((tensor, message))
+        self._active = active
+        return [_joined(statistics.step, found) for found in new.values()]
+
+    def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str]]:
+        """Each condition that a tensor shows, with its message."""
+        degenerate = self._degenerate(tensor)
+        if degenerate is not None:
+            yield "degenerate", degenerate
+        if tensor.saturated is not None and tensor.saturated > self._threshold:
+            yield "saturated", self._saturated(tensor, tensor.saturated)
+        if self._jumps(tensor, degenerate is not None):
+            yield "jumping", self._jumping(tensor)
+
+    def _degenerate(self, tensor: TensorStatistics) -> str | None:
+        if tensor.amax is not None and math.isinf(tensor.amax):
+            return (
+                "it contains inf or NaN, which no scale can represent; lower model.optim.lr or lengthen "
+                f"model.optim.sched.warmup_steps, and see whether {self._without(tensor)} avoids it"
+            )
+        if tensor.scale_min == 0.0:
+            return (
+                "its scale is 0, so that all its values become zero; it came from an infinite amax: lower "
+                f"model.optim.lr, or keep the layer out of FP8 with {self._without(tensor)}"
+            )
+        # A single block of (nearly) zeros is not unusual.
+        scale = tensor.scale_max if self._settings.recipe.scales_tensors else tensor.scale_min
+        if scale is not None and scale >= _INFINITE:
+            return (
+                f"its scale is infinite, because all its values are (nearly) zero (amax {_number(tensor.amax)}); "
+                "nothing reaches this layer: check its inputs and model.init_method_std, or keep it out of FP8 with "
+                f"{self._without(tensor)}"
+            )
+        return None
+
+    def _saturated(self, tensor: TensorStatistics, share: float) -> str:
+        settings = self._settings
+        message = (
+            f"{100 * share:.2g}% of its values are saturated (logging.fp8_saturation_threshold="
+            f"{self._threshold:g}), amax {_number(tensor.amax)} at scale {_number(tensor.scale_max)}; "
+        )
+        if not settings.recipe.keeps_history:
+            return message + f"keep the layer out of FP8 with {self._without(tensor)}"
+        message += (
+            f"raise model.fp8_margin from {settings.margin} to {settings.margin + self._missing_margin(tensor)}, "
+        )
+        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
+            message += "set model.fp8_amax_compute_algo=max, "
+        return message + f"choose fp8=tensorwise, or keep the layer out of FP8 with {self._without(tensor)}"
+
+    def _missing_margin(self, tensor: TensorStatistics) -> int:
+        """Powers of two by which the scale was too large, at least 1."""
+        if tensor.amax is None or tensor.scale_max is None:
+            return 1
+        excess = tensor.amax * tensor.scale_max / FORMAT_MAX[role_format(self._settings, Role(tensor.tensor))]
+        return max(1, math.ceil(math.log2(excess))) if math.isfinite(excess) and excess > 0 else 1
+
+    def _jumps(self, tensor: TensorStatistics, degenerate: bool) -> bool:
+        """Whether the scale changed strongly at each of the last observations; blocks have no single scale."""
+        scales = self._scales[tensor.layer, tensor.tensor]
+        if not self._settings.recipe.scales_tensors or tensor.scale_min is None:
+            return False
+        if degenerate:
+            scales.clear()
+            return False
+        scales.append(math.log2(tensor.scale_min))
+        steps = [abs(after - before) for before, after in zip(scales, list(scales)[1:], strict=False)]
+        return len(steps) == JUMP_OBSERVATIONS - 1 and min(steps) >= JUMP_BINADES
+
+    def _jumping(self, tensor: TensorStatistics) -> str:
+        settings = self._settings
+        seen = ", ".join(f"{2.0**scale:.2g}" for scale in self._scales[tensor.layer, tensor.tensor])
+        every = "step" if self._interval == 1 else f"{self._interval} steps"
+        message = f"its scale jumps, by a factor of {2**JUMP_BINADES} or more every {every}: {seen}; "
+        if not settings.recipe.keeps_history:
+            return message + (
+                "current scales follow, but the tensor itself varies that much: if the loss spikes too, lower "
+                "model.optim.lr or lengthen model.optim.sched.warmup_steps"
+            )
+        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
+            message += "set model.fp8_amax_compute_algo=max, "
+        else:
+            message += f"lengthen model.fp8_amax_history_len (now {settings.amax_history_len}), "
+        return message + "choose fp8=tensorwise, or lower model.optim.lr"
+
+    def _without(self, tensor: TensorStatistics) -> str:
+        return f'model.fp8_exclude=["{tensor.layer}"]'
+
+
+def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
+    """One warning for several layers: the message of the one that saturates most, and the names of some others."""
+    worst, message = max(found, key=lambda each: each[0].saturated or 0.0)
+    others = [tensor.layer for tensor, _ in found if tensor is not worst]
+    text = f"FP8 at step {step}: {worst.tensor} of {worst.layer}: {message}"
+    if not others:
+        return text
+    unnamed = len(others) - LAYERS_NAMED
+    return f"{text}; likewise {', '.join(others[:LAYERS_NAMED])}" + (f" and {unnamed} more" if unnamed > 0 else "")
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"

@@ -38,8 +38,8 @@ from gpt_pretrain.huggingface.arguments import (
 from gpt_pretrain.huggingface.export import INDEX, SINGLE, WEIGHT_TYPES
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.translate import translate_transformer
 from gpt_pretrain.rules.check import model_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.kernels.main_gradient import accumulate_weight_gradient
-
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
@@ -106,6 +104,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         tied = getattr(weight, "zero_out_wgrad", False)
         return hidden_gradient, torch.zeros_like(weight) if tied else torch.empty_like(weight), None
+
+
+def accumulate_weight_gradient(
+    layer_input: torch.Tensor, output_gradient: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """main_grad += output_gradientᵀ · layer_input, in the type of the main gradient.
+
+    torch's `addmm`, whose result may be wider than its factors, is the product of cuBLAS that apex's
+    `fused_weight_gradient_mlp_cuda` computes.
+
+    Args:
+        layer_input: [tokens, in].
+        output_gradient: [tokens, out], of the input's type.
+        main_grad: [out, in], of that type or fp32.
+    """
+    transposed = output_gradient.t()
+    if main_grad.dtype is layer_input.dtype:
+        main_grad.addmm_(transposed, layer_input)
+    elif main_grad.is_cuda:
+        torch.addmm(main_grad, transposed, layer_input, out_dtype=main_grad.dtype, out=main_grad)
+    else:
+        # torch multiplies into a wider type on a GPU only.
+        main_grad.addmm_(transposed.to(main_grad.dtype), layer_input.to(main_grad.dtype))
 
 
 def _gradient_of(weight: Any, task: _Task, *, several: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The kernel behind `main_gradient.accumulate_rows`: token gradients, added to the rows of a table in a fixed order.
+"""The kernel behind `fused_layers.accumulate_rows`: token gradients, added to the rows of a table in a fixed order.
 
 On a GPU `index_add_` adds with atomics, so that two runs differ in the last bit, and its values must be copied to fp32
 first. Here tokens are sorted by their rows, and one program sums all gradients of a row in fp32 before it touches the

@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.mlp import MLP
 
+from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient
 from gpt_pretrain.kernels.fp8_codes import CastInto
-from gpt_pretrain.kernels.main_gradient import accumulate_rows, accumulate_weight_gradient
 from gpt_pretrain.megatron.patches import ROTATION, SPLIT, WEIGHT_GRADIENTS, patch
 
 
@@ -245,6 +245,22 @@ class _Lookup(torch.autograd.Function):
         weight.grad_added_to_main_grad = True
         # Data parallelism waits for some gradient of each weight, and does not read this one.
         return None, None if ctx.is_tied else torch.empty_like(weight), None, None
+
+
+def accumulate_rows(main_grad: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor) -> None:
+    """Adds the gradient of each token to its row of an embedding's main gradient.
+
+    Args:
+        main_grad: [vocab, h] in fp32, contiguous.
+        rows: The row of each token, int64 [tokens]; -1 where another rank has it.
+        gradients: [tokens, h]; zeros where another rank has the row.
+    """
+    if gradients.is_cuda:
+        from gpt_pretrain.kernels.embedding_triton import add_rows
+
+        add_rows(main_grad, rows, gradients.contiguous())
+    else:
+        main_grad.index_add_(0, rows.clamp(min=0), gradients.float())
 
 
 def install_embeddings(chunks: Sequence[Any]) -> None:

@@ -1,13 +1,22 @@
-"""The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism."""
+"""The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism.
 
-from collections.abc import Callable, Iterator, Sequence
+`translate_*` make megatron-core's configs of a run: the fields of `spec.core_fields`, in the types of torch and
+megatron-core.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -19,13 +28,70 @@ from gpt_pretrain.megatron.fused_layers import (
     install_split,
     install_weight_gradients,
 )
-from gpt_pretrain.megatron.graphs import prepare_graphs
-from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
+from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, prepare_graphs
 from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
-from gpt_pretrain.megatron.translate import translate_ddp, translate_transformer
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
+from gpt_pretrain.spec.core_fields import (
+    ActivationFunction,
+    Dtype,
+    Field,
+    HighPrecision,
+    ddp_fields,
+    optimizer_fields,
+    optimizer_state_fields,
+    transformer_fields,
+)
 from gpt_pretrain.spec.run_spec import RunSpec
+
+_ACTIVATIONS = {
+    ActivationFunction.silu: F.silu,
+    ActivationFunction.gelu: F.gelu,
+    ActivationFunction.gelu_tanh: partial(F.gelu, approximate="tanh"),
+}
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """The type of torch with this name."""
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
+
+
+def _live(value: Any) -> Any:
+    """A field's value in the type that megatron-core expects."""
+    if isinstance(value, Dtype):
+        return torch_dtype(value)
+    if isinstance(value, ActivationFunction):
+        return _ACTIVATIONS[value]
+    if isinstance(value, HighPrecision):
+        override = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+        overrides = {"high_precision": override} if value.patterns else {}
+        return RecipeConfig([GlobMatcher(pattern, "high_precision") for pattern in value.patterns], overrides)
+    return value
+
+
+def _arguments(fields: Iterable[Field]) -> dict[str, Any]:
+    return {field.name: _live(field.value) for field in fields}
+
+
+def translate_transformer(spec: RunSpec) -> TransformerConfig:
+    """The config of the layers."""
+    return TransformerConfig(**_arguments(transformer_fields(spec)))
+
+
+def translate_ddp(spec: RunSpec) -> DistributedDataParallelConfig:
+    """The config of gradient reduction and parameter gathering."""
+    return DistributedDataParallelConfig(**_arguments(ddp_fields(spec)))
+
+
+def translate_optimizer(spec: RunSpec) -> OptimizerConfig:
+    """The config of the optimizer."""
+    options = OptimizerConfig(**_arguments(optimizer_fields(spec)))
+    if spec.model.optim.use_precision_aware_optimizer:
+        # Set after megatron-core's check, which asks for Transformer Engine's FusedAdam: ours replaces it.
+        for name, value in _arguments(optimizer_state_fields(spec)).items():
+            setattr(options, name, value)
+    return options
 
 
 def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPTModel]:

@@ -1,6 +1,6 @@
 """Every field of megatron-core's configs that a run sets: from which keys it follows, and its value.
 
-The one place that knows which key reaches which field. `megatron.translate` builds megatron-core's configs from it and
+The one place that knows which key reaches which field. `megatron.model` builds megatron-core's configs from it and
 `plan.effective` prints it. It needs no torch: a value that torch or megatron-core has a type for stands here by name.
 
 Every field whose default differs between NeMo, megatron-core and Transformer Engine is set explicitly, so that what

@@ -25,8 +25,7 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import Model, build_gpt_chunks
-from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups
-from gpt_pretrain.megatron.user_buffers import without_user_buffers
+from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.run_spec import build_run_spec
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator, build_validation_iterator
-from gpt_pretrain.fp8.statistics import forget_non_finite_amaxes
+from gpt_pretrain.fp8.gemms import forget_non_finite_amaxes
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord, ValidationRecord

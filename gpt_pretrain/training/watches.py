@@ -30,9 +30,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import BatchIterator
-from gpt_pretrain.fp8.alarms import Alarms
+from gpt_pretrain.fp8.gemms import gradient_scales
 from gpt_pretrain.fp8.proof import Proof
-from gpt_pretrain.fp8.statistics import StatisticsCollector, gradient_scales
+from gpt_pretrain.fp8.statistics import Alarms, StatisticsCollector
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import learning_rate
 from gpt_pretrain.report.records import ExpertsRecord, Fp8CoverageRecord, Fp8Record, Fp8Tensor, Record

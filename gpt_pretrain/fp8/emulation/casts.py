@@ -30,12 +30,13 @@ there, amax passes over NaN. Nothing here waits for the device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from gpt_pretrain.config.choices import Fp8RecipeName
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Role, spread_over_blocks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Role, role_format, spread_over_blocks
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -180,57 +181,34 @@ class Cast(Protocol):
         """Casts a matrix [rows, columns], gathered where tensor parallel ranks split its rows."""
 
 
-def role_format(settings: Fp8Settings, role: Role) -> str:
-    """The format of a role's codes: "e4m3" or "e5m2"."""
-    return settings.gradient_format if role is Role.output_gradient else settings.forward_format
-
-
-class CurrentScaling:
+def _current_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
     """One scale per tensor, from the tensor itself (TE: Float8CurrentScaling).
 
     For a tensor that is split over the sequence, TE reduces the amax over the tensor parallel ranks; here the tensor
     comes whole. Both scale weights, inputs of row-parallel layers and gradients of column-parallel layers by each
     rank's own part.
     """
-
-    def __init__(self, settings: Fp8Settings) -> None:
-        self._settings = settings
-
-    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix."""
-        format, amax = role_format(self._settings, role), tensor_amax(x)
-        quantised = cast_tensor(x, format, scale_from_amax(amax, format), amax)
-        return Directions(quantised, quantised)
+    format, amax = role_format(settings, role), tensor_amax(x)
+    quantised = cast_tensor(x, format, scale_from_amax(amax, format), amax)
+    return Directions(quantised, quantised)
 
 
-class BlockScaling:
+def _block_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
     """One scale, a power of two, per 1×128 values of inputs and gradients, per 128×128 of weights.
 
     TE: Float8BlockScaling with its defaults, on Hopper. Where ranks split the sequence TE casts the parts, which are
     multiples of 128 tokens, and gathers codes; that gives the blocks of the whole.
     """
-
-    def __init__(self, settings: Fp8Settings) -> None:
-        self._settings = settings
-
-    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix."""
-        format = role_format(self._settings, role)
-        if role is Role.weight:
-            quantised = cast_blocks(x, format, (_BLOCK, _BLOCK), power_of_two_scale)
-            return Directions(quantised, quantised)
-        return _cast_both_ways(x, format, _BLOCK, power_of_two_scale)
+    format = role_format(settings, role)
+    if role is Role.weight:
+        quantised = cast_blocks(x, format, (_BLOCK, _BLOCK), power_of_two_scale)
+        return Directions(quantised, quantised)
+    return _cast_both_ways(x, format, _BLOCK, power_of_two_scale)
 
 
-class MicroScaling:
+def _micro_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
     """One scale, an exponent in eight bits, per 32 values (TE: MXFP8BlockScaling)."""
-
-    def __init__(self, settings: Fp8Settings) -> None:
-        self._settings = settings
-
-    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix."""
-        return _cast_both_ways(x, role_format(self._settings, role), _MICRO_BLOCK, e8m0_scale)
+    return _cast_both_ways(x, role_format(settings, role), _MICRO_BLOCK, e8m0_scale)
 
 
 def _cast_both_ways(x: torch.Tensor, format: str, length: int, rule: ScaleRule) -> Directions:
@@ -246,10 +224,10 @@ def stateless_cast(settings: Fp8Settings) -> Cast:
     Raises:
         NotImplementedError: The recipe has no cast here.
     """
-    casts: dict[Fp8RecipeName, Callable[[Fp8Settings], Cast]] = {
-        Fp8RecipeName.tensorwise: CurrentScaling,
-        Fp8RecipeName.blockwise: BlockScaling,
-        Fp8RecipeName.mxfp8: MicroScaling,
+    casts: dict[Fp8RecipeName, Callable[[Fp8Settings, torch.Tensor, Role], Directions]] = {
+        Fp8RecipeName.tensorwise: _current_scaling,
+        Fp8RecipeName.blockwise: _block_scaling,
+        Fp8RecipeName.mxfp8: _micro_scaling,
     }
     name = settings.recipe.name
     if Fp8RecipeName[name] not in casts:
@@ -257,4 +235,4 @@ def stateless_cast(settings: Fp8Settings) -> Cast:
             f"model.fp8_emulate=true cannot cast for model.fp8_recipe={name}; use one of "
             f"{', '.join(known.name for known in casts)}"
         )
-    return casts[Fp8RecipeName[name]](settings)
+    return partial(casts[Fp8RecipeName[name]], settings)

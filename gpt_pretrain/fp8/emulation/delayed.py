@@ -31,8 +31,8 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
-from gpt_pretrain.fp8.emulation.casts import FP32_MAX, Directions, cast_tensor, role_format, tensor_amax
-from gpt_pretrain.fp8.gemms import Role
+from gpt_pretrain.fp8.emulation.casts import FP32_MAX, Directions, cast_tensor, tensor_amax
+from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 _COLUMNS = {Role.input: 0, Role.weight: 1, Role.output_gradient: 0}
@@ -85,14 +85,15 @@ class DelayedScaling:
         self._group = group
         self._layers: list[LayerScaling] = []
         self._forward, self._backward = self._joined(0)
-        self._in_training_pass = False
+        self.in_training_pass = False
+        """Whether a block's forward pass is running whose gradients will be computed, by recomputation too."""
         self._has_first_layer = False
 
     def _joined(self, num_layers: int) -> tuple[Scaling, Scaling]:
-        forward_format, gradient_format = self.settings.forward_format, self.settings.gradient_format
+        settings = self.settings
         return (
-            Scaling(3 * num_layers, forward_format, self.settings),
-            Scaling(2 * num_layers, gradient_format, self.settings),
+            Scaling(3 * num_layers, settings.forward_format, settings),
+            Scaling(2 * num_layers, settings.gradient_format, settings),
         )
 
     def new_layer(self) -> "LayerScaling":
@@ -110,26 +111,21 @@ class DelayedScaling:
         block.register_forward_hook(lambda *_: self._end_forward())
 
     def _begin_forward(self) -> None:
-        self._in_training_pass = torch.is_grad_enabled()
+        self.in_training_pass = torch.is_grad_enabled()
         self._has_first_layer = False
 
     def _end_forward(self) -> None:
         # Reducing what validation recorded changes no later maximum, and gives all ranks the state that rank 0 writes
         # into a checkpoint.
         self._forward.reduce(self._group)
-        if self._in_training_pass:
+        if self.in_training_pass:
             self._forward.update()
-        self._in_training_pass = False
+        self.in_training_pass = False
 
     def end_backward(self) -> None:
         """Updates the gradients' scales; called by layers whose `LayerScaling.ends_backward` is set."""
         self._backward.reduce(self._group)
         self._backward.update()
-
-    @property
-    def in_training_pass(self) -> bool:
-        """Whether a block's forward pass is running whose gradients will be computed, by recomputation too."""
-        return self._in_training_pass
 
     def claim_first_layer(self) -> bool:
         """True for the first caller in each forward pass of a block."""

@@ -21,6 +21,8 @@ rounded.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,32 +77,32 @@ class LinearProducts:
         input_codes = self._cast(rows.detach(), Role.input)
         if is_first_microbatch or self._weight is None:
             self._weight = self._cast(weight.detach(), Role.weight)
-        call = _Call(self._cast, self._wgrad_fp8, input_codes, self._weight, listener)
+        call = _Call(
+            cast=self._cast,
+            wgrad_fp8=self._wgrad_fp8,
+            x=input_codes,
+            weight=self._weight,
+            ends_backward=isinstance(self._cast, LayerScaling) and self._cast.ends_backward,
+            listener=listener,
+        )
         y: torch.Tensor = _Linear.apply(rows, weight, bias, call)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
     """One forward pass of a layer; keeps its codes until the backward pass has read them."""
 
-    def __init__(
-        self,
-        cast: Cast,
-        wgrad_fp8: bool,
-        x: Directions,
-        weight: Directions,
-        listener: Callable[[], ProductListener | None],
-    ) -> None:
-        self.cast = cast
-        self.wgrad_fp8 = wgrad_fp8
-        self.x = x
-        self.weight = weight
-        self.ends_backward = isinstance(cast, LayerScaling) and cast.ends_backward
-        self._listener = listener
+    cast: Cast
+    wgrad_fp8: bool
+    x: Directions
+    weight: Directions
+    ends_backward: bool
+    listener: Callable[[], ProductListener | None]
 
     def tell(self, phase: Phase, *operands: Quantised | torch.Tensor) -> None:
         """Reports a product right before it is computed."""
-        listener = self._listener()
+        listener = self.listener()
         if listener is not None:
             first, second = (_operand(role, data) for role, data in zip(OPERANDS[phase], operands, strict=True))
             listener(Product(phase=phase, operands=(first, second)))
@@ -258,11 +260,11 @@ class EmulatedLayers(LocalLayers):
 
     def column_parallel_linear(self) -> Any:
         """What builds column-parallel layers."""
-        return self._column
+        return partial(self._build, ColumnParallelLinear, EmulatedColumnParallelLinear)
 
     def row_parallel_linear(self) -> Any:
         """What builds row-parallel layers."""
-        return self._row
+        return partial(self._build, RowParallelLinear, EmulatedRowParallelLinear)
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         """The norm's class."""
@@ -279,12 +281,6 @@ class EmulatedLayers(LocalLayers):
                 (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
             ):
                 norm.is_rounded = not isinstance(linear, EmulatedColumnParallelLinear)
-
-    def _column(self, *args: Any, name: str, **kwargs: Any) -> torch.nn.Module:
-        return self._build(ColumnParallelLinear, EmulatedColumnParallelLinear, *args, name=name, **kwargs)
-
-    def _row(self, *args: Any, name: str, **kwargs: Any) -> torch.nn.Module:
-        return self._build(RowParallelLinear, EmulatedRowParallelLinear, *args, name=name, **kwargs)
 
     def _build(
         self, plain: type[torch.nn.Module], emulated: type[_EmulatedLinear], *args: Any, name: str, **kwargs: Any
