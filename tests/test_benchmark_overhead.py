@@ -113,4 +113,5 @@ def test_the_loop_costs_less_than_5_percent_over_the_bare_loop(overheads):
 
 @pytest.mark.parametrize("kind", ["sleep", "burn"])
 def test_time_that_the_loop_loses_is_measured(kind, overheads):
-    assert overheads[kind] - overheads["as it is"] == pytest.approx(LOST, abs=PRECISION), overheads
+    # Beside busy processes a loop that slept also finds its caches cold, and loses more.
+    assert overheads[kind] - overheads["as it is"] >= LOST - PRECISION, overheads

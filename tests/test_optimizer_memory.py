@@ -187,7 +187,7 @@ def test_states_to_be_saved_are_cut_without_being_read():
     assert (part.shape, part.dtype, part.numel()) == ((1, 20, 30), torch.bfloat16, 600)
     assert torch.equal(part.dequantize(), moment.read(300, 900).bfloat16().view(1, 20, 30))
     assert reads == [(300, 900)]
-    with pytest.raises(NotImplementedError, match="to be saved"):
+    with pytest.raises(NotImplementedError, match=r"aten\.add"):
         _ = stored + 1
 
 
