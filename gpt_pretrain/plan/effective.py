@@ -22,7 +22,6 @@ from gpt_pretrain.spec.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
-from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.spec.recipes import DELAYED_KEYS, Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -171,9 +170,8 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
         for field in fields:
             for key in field.keys:
                 reached.setdefault(key, {})[f"{class_name}.{field.name}"] = _shown(field.value)
-    run = resolve(spec.config)
     for key in KEYS:
-        inert = why_no_effect(run, key) or _one_rank(spec, key)
+        inert = why_no_effect(spec, key) or _one_rank(spec, key)
         effective = reached.get(key, {})
         is_fp8 = is_fp8_key(key)
         if spec.fp8 is not None and spec.fp8.emulate and (is_fp8 or key == "model.fp8"):
