@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch.distributed import distributed_c10d
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver
@@ -175,6 +176,8 @@ def lay_out_anew(config: Config) -> None:
     nothing that was built in the former layout may be used any more.
     """
     parallel_state.destroy_model_parallel()
+    # Its cache refers to the last 32 models.
+    RotaryEmbedding.forward.cache_clear()
     gc.collect()
     for group in list(distributed_c10d._world.pg_map):
         if group != torch.distributed.GroupMember.WORLD:

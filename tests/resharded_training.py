@@ -240,15 +240,20 @@ def run_cases(folder: Path, cases: Iterable[str]) -> None:
 
     Args:
         folder: Where configurations are (`write_configs`), and where checkpoints and results go.
-        cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, with `GOES_ON` or `SPOILT` at its end as `load_in` says.
+        cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, with `GOES_ON` or `SPOILT` at its end as `load_in` says. Those of
+            one layout that follow each other share its process groups.
     """
     install_cpu_device()
     with process_groups(config_of("single", folder).model, read_launch(), detect_platform()):
+        laid_out = ""
         for case in cases:
             how = case[-1] if case.endswith((GOES_ON, SPOILT)) else ""
             *source, layout = case.removesuffix(how).split(">")
             config = config_of(layout, folder)
-            lay_out_anew(config)
+            # Most of a case's time: groups are opened again for another layout alone.
+            if layout != laid_out:
+                lay_out_anew(config)
+                laid_out = layout
             if source:
                 load_in(config, source[0], folder, f"{source[0]}.{layout}{how.removesuffix(GOES_ON)}", how)
             else:

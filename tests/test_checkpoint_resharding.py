@@ -96,9 +96,10 @@ def pair_parameters(pairs):
 
 
 def cases(num_ranks):
-    """What is saved and what is loaded by so many ranks."""
+    """What is saved and what is loaded by so many ranks, in the order of the layouts that load."""
     saved = [layout for layout, (ranks, _) in ALL_LAYOUTS.items() if ranks == num_ranks]
     hows = [(pair, GOES_ON if trains_on(*pair) else "") for pair in PAIRS] + [(ROUNDED, GOES_ON), (CONTROL, SPOILT)]
+    hows.sort(key=lambda how: how[0][1])
     return saved, [f"{source}>{target}{how}" for (source, target), how in hows if target in saved]
 
 
