@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
-from hydra._internal.defaults_list import DefaultsList
+from hydra._internal.config_repository import ConfigRepository, IConfigRepository
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -93,11 +93,15 @@ class _Files(ConfigRepository):
         super().__init__(config_search_path)
         self._read: dict[str, ConfigResult | None] = {}
 
-    def load_config(self, config_path: str) -> ConfigResult | None:
+    def read(self, config_path: str) -> ConfigResult | None:
+        """A file as it is, for who changes nothing; None where there is none."""
         if config_path not in self._read:
             self._read[config_path] = super().load_config(config_path)
+        return self._read[config_path]
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
         # A composition changes what it merges.
-        return copy.deepcopy(self._read[config_path])
+        return copy.deepcopy(self.read(config_path))
 
     def __deepcopy__(self, memo: object) -> "_Files":
         # Hydra copies the repository for each composition.
@@ -127,8 +131,11 @@ class Loader(ConfigLoaderImpl):
             )
         super().__init__(search_path)
         self.source = source
-        self.repository = _Files(search_path)
-        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self._files = _Files(search_path)
+        self.repository = self._files
+        # With the files of each, and those of the last one.
+        self._composed: dict[tuple[str, ...], tuple[DictConfig, list[ResultDefault]]] = {}
+        self._merged: list[ResultDefault] = []
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **kwargs: Any
@@ -136,8 +143,14 @@ class Loader(ConfigLoaderImpl):
         """Hydra's own; resolvers that were asked once, such as `${now:}`, answer the same again."""
         key = (run_mode.name, *overrides)
         if key not in self._composed:
-            self._composed[key] = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
-        return copy.deepcopy(self._composed[key])
+            composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
+            self._composed[key] = composed, self._merged
+        return copy.deepcopy(self._composed[key][0])
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        """Hydra's own, which alone sees the files of a composition."""
+        self._merged = defaults
+        return super()._compose_config_from_defaults_list(defaults, repo)
 
     def compose(self, overrides: Sequence[str], run_mode: RunMode = RunMode.RUN) -> DictConfig:
         """Hydra's composition, its `hydra` section included.
@@ -167,14 +180,14 @@ class Loader(ConfigLoaderImpl):
         """The options of a group: names of its YAML files."""
         return self.repository.get_group_options(group, ObjectType.CONFIG)
 
-    def defaults(self, overrides: Sequence[str]) -> DefaultsList:
-        """The YAML files of a composition in the order in which they are merged, and the groups' choices.
-
-        Raises:
-            ConfigError: The defaults list names something that does not exist.
-        """
-        with _told_as_config_error():
-            return self.compute_defaults_list(self.source.config_name, list(overrides), RunMode.RUN)
+    def files(self, overrides: Sequence[str]) -> Iterator[tuple[ResultDefault, ConfigResult]]:
+        """The YAML files of a composition that was made, as they are, in the order in which they are merged."""
+        _, merged = self._composed[RunMode.RUN.name, *overrides]
+        for default in merged:
+            if default.config_path is not None:
+                file = self._files.read(default.config_path)
+                assert file is not None, "Hydra lists only files that it found"
+                yield default, file
 
 
 @contextmanager

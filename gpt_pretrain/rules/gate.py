@@ -50,7 +50,7 @@ def _display(path: Path) -> str:
 
 
 def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Checks the keys of every YAML file that takes part.
+    """Checks the keys of every YAML file that took part in a composition.
 
     Returns:
         The problems, and for every key the file that set it last.
@@ -58,13 +58,11 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
     problems: list[str] = []
     origins: dict[str, str] = {}
     source = loader.source
-    for default in loader.defaults(overrides).defaults:
+    for default, loaded in loader.files(overrides):
         package = "" if default.package in (None, "_global_") else str(default.package)
-        if default.config_path is None or package.partition(".")[0] == "hydra":
+        if package.partition(".")[0] == "hydra":
             continue
-        loaded = loader.repository.load_config(default.config_path)
-        assert loaded is not None, "Hydra lists only files that it found"
-        name = default.config_path.removesuffix(".yaml") + ".yaml"
+        name = str(default.config_path).removesuffix(".yaml") + ".yaml"
         file = _display(Path(loaded.path.removeprefix("file://")) / name)
         if source.config_dir is not None and loaded.provider == "main" and (source.config_dir / name).is_file():
             hidden = _display(source.config_dir.resolve() / name)
@@ -159,10 +157,10 @@ class _Gate:
             overrides: Those that distinguish it.
         """
         try:
-            problems, origins = _check_files(self.loader, lines)
             composed = self.loader.compose(lines)
         except ConfigError as error:
             return None, list(error.problems)
+        problems, origins = _check_files(self.loader, lines)
         if composed.hydra.mode is RunMode.MULTIRUN and not self.multirun:
             return None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
         origins = {path: file for path, file in origins.items() if path not in self.given}

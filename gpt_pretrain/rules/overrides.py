@@ -76,7 +76,7 @@ class CommandLine:
 
     def _is_chosen(self, group: str) -> bool:
         """Whether the defaults list has the group; `+` adds one that it does not have (a user's own)."""
-        return group in self.loader.defaults([]).overrides.known_choices
+        return group in self.loader.compose([]).hydra.runtime.choices
 
     def _check_keys(self, override: Override) -> None:
         line = str(override.input_line)
