@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,9 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
+
+# A shell starts what runs in its background with Ctrl-C ignored, and whatever that starts ignores it, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
