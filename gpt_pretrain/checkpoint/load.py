@@ -42,6 +42,7 @@ from gpt_pretrain.megatron.optimizer_state import (
     share_weights_of_masters,
 )
 from gpt_pretrain.megatron.parallel import seed_dropout
+from gpt_pretrain.megatron.pickles import harmless_state, restricted
 
 _KEYS_SHOWN = 20
 # megatron-core's name of what is no tensor.
@@ -189,10 +190,12 @@ def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Ca
         get_default_load_sharded_strategy(str(path)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    _check_keys(path, wanted, left_out)
-    state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
+    with restricted(path):
+        _check_keys(path, wanted, left_out)
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
     for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
-        chunk.load_state_dict(state[key] | dict.fromkeys(not_restored[key]))
+        scales = {name: harmless_state(name, value) for name, value in state[key].items() if EXTRA_STATE in name}
+        chunk.load_state_dict(state[key] | scales | dict.fromkeys(not_restored[key]))
     return state
 
 

@@ -9,11 +9,12 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import stat
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError
@@ -24,6 +25,8 @@ FORMAT_VERSION = 1
 
 # Hashing releases Python's lock: four threads read as fast as most file systems can.
 _NUM_THREADS = 4
+# Names that torch's reader and megatron-core's look for.
+_READ = (".metadata", "*.distcp", "common.pt", "metadata.json")
 # The packages that a checkpoint depends on.
 _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
 
@@ -35,6 +38,19 @@ class FileDigest:
     num_bytes: int
     sha256: str
     """Hexadecimal."""
+
+    @classmethod
+    def of(cls, name: str, entry: Any) -> Self:
+        """A file's entry in `manifest.json`.
+
+        Raises:
+            ValueError: The file is in another directory, or it is no entry.
+        """
+        if PurePath(name).name != name:
+            raise ValueError(f"{name!r} is no name of a file in its directory")
+        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("num_bytes", "sha256")] != [int, str]:
+            raise ValueError(f"{name!r} has no num_bytes and sha256")
+        return cls(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +112,7 @@ class Manifest:
             accepted = _ACCEPTED[typing.get_origin(field.type) or field.type]
             if not isinstance(values.get(field.name), accepted):
                 raise ValueError(f'"{field.name}" is missing or no {" or ".join(kind.__name__ for kind in accepted)}')
-        files = {name: FileDigest(**entry) for name, entry in values["files"].items()}
+        files = {name: FileDigest.of(name, entry) for name, entry in values["files"].items()}
         known = {field.name: values[field.name] for field in fields}
         return cls(**{**known, "files": files})
 
@@ -154,7 +170,7 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
     if not isinstance(values, dict) or "format_version" not in values:
         raise UserError(f"{file} is garbled (it states no format_version); {_ANOTHER}")
@@ -219,7 +235,8 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
 def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
     """Compares the files of a checkpoint with its manifest: this rank's share of them (`deal`), with several threads.
 
-    Other files in the directory are not looked at.
+    Files that the manifest does not know are told as well where torch or megatron-core would read them; others in the
+    directory are not looked at.
 
     Args:
         path: The checkpoint's directory.
@@ -229,13 +246,19 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
         num_ranks: How many shares; 1 for the whole.
 
     Returns:
-        A sentence for each file that is missing, truncated or changed; empty if none is.
+        A sentence for each file that is missing, truncated, changed or unknown; empty if none is.
     """
+    strays = [] if rank else sorted({file for name in _READ for file in path.glob(name)})
+    unknown = [
+        f"{file} is unknown to the checkpoint's manifest; move it away"
+        for file in strays
+        if file.name not in manifest.files
+    ]
     sizes = [file.num_bytes for file in manifest.files.values()]
     names = deal(list(manifest.files), sizes, num_ranks)[rank]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         found = threads.map(lambda name: _problem(path / name, manifest.files[name], hashes=hashes), names)
-        return [problem for problem in found if problem is not None]
+        return [*unknown, *(problem for problem in found if problem is not None)]
 
 
 def check_files_on_all_ranks(path: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
@@ -252,7 +275,10 @@ def check_files_on_all_ranks(path: Path, manifest: Manifest, *, hashes: bool = T
 
 def _problem(path: Path, expected: FileDigest, *, hashes: bool) -> str | None:
     try:
-        num_bytes = path.stat().st_size
+        found_there = path.stat()
+        if not stat.S_ISREG(found_there.st_mode):
+            return f"{path} is no regular file"
+        num_bytes = found_there.st_size
         if num_bytes != expected.num_bytes:
             how = "is truncated" if num_bytes < expected.num_bytes else "has grown"
             return f"{path} {how}: it has {num_bytes} bytes, and {expected.num_bytes} were written"

@@ -37,6 +37,7 @@ from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from gpt_pretrain.megatron.pickles import restrict
 
 # megatron-core's place for what is no tensor.
 _COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
@@ -124,11 +125,9 @@ class CheckpointTensors:
     """
 
     def __init__(self, path: Path) -> None:
+        restrict()
         self._reader = FileSystemReader(path)
-        try:
-            metadata = self._reader.read_metadata()
-        except Exception as error:  # a garbled pickle raises almost anything
-            raise UserError(f"{path / '.metadata'} cannot be read: {error!r}; use another checkpoint") from error
+        metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors = {
             key: entry

@@ -144,7 +144,7 @@ def build_datasets(
         At least as many samples as asked for; None for validation if none were.
 
     Raises:
-        UserError: The cache directory is not shared by all nodes.
+        UserError: The cache directory is not shared by all nodes, or what it holds of this run is damaged.
     """
     model = config.model
     if corpus.is_mock:
@@ -173,6 +173,8 @@ def build_datasets(
             f"this rank does not see the sample index that rank 0 wrote ({error.filename}): model.data.cache_dir "
             f"(now {cache}) must be a directory that all nodes share"
         ) from error
+    except (pickle.UnpicklingError, ValueError, EOFError) as error:
+        raise UserError(f"{index} holds no indices of samples: {error}; remove it, and it is built again") from error
     train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0))
     if valid_dataset is None:
         return train, None

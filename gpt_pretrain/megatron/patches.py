@@ -230,6 +230,21 @@ GRAPH_MEMORY = Patch(
     until="delete_cuda_graphs gives the graphs' memory back",
 )
 
+CHECKPOINT_INDEX = Patch(
+    place="torch.distributed.checkpoint.filesystem:FileSystemReader",
+    names={"read_metadata": ("self", "args", "kwargs")},
+    what="a checkpoint's index is unpickled by a list of names (pickles.py)",
+    why="torch 2.11 unpickles it freely, so that whoever wrote the checkpoint runs code in whoever loads it",
+    until="torch reads .metadata by a list, or not as a pickle",
+)
+CHECKPOINT_OBJECTS = Patch(
+    place="torch.distributed.checkpoint.default_planner:DefaultLoadPlanner",
+    names={"load_bytes": ("self", "read_item", "value")},
+    what="a checkpoint's objects are loaded with weights_only=True",
+    why="torch 2.11 loads them with weights_only=False",
+    until="torch's planner loads them with weights_only=True",
+)
+
 
 def _watched(place: str, *names: str) -> Patch:
     return Patch(

@@ -26,6 +26,7 @@ from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import Model, build_gpt_chunks
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
+from gpt_pretrain.megatron.pickles import restricted
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.run_spec import build_run_spec
 
@@ -299,6 +300,7 @@ def loaded_model(saved: SavedModel, config: Config) -> Iterator[torch.nn.Module]
         wanted = chunk.sharded_state_dict(metadata=dict(METADATA))
         # Scales of FP8 layers; those of the layers without FP8 are empty.
         extra_states = take_extra_states(wanted)
-        state = dist_checkpointing.load({"model": wanted}, str(saved.path))["model"]
+        with restricted(saved.path):
+            state = dist_checkpointing.load({"model": wanted}, str(saved.path))["model"]
         chunk.load_state_dict(state | dict.fromkeys(extra_states))
         yield Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk

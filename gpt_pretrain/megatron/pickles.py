@@ -1,0 +1,151 @@
+"""A checkpoint is read without running anything that it says: pickles may name what is on a list, and nothing else.
+
+torch keeps a checkpoint's index and its objects (random states, step counts, FP8 scales) as pickles, and Transformer
+Engine keeps each layer's scales as a pickle in a tensor. A pickle calls whatever it names. A checksum is no
+protection: whoever can write the pickle can write that, too. What a file names beyond the lists is an error before it
+is looked up. (megatron-core reads its indices of samples, which may be pickles, by a list of its own.)
+"""
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from megatron.core import safe_globals
+from torch.distributed.checkpoint import metadata as index_of_torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.megatron import patches
+from gpt_pretrain.megatron.patches import patch
+
+# What torch's writer puts into an index (torch 2.11), and into those of earlier versions.
+_INDEX = frozenset(
+    {
+        *(
+            (index_of_torch.__name__, name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+    }
+)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _INDEX:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        return super().find_class(module, name)
+
+
+def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    """`FileSystemReader.read_metadata` (torch 2.11) by the list, for files of the checkpoint's own directory alone."""
+    path = self._get_metadata_path(kwargs.get("rank"))
+    try:
+        with self.fs.create_stream(path, "rb") as stream:
+            index = _IndexUnpickler(stream).load()
+        assert isinstance(index, Metadata), "it is no index"
+        names = {str(info.relative_path) for info in index.storage_data.values()}
+    except FileNotFoundError:
+        # torch has a way on.
+        raise
+    except Exception as error:  # a garbled pickle raises almost anything
+        raise UserError(f"{path} cannot be read: {error}; use another checkpoint") from error
+    for name in names:
+        if PurePath(name).name != name:
+            raise UserError(f"{path} names a file outside of its directory: {name}; use another checkpoint")
+    if index.storage_meta is None:
+        index.storage_meta = StorageMeta()
+    index.storage_meta.load_id = self.load_id
+    return index
+
+
+_torch_load_bytes = DefaultLoadPlanner.load_bytes
+
+
+def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    """`DefaultLoadPlanner.load_bytes`, given a copy of what could be read by torch's own list and megatron-core's."""
+    try:
+        loaded = torch.load(value, weights_only=True)
+    except pickle.UnpicklingError as error:
+        name = read_item.dest_index.fqn
+        raise UserError(f"{name} in the checkpoint cannot be read: {_reason(error)}; use another checkpoint") from error
+    copy = io.BytesIO()
+    torch.save(loaded, copy)
+    copy.seek(0)
+    _torch_load_bytes(self, read_item, copy)
+
+
+def restrict() -> None:
+    """Closes the doors for the life of the process; calling it again changes nothing."""
+    safe_globals.register_safe_globals()
+    patch(patches.CHECKPOINT_INDEX, read_metadata=_read_metadata)
+    patch(patches.CHECKPOINT_OBJECTS, load_bytes=_load_bytes)
+
+
+@contextmanager
+def restricted(checkpoint: Path) -> Iterator[None]:
+    """Inside, torch and megatron-core read a checkpoint; `restrict` is in force, then and from now on.
+
+    Args:
+        checkpoint: Its directory.
+
+    Raises:
+        UserError: It names what no checkpoint needs, or cannot be read; torch's own error says less.
+    """
+    restrict()
+    # torch takes an error in the index for an index that is not there, and looks for another.
+    FileSystemReader(checkpoint).read_metadata()
+    try:
+        yield
+    except CheckpointException as error:
+        for failure, _ in error.failures.values():
+            if isinstance(failure, UserError):
+                raise UserError(str(failure)) from error
+        raise
+
+
+def harmless_state(name: str, state: Any) -> Any:
+    """A layer's FP8 state as Transformer Engine takes it, pickled anew from what megatron-core's list lets through.
+
+    Args:
+        name: Of the state in the checkpoint.
+        state: What the checkpoint holds: bytes as a tensor, uint8 [n]; anything else was read by the lists already.
+
+    Raises:
+        UserError: It names something else.
+    """
+    if not isinstance(state, torch.Tensor) or not state.numel():
+        return state
+    try:
+        values = safe_globals.SafeUnpickler(io.BytesIO(state.detach().cpu().numpy().tobytes())).load()
+    except Exception as error:  # a garbled pickle raises almost anything
+        raise UserError(f"{name} in the checkpoint cannot be read: {error}; use another checkpoint") from error
+    return torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
+
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """torch's, without its advice to load the file freely."""
+    _, found, reason = str(error).partition("WeightsUnpickler error: ")
+    return reason.partition("\n")[0].strip() if found else "it is no pickle of tensors and plain values"
