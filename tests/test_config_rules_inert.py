@@ -8,6 +8,7 @@ from gpt_pretrain.launch.ranks import read_launch
 
 LEAN = ("model.optim.use_precision_aware_optimizer=true", "model.use_distributed_optimizer=true")
 SGD = ("model.optim.name=sgd",)
+DELAYED = ("fp8=delayed", "model.fp8_emulate=true")
 WSD = ("optimizer=adam_wsd", "model.optim.sched.wsd_decay_steps=5")
 
 
@@ -62,6 +63,18 @@ def jobs(*arguments):
             ("model.optim.sched.warmup_steps=0",),
             (),
         ),
+        (
+            "logging.fp8_saturation_threshold=0.01",
+            "logging.fp8_saturation_threshold=0.01 model.fp8=false",
+            (),
+            DELAYED,
+        ),
+        (
+            "model.fp8_amax_compute_algo=max",
+            "model.fp8_amax_compute_algo=max model.fp8_amax_history_len=1",
+            (*DELAYED, "model.fp8_amax_history_len=1"),
+            (*DELAYED, "model.fp8_amax_history_len=2"),
+        ),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(key, names, without, with_effect):
@@ -71,6 +84,21 @@ def test_a_key_that_nothing_reads_is_refused(key, names, without, with_effect):
     (problem,) = refused.value.problems
     assert problem.startswith(names.split()[0] + " ")
     assert [name for name in names.split() if name not in problem] == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.fp8_amax_compute_algo=most_recent"],
+        ["model.fp8_amax_history_len=1"],
+        # NeMo 1.x's own values before it took Transformer Engine's.
+        ["model.fp8_amax_history_len=1", "model.fp8_amax_compute_algo=most_recent"],
+        # Accelerate's.
+        ["model.fp8_amax_history_len=1024", "model.fp8_amax_compute_algo=most_recent"],
+    ],
+)
+def test_a_history_and_an_algorithm_that_agree_pass(overrides):
+    assert len(jobs(*DELAYED, *overrides)) == 1
 
 
 def test_of_a_sweep_the_runs_that_do_not_read_it_are_named():

@@ -85,6 +85,11 @@ WRONG = {
     "an interval that TE ignores": Refused(
         "fp8=delayed model.fp8_interval=2", told="model.fp8_interval=2 1.8", offers="model.fp8_interval=1,null"
     ),
+    "a history of which the newest amax counts": Refused(
+        "fp8=delayed model.fp8_amax_history_len=16 model.fp8_amax_compute_algo=most_recent",
+        told="model.fp8_amax_history_len=16 model.fp8_amax_compute_algo=most_recent",
+        offers="model.fp8_amax_history_len=null | model.fp8_amax_compute_algo=max",
+    ),
     "delayed scaling's keys elsewhere": Refused(
         "fp8=tensorwise model.fp8_margin=0 model.fp8_amax_history_len=16",
         told="model.fp8_margin=0 model.fp8_amax_history_len=16 model.fp8_recipe=tensorwise",
@@ -234,6 +239,12 @@ WRONG = {
         "fp8=delayed model.fp8_exclude=['*.fc1']",
         told="model.fp8_exclude '*.fc1' decoder.layers.0.self_attention.linear_qkv",
         legal="fp8=delayed model.fp8_exclude=['*.linear_fc1']",
+    ),
+    "a pattern of layers that are out already": Refused(
+        f"fp8=tensorwise {KEPT} model.fp8_exclude=['*.linear_fc1','decoder.layers.3.*']",
+        told=f"model.fp8_exclude 'decoder.layers.3.*' {KEPT} decoder.layers.3.self_attention.linear_qkv 3",
+        offers="model.first_last_layers_bf16=false",
+        legal=f"fp8=tensorwise {KEPT} model.fp8_exclude=['*.linear_fc1','decoder.layers.2.*']",
     ),
     "a pattern where there are no layers": Refused(
         "fp8=delayed model.num_layers=0 model.fp8_exclude=['*']",

@@ -7,12 +7,13 @@ Transformer Engine (TE) 2.12.
 
 import fnmatch
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity
 from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.spec.products import ROUTER, Resolved
+from gpt_pretrain.spec.products import ROUTER, Resolved, linears
 from gpt_pretrain.spec.recipes import Fp8Settings, emulation, recipes_for
 
 # Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
@@ -165,11 +166,20 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     """Patterns that keep nothing out of FP8."""
     names = [linear.module for linear in run.linears if linear.layer >= 0 and linear.kind != ROUTER]
+    # What is out without any pattern: the first and last layers.
+    out = {linear.module for linear in linears(run.model, replace(settings, exclude=())) if linear.precision != "fp8"}
     for pattern in settings.exclude:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
             yield (
                 f"model.fp8_exclude: {pattern!r} matches no linear layer; they are named "
                 f"{names[0]} … {names[-1]}, and * stands for anything"
+            )
+        elif out.issuperset(matching):
+            yield (
+                f"model.fp8_exclude: {pattern!r} has no effect with model.first_last_layers_bf16=true, which keeps "
+                f"{matching[0]}{f' and {len(matching) - 1} more' if matching[1:] else ''} out already; leave the "
+                "pattern out, or use first_last_layers_bf16=false"
             )
 
 

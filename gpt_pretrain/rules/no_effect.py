@@ -10,6 +10,7 @@ from functools import cache, reduce
 from typing import Any
 
 from gpt_pretrain.config.choices import (
+    AmaxComputeAlgo,
     DataImpl,
     MainParamsDtype,
     MoeLoadBalancing,
@@ -44,7 +45,7 @@ class NoEffect:
     silent: tuple[Any, ...] | None = None
     """Values that ask for nothing; None: null, false and empty."""
     only_given: bool = False
-    """Every value asks for something; only the command line shows that somebody wants it."""
+    """Only the command line shows that somebody wants the value; without `silent`, every value asks for something."""
     is_harmless: bool = False
     """Nobody expects the key to count: the plan shows it, and no rule refuses it."""
 
@@ -69,6 +70,18 @@ def _without_history(run: Resolved) -> str:
     if run.fp8 is None or run.fp8.recipe.keeps_history:
         return ""
     return f"model.fp8_recipe={run.fp8.recipe.name}: {run.fp8.recipe.scales_from}"
+
+
+def _one_amax_counts(run: Resolved) -> str:
+    if run.fp8 is None or not run.fp8.recipe.keeps_history:
+        return ""
+    newest = run.fp8.amax_compute_algo is AmaxComputeAlgo.most_recent
+    return "model.fp8_amax_compute_algo=most_recent" if newest else ""
+
+
+def _one_amax_kept(run: Resolved) -> str:
+    one = run.fp8 is not None and run.fp8.recipe.keeps_history and run.fp8.amax_history_len == 1
+    return "model.fp8_amax_history_len=1" if one else ""
 
 
 def _nothing_to_reset(run: Resolved) -> str:
@@ -189,7 +202,22 @@ def _table() -> tuple[NoEffect, ...]:
         NoEffect(key="logging.fp8_statistics_interval", why=_without_fp8, instead="model.fp8=true, or null"),
         NoEffect(key="checkpoint.reset_fp8_state", why=_without_fp8, instead="false"),
         NoEffect(key="checkpoint.reset_fp8_state", why=_nothing_to_reset, instead="false"),
+        NoEffect(key="logging.fp8_saturation_threshold", why=_without_fp8, instead="", only_given=True),
         *(NoEffect(key=f"model.{name}", why=_without_history, instead="null, or fp8=delayed") for name in DELAYED_KEYS),
+        NoEffect(
+            key="model.fp8_amax_history_len",
+            why=_one_amax_counts,
+            instead="null, or fp8_amax_compute_algo=max",
+            # The recipe's own length, which conf/ names, and the length that says the same (NeMo's pair of old).
+            silent=(None, 1, 1024),
+        ),
+        NoEffect(
+            key="model.fp8_amax_compute_algo",
+            why=_one_amax_kept,
+            instead="",
+            silent=(None, AmaxComputeAlgo.most_recent),
+            only_given=True,
+        ),
         NoEffect(
             key="model.fp8_interval",
             why=lambda run: (
@@ -375,6 +403,7 @@ def given_without_effect(config: Config, given: frozenset[str]) -> list[str]:
         f"{_setting(config, row.key)} has no effect with {why}; leave it out"
         for row in _table()
         if row.only_given
+        and (row.silent is None or row.is_asked(config))
         and any(path == row.key or path.startswith(f"{row.key}.") for path in given)
         and (why := row.why(run))
     ]
