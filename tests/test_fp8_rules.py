@@ -117,8 +117,8 @@ WRONG = {
         legal=f"fp8=tensorwise {EMULATE} model.fp8_wgrad=true",
     ),
     "FP8 between projections and attention": Refused(
-        f"fp8=delayed {ATTENTION} model.fp8_multi_head_attention=true",
-        told="model.fp8_multi_head_attention=true",
+        "fp8=delayed model.fp8_multi_head_attention=true",
+        told="model.fp8_multi_head_attention=true model.fp8_dot_product_attention=false",
         offers="model.fp8_multi_head_attention=false",
     ),
     "attention in blocks": Refused(

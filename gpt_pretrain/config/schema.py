@@ -251,7 +251,7 @@ class ModelConfig:
     fp8_dot_product_attention: bool
     """Attention's own two products in FP8 (delayed, tensorwise; Transformer Engine's fused attention only)."""
     fp8_multi_head_attention: bool
-    """FP8 tensors between projections and attention; refused, as megatron-core 0.19 has no way to do it."""
+    """FP8 tensors between projections and attention; refused, as TE 2.12 turns FP8 attention on for it unasked."""
     first_last_layers_bf16: bool
     """Keep the first and last layers out of FP8; not with delayed, where fp8_exclude does it."""
     num_layers_at_start_in_bf16: int | None

@@ -69,6 +69,13 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
     """FP8 in attention's own products, which only TE's fused attention computes."""
     model = config.model
+    if settings.multi_head_attention:
+        # TEDelayedScaling hands it on as fp8_mha; DotProductAttention.forward then sets the recipe's fp8_dpa.
+        yield (
+            "model.fp8_multi_head_attention=true makes Transformer Engine 2.12 compute attention in FP8, whatever "
+            f"model.fp8_dot_product_attention={show(settings.dot_product_attention)} says, and neither plan nor proof "
+            "covers it; use fp8_multi_head_attention=false"
+        )
     if not settings.dot_product_attention:
         return
     if settings.recipe.why_not("fp8_dot_product_attention") is not None:

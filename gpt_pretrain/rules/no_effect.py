@@ -241,16 +241,6 @@ def _table() -> tuple[NoEffect, ...]:
             instead="null, or fp8=delayed with model.fp8_emulate=true",
             silent=(None, True),
         ),
-        NoEffect(
-            key="model.fp8_multi_head_attention",
-            why=lambda run: (
-                # TE's own MultiheadAttention asks its projections for FP8 outputs by `fp8_output`; megatron-core's
-                # attention never does.
-                "megatron-core 0.19 passes BF16 tensors between the projections and attention, whatever the recipe says"
-                * (run.fp8 is not None)
-            ),
-            instead="false",
-        ),
         *(
             NoEffect(key=f"model.{name}", why=_all_layers_in_fp8, instead="first_last_layers_bf16=true, or null")
             for name in _KEPT_LAYERS[1:]
