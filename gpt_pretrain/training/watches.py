@@ -3,7 +3,7 @@
 Delayed scaling casts with the amaxes of earlier passes. Before the first pass there are none, and Transformer Engine
 starts with scales of 1. Gradients shrink with the tokens of a batch, and E5M2's smallest number is 2^-16: under a scale
 of 1 little or nothing of a gradient is left. A first step of one microbatch trains on that little: a seventh of the
-gradient's norm with GPT-2 124M and 32,768 tokens, after which the loss was 0.4 to 2.4% above BF16's for fifteen steps
+gradient's norm with GPT-2 124M and 32,768 tokens, after which fifteen losses were up to 2.37% away from BF16's
 (benchmarks/fp8_h200.md#until-scales-have-settled).
 
 One pass does not show all amaxes. The first shows the gradients that come down the residual stream, which is in BF16.
