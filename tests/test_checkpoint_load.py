@@ -5,6 +5,7 @@ import hashlib
 import re
 import shutil
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ import torch
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.manifest import read_manifest
 from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, choose_start, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress, take_extra_states
+from gpt_pretrain.checkpoint.state import Progress, describe_fp8_state, keeps_fp8_state, take_extra_states
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.spec.products import resolve
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 
 DATA = {"tokenizer": "of the run", "tokens": "of the run", "splits": "of the run"}
@@ -399,6 +401,44 @@ def test_weights_of_another_model_or_tokenizer_are_refused(kept):
         load_weights(checkpoint, training.trainable, training.config, DATA)
     with emulated_training() as training, pytest.raises(UserError, match="other data: tokenizer changed"):
         load_weights(checkpoint, training.trainable, training.config, {**DATA, "tokenizer": "another"})
+
+
+DELAYED, TENSORWISE, BLOCKWISE = emulate("delayed"), emulate("tensorwise"), emulate("blockwise")
+ATTENTION = "model.fp8_dot_product_attention=true"
+SHORT = "model.fp8_amax_history_len=16"
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "told"),
+    [
+        (DELAYED, DELAYED, None),
+        ((*DELAYED, SHORT), DELAYED, ["model.fp8_amax_history_len=1024 (saved with 16)"]),
+        (DELAYED, TENSORWISE, ["model.fp8_recipe=tensorwise (saved with delayed)"]),
+        (DELAYED, BLOCKWISE, ["model.fp8_recipe=blockwise (saved with delayed)", "e4m3 (saved with e5m2)"]),
+        (DELAYED, (), ["model.fp8=false (saved with true)"]),
+        ((*TENSORWISE, ATTENTION), TENSORWISE, ["model.fp8_dot_product_attention=false (saved with true)"]),
+        # These have no state that could be dropped.
+        ((), DELAYED, None),
+        (TENSORWISE, DELAYED, None),
+        (TENSORWISE, BLOCKWISE, None),
+        (BLOCKWISE, (), None),
+    ],
+)
+def test_no_fp8_scales_are_dropped_unasked(saved, resumed, told):
+    held = describe_fp8_state(resolve(load_config(saved)).fp8)
+    settings = resolve(load_config(resumed)).fp8
+
+    def keeps(*, reset):
+        return keeps_fp8_state(Path("step_1"), settings, held, reset=reset)
+
+    assert keeps(reset=True) is False
+    if told is None:
+        assert keeps(reset=False) == (saved == resumed)
+        return
+    with pytest.raises(UserError) as refused:
+        keeps(reset=False)
+    told = ["step_1", *told, "checkpoint.reset_fp8_state=true"]
+    assert [text for text in told if text not in str(refused.value)] == []
 
 
 def test_fp8_states_of_all_experts_of_a_module_are_taken_out():

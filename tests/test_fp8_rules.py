@@ -39,18 +39,6 @@ WRONG = {
         told="logging.fp8_statistics_interval=100 model.fp8=false",
         offers="model.fp8=true | logging.fp8_statistics_interval=null",
     ),
-    "a reset of nothing": Refused(
-        "checkpoint.reset_fp8_state=true",
-        told="checkpoint.reset_fp8_state=true model.fp8=false",
-        offers="checkpoint.reset_fp8_state=false",
-        legal="fp8=delayed checkpoint.reset_fp8_state=true",
-    ),
-    "a reset of scales that nobody keeps": Refused(
-        "fp8=blockwise checkpoint.reset_fp8_state=true",
-        told="checkpoint.reset_fp8_state=true model.fp8_recipe=blockwise",
-        offers="checkpoint.reset_fp8_state=false",
-        legal=f"fp8=tensorwise {ATTENTION} checkpoint.reset_fp8_state=true",
-    ),
     "statistics at no step": Refused(
         "fp8=delayed logging.fp8_statistics_interval=0",
         told="logging.fp8_statistics_interval=0",

@@ -45,6 +45,30 @@ def finished(kept_run, start, tmp_path):
     return shutil.copytree(kept_run, tmp_path / "run")
 
 
+RESET = "checkpoint.reset_fp8_state=true"
+
+
+def test_fp8_scales_are_dropped_only_where_there_are_some_and_only_on_purpose(finished, start, tmp_path, capsys):
+    run = tmp_path / "fp8"
+    weights = f"checkpoint.init_from={finished / 'checkpoints' / NEWEST}"
+    for fresh in ((run, *EMULATED), (run, *EMULATED, weights), (run,)):
+        with pytest.raises(UserError, match=r"^checkpoint\.reset_fp8_state=true .*; use reset_fp8_state=false$"):
+            start(*fresh, RESET)
+    assert not (run / "checkpoints").exists()
+    # BF16 and fp32 have no scales to drop.
+    assert start(run, *EMULATED, f"checkpoint.resume={finished / 'checkpoints' / NEWEST}", "trainer.max_steps=3") == 0
+    to_tensorwise = (run, "fp8=tensorwise", "model.fp8_emulate=true")
+    told = r"model\.fp8_recipe=tensorwise \(saved with delayed\).*; .*checkpoint\.reset_fp8_state=true$"
+    with pytest.raises(UserError, match=told):
+        start(*to_tensorwise, "trainer.max_steps=4")
+    assert start(*to_tensorwise, "trainer.max_steps=4", RESET) == 0
+    assert f"warning: every resume drops FP8 scales and amax histories: {RESET}\n" in capsys.readouterr().out
+    # Queued again, the same command goes on.
+    assert start(*to_tensorwise, "trainer.max_steps=5", RESET) == 0
+    assert f"note: {RESET} is passed over" in capsys.readouterr().out
+    assert [record.step for record in load_metrics(run).starts] == [2, 3, 4]
+
+
 @pytest.mark.parametrize("pointer", [None, b"\n", b"step_00000007\n", b"\xff\x00step"])
 def test_a_run_whose_latest_names_nothing_goes_on_and_says_where(finished, start, capsys, pointer):
     checkpoints = finished / "checkpoints"

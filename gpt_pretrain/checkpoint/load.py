@@ -23,7 +23,6 @@ from gpt_pretrain.checkpoint.state import (
     Progress,
     Trainable,
     architecture,
-    describe_fp8_state,
     differences,
     keeps_fp8_state,
     layout,
@@ -72,7 +71,8 @@ def load_checkpoint(
     Args:
         checkpoint: Where from.
         trainable: What to restore into, freshly built or trained before.
-        config: The run; its model must be the checkpoint's, and unless `checkpoint.reset_fp8_state`, its FP8 recipe.
+        config: The run; its model must be the checkpoint's; so must its FP8 recipe where that has state, unless
+            `checkpoint.reset_fp8_state`.
         data: Fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`).
 
     Raises:
@@ -87,7 +87,7 @@ def load_checkpoint(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
         )
     restores_fp8 = keeps_fp8_state(
-        path, describe_fp8_state(trainable.model.spec.fp8), manifest.fp8, reset=config.checkpoint.reset_fp8_state
+        path, trainable.model.spec.fp8, manifest.fp8, reset=config.checkpoint.reset_fp8_state
     )
     current = layout(model)
     restores_random_states = places_of_ranks(current) == places_of_ranks(manifest.layout)

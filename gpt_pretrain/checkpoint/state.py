@@ -224,6 +224,10 @@ def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
     """What decides the shape and the meaning of FP8 scales and histories; empty where there are none to keep."""
     if settings is None or (not settings.recipe.keeps_history and not settings.dot_product_attention):
         return {}
+    return _describe_fp8(settings)
+
+
+def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
     described = {
         "model.fp8_recipe": settings.recipe.name,
         "format of gradients": settings.gradient_format,
@@ -237,25 +241,26 @@ def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
     return described
 
 
-def keeps_fp8_state(path: Path, current: Mapping[str, str], saved: Mapping[str, str], *, reset: bool) -> bool:
-    """Whether FP8 scales and histories are restored; they are not where either side has none.
+def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool) -> bool:
+    """Whether FP8 scales and histories are restored; they are not where the checkpoint has none.
 
     Args:
         path: The checkpoint.
-        current: What describes this run's.
-        saved: What describes the checkpoint's.
+        settings: This run's FP8.
+        saved: What `describe_fp8_state` said of the checkpoint's.
         reset: `checkpoint.reset_fp8_state`.
 
     Raises:
-        UserError: Those of the checkpoint are of another kind.
+        UserError: The run would drop those of the checkpoint: it has none, or of another kind.
     """
-    if reset or not current or not saved:
+    if reset or not saved:
         return False
-    different = differences(current, saved)
+    current = {"model.fp8": "false"} if settings is None else _describe_fp8(settings)
+    different = differences(current, {"model.fp8": "true", **saved})
     if different:
         raise UserError(
-            f"{path} holds the FP8 scales of another recipe: {different}; resume with the saved values, or "
-            "let scales and amax histories start anew with checkpoint.reset_fp8_state=true"
+            f"{path} holds the FP8 scales of another recipe: {different}; resume with the saved values, or drop its "
+            "scales and amax histories with checkpoint.reset_fp8_state=true"
         )
     return True
 

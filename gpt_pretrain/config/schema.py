@@ -380,7 +380,8 @@ class CheckpointConfig:
     allow_data_change: bool
     """Go on with other data or another tokenizer than the checkpoint's; consumed samples count in the new data."""
     reset_fp8_state: bool
-    """Resume with fresh FP8 scales and amax histories, on purpose: after a change of recipe, history or TE version."""
+    """Drop the FP8 scales and amax histories of the checkpoint, on purpose: after a change of recipe, history or TE
+    version, or to BF16. Only on a resume."""
 
 
 @dataclass(kw_only=True, slots=True)

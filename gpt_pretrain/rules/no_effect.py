@@ -84,10 +84,6 @@ def _one_amax_kept(run: Resolved) -> str:
     return "model.fp8_amax_history_len=1" if one else ""
 
 
-def _nothing_to_reset(run: Resolved) -> str:
-    return "" if run.fp8 is not None and run.fp8.dot_product_attention else _without_history(run)
-
-
 def _no_high_precision_wgrad(run: Resolved) -> str:
     if run.fp8 is None or (run.fp8.recipe.leaves_wgrad_out and run.fp8.emulate):
         return ""
@@ -200,8 +196,6 @@ def _table() -> tuple[NoEffect, ...]:
         # FP8.
         *(NoEffect(key=key, why=_without_fp8, instead=turn_on) for key in fp8_keys),
         NoEffect(key="logging.fp8_statistics_interval", why=_without_fp8, instead="model.fp8=true, or null"),
-        NoEffect(key="checkpoint.reset_fp8_state", why=_without_fp8, instead="false"),
-        NoEffect(key="checkpoint.reset_fp8_state", why=_nothing_to_reset, instead="false"),
         NoEffect(key="logging.fp8_saturation_threshold", why=_without_fp8, instead="", only_given=True),
         *(NoEffect(key=f"model.{name}", why=_without_history, instead="null, or fp8=delayed") for name in DELAYED_KEYS),
         NoEffect(

@@ -49,8 +49,11 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
         changes = describe_changes(config, start.checkpoint.path)
         if changes is not None:
             console.note(changes)
-        if config.checkpoint.reset_fp8_state:
-            console.warning("FP8 scales and amax histories start anew at every resume: checkpoint.reset_fp8_state=true")
+        if config.checkpoint.reset_fp8_state and start.checkpoint.manifest.fp8:
+            console.warning("every resume drops FP8 scales and amax histories: checkpoint.reset_fp8_state=true")
+        elif config.checkpoint.reset_fp8_state:
+            # A run that has dropped them may be requeued with the same command.
+            console.note("checkpoint.reset_fp8_state=true is passed over: the checkpoint holds no FP8 scales")
     if setup.corpus.tokenizer is None and config.sample.max_new_tokens > 0:
         console.note("no text sample at the end: model.tokenizer.library=none has no text")
     if lock_note is not None:

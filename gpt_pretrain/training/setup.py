@@ -6,8 +6,9 @@ from pathlib import Path
 
 from gpt_pretrain.checkpoint.load import Restored, load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.start import Start, choose_start
-from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.checkpoint.state import Progress, Trainable, keeps_fp8_state
 from gpt_pretrain.config.derived import num_train_samples
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
@@ -54,10 +55,12 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         run_dir: Its directory, held by this run.
 
     Raises:
-        UserError: There is no such checkpoint, it is damaged, or it does not fit the run.
+        UserError: There is no such checkpoint, it is damaged, or it does not fit the run; or there are no FP8 scales
+            for `checkpoint.reset_fp8_state` to drop.
     """
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
+    _check_fp8_state(start, spec)
     model = build_model(spec, emulated_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
@@ -85,6 +88,18 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         train_data=train_data,
         valid_data=valid_data,
     )
+
+
+def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:
+    """Refuses, before a model is built, to drop FP8 scales unasked, and a request to drop those of no checkpoint."""
+    reset = spec.config.checkpoint.reset_fp8_state
+    if start is not None and not start.weights_only:
+        keeps_fp8_state(start.checkpoint.path, spec.fp8, start.checkpoint.manifest.fp8, reset=reset)
+    elif reset:
+        raise UserError(
+            "checkpoint.reset_fp8_state=true has no effect: the run resumes from no checkpoint, and its FP8 scales are "
+            "new; use reset_fp8_state=false"
+        )
 
 
 def _restore(start: Start | None, trainable: Trainable, config: Config, corpus: Corpus) -> Restored:
