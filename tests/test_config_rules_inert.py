@@ -64,6 +64,18 @@ def jobs(*arguments):
             (),
         ),
         (
+            "trainer.spike_margin=50",
+            "trainer.spike_margin=50 trainer.max_spike_rewinds=null",
+            (),
+            ("trainer.max_spike_rewinds=1", "checkpoint.save_interval=100"),
+        ),
+        (
+            "sample.temperature=0",
+            "sample.temperature=0.0 sample.max_new_tokens=0",
+            ("sample.max_new_tokens=0",),
+            (),
+        ),
+        (
             "logging.fp8_saturation_threshold=0.01",
             "logging.fp8_saturation_threshold=0.01 model.fp8=false",
             (),

@@ -163,6 +163,18 @@ def _without_saves(run: Resolved) -> str:
     return "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)"
 
 
+def _without_rewinds(run: Resolved) -> str:
+    return "trainer.max_spike_rewinds=null" if run.config.trainer.max_spike_rewinds is None else ""
+
+
+def _without_sample(run: Resolved) -> str:
+    return "" if run.config.sample.max_new_tokens else "sample.max_new_tokens=0"
+
+
+def _without_wandb(run: Resolved) -> str:
+    return "" if run.config.logging.wandb else "logging.wandb=false"
+
+
 def _without_fused_loss(run: Resolved) -> str:
     return "model.cross_entropy_loss_fusion=false" if run.model.cross_entropy_loss_fusion is False else ""
 
@@ -350,6 +362,14 @@ def _table() -> tuple[NoEffect, ...]:
                 ("on_save_error", OnSaveError.stop),
             )
         ),
+        # The loop, and what it leaves.
+        NoEffect(key="trainer.spike_margin", why=_without_rewinds, instead="", only_given=True),
+        *(
+            NoEffect(key=f"sample.{name}", why=_without_sample, instead="", only_given=True)
+            for name in ("prompt", "temperature")
+        ),
+        NoEffect(key="logging.wandb_project", why=_without_wandb, instead="", only_given=True),
+        NoEffect(key="logging.wandb_entity", why=_without_wandb, instead="null, or logging=wandb"),
     )
 
 
