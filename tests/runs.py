@@ -60,9 +60,13 @@ def means_of_ten(losses: Sequence[float]) -> list[float]:
 
 def small_run_arguments(run_dir: Path, cache_dir: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Arguments of Python or torchrun for a small run on real text that no change of this repository changes."""
+    return ["-m", "gpt_pretrain", *SMALL_RUN, *small_corpus(cache_dir), f"run_dir={run_dir}", *overrides]
+
+
+def small_corpus(cache_dir: Path) -> list[str]:
+    """Overrides for the sources of Python's `email`, with data=text."""
     corpus = cache_dir / "sources.jsonl"
     if not corpus.exists():
         texts = [path.read_text(encoding="utf-8") for path in sorted(Path(email.__file__).parent.rglob("*.py"))]
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text), encoding="utf-8")
-    data = [f"model.data.text_files=[{corpus}]", f"model.data.cache_dir={cache_dir}"]
-    return ["-m", "gpt_pretrain", *SMALL_RUN, *data, f"run_dir={run_dir}", *overrides]
+    return [f"model.data.text_files=[{corpus}]", f"model.data.cache_dir={cache_dir}"]
