@@ -45,7 +45,7 @@ def validation_loss(training):
 def train(training, steps, *, proven=True):
     """Losses and gradient norms of these steps, the first of them proven, and of a validation before each third."""
     config, trainable = training.config, training.trainable
-    proof = Proof(trainable.model, trainable.optimizer) if config.model.fp8 and proven else None
+    proof = Proof(trainable.model, trainable.optimizer, step=1) if config.model.fp8 and proven else None
     curve = []
     for step in steps:
         if step % 3 == 0:

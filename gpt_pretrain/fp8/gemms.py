@@ -77,6 +77,8 @@ class Operand:
     """fp32: the factor of the values before they were rounded, one for the tensor [1] or one per block."""
     amax: torch.Tensor | None
     """fp32 [1]: the largest magnitude before the rounding; None where it is unknown."""
+    values: torch.Tensor | None = None
+    """What was rounded, of the shape of the codes; None where it is not kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +88,10 @@ class Product:
     phase: Phase
     operands: tuple[Operand, Operand]
     """In the order of `OPERANDS`."""
+    output: torch.Tensor | None = None
+    """The result, of the run's precision; None where the product has not been computed yet."""
+    bias: torch.Tensor | None = None
+    """What the result has in it beside the product, one value per column."""
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -93,7 +99,7 @@ class Product:
         return self.operands[0].format, self.operands[1].format
 
 
-# Called with each product of a linear layer, right before it is computed.
+# Called with each product of a linear layer: right before Transformer Engine computes it, right after emulation has.
 ProductListener = Callable[[Product], None]
 
 # Where delayed scaling keeps a tensor's history: which of the module's states, and which column.

@@ -1,9 +1,10 @@
 """The proof that the live layers did in their first training step what the configuration asked of FP8.
 
-During one step each rank watches every matrix product of its linear layers. Then it reads back their recipe objects and
-how they store their weights, and compares all of it with `spec/products.py` and `spec/recipes.py`. Any difference
-on any rank ends the run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts
-had no tokens, the other ranks prove their products (`fp8/observer.py`).
+During one step each rank watches every matrix product of its linear layers. Then it compares the products' formats and
+how the weights are stored with `spec/products.py` and `spec/recipes.py`. Of Transformer Engine's layers it reads back
+the recipe objects; of emulated ones it computes the numbers again (`fp8/values.py`). Any difference on any rank ends
+the run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts had no tokens,
+the other ranks prove their products (`fp8/observer.py`).
 
 `MasterCheck` compares FP8 weights with their masters after the optimizer's step. With the wrong fields set,
 megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and embeddings, but the matrices
@@ -12,19 +13,20 @@ parts have been gathered yet or not.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, spread_over_blocks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product, spread_over_blocks
 from gpt_pretrain.fp8.observer import (
     Difference,
     WatchedProducts,
@@ -32,6 +34,7 @@ from gpt_pretrain.fp8.observer import (
     observe_attention,
     observe_products,
 )
+from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
@@ -43,6 +46,8 @@ _WAY_OUT = (
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
 )
 
+# Of the same kind of difference.
+_MOST_ROWS = 3
 _NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
 
 # Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
@@ -86,13 +91,20 @@ def _table(differences: list[Difference]) -> str:
     for each in differences:
         places[each.what, each.planned, each.live].append(each.module)
     rows = [("what", "planned", "live", "where")]
+    # One fault may show in every layer, with other numbers in each.
+    rows_of: Counter[str] = Counter()
     for (what, planned, live), modules in places.items():
+        rows_of[what] += 1
+        if rows_of[what] > _MOST_ROWS:
+            continue
         rest = len(modules) - 1
         rows.append((what, planned, live, f"{modules[0]} and {rest} more" if rest else modules[0]))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
+    table = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
     )
+    left_out = sum(max(0, num - _MOST_ROWS) for num in rows_of.values())
+    return table + (f"\nand {left_out} more like these" if left_out else "")
 
 
 class Proof:
@@ -101,9 +113,10 @@ class Proof:
     Args:
         model: This rank's model; FP8 is on.
         optimizer: Its optimizer.
+        step: The number of the step.
     """
 
-    def __init__(self, model: Model, optimizer: MegatronOptimizer) -> None:
+    def __init__(self, model: Model, optimizer: MegatronOptimizer, step: int) -> None:
         spec, settings = model.spec, model.spec.fp8
         assert settings is not None, "without FP8 there is nothing to prove"
         self._spec = spec
@@ -115,6 +128,8 @@ class Proof:
         held = {layer.layer_number - 1 for chunk in self._chunks for layer in chunk.decoder.layers}
         self._planned = {linear.module: linear for linear in spec.linears if linear.layer in held}
         self._products = WatchedProducts(settings, self._high)
+        self._values: WatchedValues | None = None
+        self._turn = step + torch.distributed.get_rank()
         self._attention: dict[Phase, set[str]] = defaultdict(set)
         self._masters: MasterCheck | None = None
 
@@ -125,12 +140,26 @@ class Proof:
             self._masters = MasterCheck(
                 self._optimizer, {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
             )
-        note, note_idle = self._products.note, self._products.note_idle
+        if self._settings.emulate:
+            self._values = WatchedValues(
+                self._settings,
+                {name: linear for name, linear in self._planned.items() if linear.precision == "fp8"},
+                self._modules,
+                num_microbatches=self._spec.layout.num_microbatches,
+                turn=self._turn,
+            )
         with ExitStack() as stack:
-            stack.enter_context(observe_products(self._chunks, note, idle_listener=note_idle))
+            if self._values is not None:
+                stack.enter_context(self._values.watching())
+            stack.enter_context(observe_products(self._chunks, self._note, idle_listener=self._products.note_idle))
             if self._settings.dot_product_attention:
                 stack.enter_context(observe_attention(lambda phase, name: self._attention[phase].add(name)))
             yield
+
+    def _note(self, module: str, product: Product) -> None:
+        self._products.note(module, product)
+        if self._values is not None:
+            self._values.note(module, product)
 
     def judge(self, lr: float) -> Proven:
         """Compares the watched step with the plan, on all ranks together; every rank calls it.
@@ -163,12 +192,16 @@ class Proof:
             if module is None:
                 yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
                 continue
-            yield from _recipe_differences(linear, module, self._settings)
+            # What emulated layers were told is no evidence of what they do.
+            if not hasattr(module, "product_listener"):
+                yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
             live = _weight_storage(module)
             if live != planned:
                 yield Difference(module=name, what="weight stored in", planned=planned, live=live)
         yield from self._attention_differences()
+        if self._values is not None:
+            yield from self._values.differences(parallel_state.get_amax_reduction_group(with_context_parallel=True))
         if self._masters is not None:
             yield from self._masters.problems(lr)
 
@@ -221,10 +254,7 @@ def _planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
 
 
 def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
-    """The recipe of a layer's last forward pass: emulated, Transformer Engine's, or none."""
-    settings = getattr(module, "fp8_settings", None)
-    if isinstance(settings, Fp8Settings):
-        return _planned_recipe(settings)
+    """The recipe of a layer's last forward pass: Transformer Engine's, or none."""
     if not getattr(module, "fp8", False):
         return _NOT_IN_FP8
     meta: Any = module.fp8_meta

@@ -65,7 +65,7 @@ class FirstStep:
         self._log = log
         self._watchdog = watchdog
         self._meter = meter
-        self._proof = Proof(trainable.model, trainable.optimizer) if trainable.model.spec.fp8 is not None else None
+        self._is_due = trainable.model.spec.fp8 is not None
         self._scale_passes = 0
 
     def find_scales(self, iterators: Sequence[BatchIterator | None]) -> None:
@@ -88,10 +88,11 @@ class FirstStep:
         Args:
             step: Its number.
         """
-        proof, self._proof = self._proof, None
-        if proof is None:
+        if not self._is_due:
             yield
             return
+        self._is_due = False
+        proof = Proof(self._trainable.model, self._trainable.optimizer, step)
         with proof.watching():
             yield
         with self._meter.paused():

@@ -82,6 +82,9 @@ class LinearProducts:
             wgrad_fp8=self._wgrad_fp8,
             x=input_codes,
             weight=self._weight,
+            # The codes are all that the backward pass needs; those who check them need the values.
+            x_values=None if listener() is None else rows.detach(),
+            weight_values=weight.detach(),
             ends_backward=isinstance(self._cast, LayerScaling) and self._cast.ends_backward,
             listener=listener,
         )
@@ -97,21 +100,35 @@ class _Call:
     wgrad_fp8: bool
     x: Directions
     weight: Directions
+    x_values: torch.Tensor | None
+    """[tokens, in]; None where nobody is told about the products."""
+    weight_values: torch.Tensor
+    """[out, in]"""
     ends_backward: bool
     listener: Callable[[], ProductListener | None]
 
-    def tell(self, phase: Phase, *operands: Quantised | torch.Tensor) -> None:
-        """Reports a product right before it is computed."""
+    def tell(
+        self,
+        phase: Phase,
+        output: torch.Tensor,
+        *operands: Quantised | torch.Tensor,
+        dy: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Reports a product that has been computed."""
         listener = self.listener()
         if listener is not None:
-            first, second = (_operand(role, data) for role, data in zip(OPERANDS[phase], operands, strict=True))
-            listener(Product(phase=phase, operands=(first, second)))
+            values = {Role.input: self.x_values, Role.weight: self.weight_values, Role.output_gradient: dy}
+            first, second = (
+                _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
+            )
+            listener(Product(phase=phase, operands=(first, second), output=output, bias=bias))
 
 
-def _operand(role: Role, data: Quantised | torch.Tensor) -> Operand:
+def _operand(role: Role, data: Quantised | torch.Tensor, values: torch.Tensor | None) -> Operand:
     if isinstance(data, torch.Tensor):
         return Operand(role=role, format=str(data.dtype).removeprefix("torch."), codes=None, scale=None, amax=None)
-    return Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax)
+    return Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax, values=values)
 
 
 class _Linear(torch.autograd.Function):
@@ -124,11 +141,12 @@ class _Linear(torch.autograd.Function):
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         # The codes replace the values, unless the weight's gradient comes from the values.
         ctx.save_for_backward(None if call.wgrad_fp8 else x)
-        call.tell(Phase.forward, call.x.along_rows, call.weight.along_rows)
         y = call.x.along_rows.values() @ call.weight.along_rows.values().t()
         if bias is not None:
             y += bias.float()
-        return y.to(weight.dtype)
+        y = y.to(weight.dtype)
+        call.tell(Phase.forward, y, call.x.along_rows, call.weight.along_rows, bias=bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -137,16 +155,17 @@ class _Linear(torch.autograd.Function):
         codes = call.cast(dy.detach(), Role.output_gradient)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            call.tell(Phase.dgrad, codes.along_rows, call.weight.along_columns)
-            dx = (codes.along_rows.values() @ call.weight.along_columns.values()).to(dy.dtype).to(ctx.input_dtype)
+            dx = (codes.along_rows.values() @ call.weight.along_columns.values()).to(dy.dtype)
+            call.tell(Phase.dgrad, dx, codes.along_rows, call.weight.along_columns, dy=dy)
+            dx = dx.to(ctx.input_dtype)
         if ctx.needs_input_grad[1] and call.wgrad_fp8:
-            call.tell(Phase.wgrad, codes.along_columns, call.x.along_columns)
             product = codes.along_columns.values().t() @ call.x.along_columns.values()
             dw = product.to(ctx.weight_dtype)
+            call.tell(Phase.wgrad, dw, codes.along_columns, call.x.along_columns, dy=dy)
         elif ctx.needs_input_grad[1]:
             rounded = x.to(dy.dtype)
-            call.tell(Phase.wgrad, dy, rounded)
             dw = dy.t() @ rounded
+            call.tell(Phase.wgrad, dw, dy, rounded)
         if call.ends_backward:
             call.cast.end_backward()
         return dx, dw, dy.sum(dim=0) if ctx.has_bias else None, None
@@ -157,7 +176,6 @@ class _EmulatedLinear(torch.nn.Module):
 
     def __init__(self, *args: Any, settings: Fp8Settings, cast: Cast, name: str, **kwargs: Any) -> None:
         super().__init__(*args, name=name, **kwargs)
-        self.fp8_settings = settings
         self.product_listener: ProductListener | None = None
         self.is_first_microbatch = True
         """Set by megatron-core's schedules: the weight has changed."""
