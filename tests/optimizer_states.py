@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from gpt_pretrain.fp8.gemms import StepCasts
 from gpt_pretrain.kernels.adam import AdamState, AdamStep, Master, Moment, update
 from gpt_pretrain.megatron.optimizer import conditional_update
 from gpt_pretrain.training.step import compute_gradients
@@ -37,10 +38,12 @@ def assert_a_step_that_is_not_finite_changes_no_bit(training):
     training.step()
     before = states(training)
     for broken in (True, False):
+        casts = StepCasts(training.chunks)
         report = compute_gradients(trainable, training.iterators(first_sample=0))
         if broken:
             training.chunks[0].decoder.layers[1].mlp.linear_fc1.weight.main_grad[3, 5] = float("inf")
-        assert conditional_update(trainable.optimizer, report).skipped == broken
+        result = conditional_update(trainable.optimizer, report, casts.met_infinity(), settle=casts.settle)
+        assert result.skipped == broken
         assert all(map(torch.equal, states(training), before)) == broken
 
 

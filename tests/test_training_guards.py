@@ -3,14 +3,12 @@
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
 
 from gpt_pretrain.data.corpus import prepare_corpus
-from gpt_pretrain.fp8.gemms import Role, forget_non_finite_amaxes
-from gpt_pretrain.fp8.statistics import amax_history
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
@@ -113,23 +111,138 @@ def test_loss_and_gradient_are_both_watched(name, hook):
         assert not same(state(training), before)
 
 
-def test_an_infinite_amax_does_not_stay_in_the_history():
+FC2_OF_FIRST = "decoder.layers.0.mlp.linear_fc2"
+
+
+def spoil_input(value, calls=(0, 1)):
+    """One value of a layer's input, in some of its calls."""
+
+    def register(module):
+        number = count()
+
+        def hook(module, inputs):
+            return (_with(inputs[0], value), *inputs[1:]) if next(number) in calls else inputs
+
+        return module.register_forward_pre_hook(hook)
+
+    return register
+
+
+def spoil_output_gradient(value, calls=(0, 1)):
+    """One value of the gradient of a layer's output, in some of its calls."""
+
+    def register(module):
+        number = count()
+
+        def hook(module, inputs, result):
+            result[0].register_hook(lambda gradient: _with(gradient, value) if next(number) in calls else gradient)
+
+        return module.register_forward_hook(hook)
+
+    return register
+
+
+def _with(tensor, value):
+    tensor = tensor.clone()
+    tensor.view(-1)[5] = value
+    return tensor
+
+
+class SpoilWeight:
+    """One value of a weight, until it is removed."""
+
+    def __init__(self, module):
+        self._place = module.weight.data.view(-1)[5:6]
+        self._before = self._place.clone()
+        self._place.fill_(math.inf)
+
+    def remove(self):
+        self._place.copy_(self._before)
+
+
+def scaling(training):
+    """Scales and histories of delayed scaling; empty for other recipes."""
+    states = [state for layer in training.layers().values() for state in layer.fp8_meta.values()]
+    return [tensor.clone() for state in states for tensor in (state.scale, state.amax_history)]
+
+
+SPOILS = {
+    "input": spoil_input(math.inf),
+    "input of the first microbatch": spoil_input(-math.inf, calls=[0]),
+    "gradient": spoil_output_gradient(-math.inf),
+    "gradient of the first microbatch": spoil_output_gradient(math.inf, calls=[0]),
+    "weight": SpoilWeight,
+    "NaN in an input": spoil_input(math.nan),
+    "NaN in a gradient": spoil_output_gradient(math.nan, calls=[0]),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        emulate("delayed"),
+        emulate("delayed", "model.fp8_amax_history_len=1", "model.fp8_amax_compute_algo=most_recent"),
+        emulate("tensorwise", "parallelism=dp", "trainer.precision=bf16"),
+        emulate("blockwise"),
+        emulate("mxfp8"),
+    ],
+    ids=["delayed", "delayed, history of 1", "tensorwise", "blockwise", "mxfp8"],
+)
+def test_a_step_with_an_infinity_in_an_fp8_layer_might_as_well_not_have_been(overrides, spoil):
+    """A cast saturates, so that loss and gradients are finite; what follows is bit for bit a training without it."""
+    with emulated_training(*overrides) as training:
+        training.step()
+        before, scales = state(training), scaling(training)
+        handle = spoil(training.chunks[0].get_submodule(FC2_OF_FIRST))
+        result = training.result()
+        handle.remove()
+        assert result.skipped
+        assert same(state(training), before)
+        assert same(scaling(training), scales)
+        assert not training.result().skipped
+        after, scales = state(training), scaling(training)
+    with emulated_training(*overrides) as training:
+        for _ in range(2):
+            assert not training.result().skipped
+        assert same(state(training), after)
+        assert same(scaling(training), scales)
+        assert not same(after, before)
+
+
+@pytest.mark.parametrize("spoil", [spoil_input(math.inf), spoil_output_gradient(math.inf)], ids=["input", "gradient"])
+def test_a_cast_turns_an_infinity_into_a_number(spoil):
+    """Why loss and gradient norm are not enough."""
+    with emulated_training(*emulate("tensorwise")) as training:
+        spoil(training.chunks[0].get_submodule(FC2_OF_FIRST))
+        result = training.result()
+        assert result.skipped
+        assert math.isfinite(result.grad_norm)
+        assert bool(torch.isfinite(result.loss_sum_and_tokens).all())
+
+
+@pytest.mark.parametrize("spoil", [spoil_input(math.inf, calls=[0]), spoil_output_gradient(math.inf, calls=[0])])
+def test_the_histories_alone_show_an_infinity(spoil):
+    """They are all that Transformer Engine's layers have."""
+    with emulated_training(*emulate("delayed", "model.fp8_amax_history_len=4")) as training:
+        training.step()
+        for layer in training.layers().values():
+            layer._products.largest_amax = torch.zeros(0)
+        handle = spoil(training.chunks[0].get_submodule(FC2_OF_FIRST))
+        assert training.result().skipped
+        handle.remove()
+        assert not training.result().skipped
+
+
+def test_an_infinity_of_a_validation_skips_no_step_and_freezes_no_scale():
     with emulated_training(*emulate("delayed")) as training:
         training.step()
-        fc2 = training.chunks[0].get_submodule("decoder.layers.0.mlp.linear_fc2")
-        handle = fc2.register_forward_pre_hook(lambda module, inputs: (inputs[0] * math.inf, *inputs[1:]))
-        training.step()
+        handle = spoil_input(math.inf)(training.chunks[0].get_submodule(FC2_OF_FIRST))
+        training.validate()
         handle.remove()
-        histories = [
-            history
-            for layer in training.layers().values()
-            for role in Role
-            if (history := amax_history(layer, role)) is not None
-        ]
-        assert not all(bool(torch.isfinite(history).all()) for history in histories)
-        forget_non_finite_amaxes(training.chunks)
-        assert all(bool(torch.isfinite(history).all()) for history in histories)
-        assert all(bool((history > 0).any()) for history in histories), "the good amaxes stay"
+        assert not all(bool(torch.isfinite(tensor).all()) for tensor in scaling(training))
+        assert not training.result().skipped
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in scaling(training))
 
 
 def guard(compose_config, *overrides):
@@ -281,6 +394,25 @@ def test_one_ranks_nan_skips_the_step_on_all(num_ranks, layout, rank, run, tmp_p
     assert (tmp_path / "run" / "checkpoints" / "step_00000012").is_dir()
 
 
+@pytest.mark.parametrize("what", ["input", "gradient"])
+@pytest.mark.parametrize(("recipe", "layout"), [("delayed", "DP2"), ("tensorwise", "TP2"), ("blockwise", "PP2")])
+def test_one_ranks_infinity_in_an_fp8_layer_skips_the_step_on_all(recipe, layout, what, run, tmp_path):
+    num_ranks, overrides, rank = LAYOUTS[layout]
+    codes, text = run(
+        *overrides,
+        f"fp8={recipe}",
+        "model.fp8_emulate=true",
+        num_ranks=num_ranks,
+        faults={rank: [[f"poison_{what}", [6, 7], FC2, "inf"]]},
+    )
+    assert codes == [0] * num_ranks, text
+    metrics = load_metrics(tmp_path / "run")
+    assert [(record.step, record.in_a_row) for record in metrics.skipped_steps] == [(6, 1), (7, 2)]
+    assert [(record.step, record.skipped_steps) for record in metrics.train] == [(4, 0), (8, 2), (12, 0)]
+    assert all(earlier.loss > later.loss for earlier, later in pairwise(metrics.train))
+    assert metrics.summary.skipped_steps == 2
+
+
 DUMPS = {
     "infinite gradient, PP2": (
         2,
@@ -304,6 +436,20 @@ DUMPS = {
         "forward",
         FC2,
     ),
+    "infinite input of an FP8 layer, DP2": (
+        2,
+        ["parallelism=dp", "fp8=delayed", "model.fp8_emulate=true"],
+        {1: [["poison_input", [5, None], FC2, "inf"]]},
+        "input",
+        FC2,
+    ),
+    "infinite gradient of an FP8 layer's output, PP2": (
+        2,
+        ["parallelism=pp2", "fp8=delayed", "model.fp8_emulate=true"],
+        {1: [["poison_gradient", [5, None], FC2, "inf"]]},
+        "backward",
+        FC2,
+    ),
 }
 
 
@@ -315,7 +461,10 @@ def test_too_many_end_the_run_and_name_the_first_bad_tensor(case, run, tmp_path)
     )
     assert codes == [1] * num_ranks, text
     # A save at step 6 looks at the weights, and does not wait for the third skipped step.
-    step, why = 7, "loss or gradient were not finite in 3 steps in a row, up to step 7 (trainer.max_skipped_steps=3)"
+    step, why = (
+        7,
+        "loss, gradient or FP8 tensors were not finite in 3 steps in a row, up to step 7 (trainer.max_skipped_steps=3)",
+    )
     if phase == "weight":
         step, why = 6, "the weights are not finite any more after step 6"
     path = tmp_path / "run" / "dumps" / f"step_{step:08d}.json"

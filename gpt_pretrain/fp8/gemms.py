@@ -2,8 +2,8 @@
 
 `fp8/observer.py` watches Transformer Engine's products from outside; emulated layers report theirs themselves.
 
-Delayed scaling also has state, its scales and amax histories: at the end of the file is what training asks and
-changes of it before a model's first step and after one that was skipped.
+Delayed scaling also has state, its scales and amax histories: at the end of the file is what training asks of it before
+a model's first step, and of the casts of each step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -131,18 +131,62 @@ def _state_of(module: torch.nn.Module, role: Role) -> tuple[Any, int]:
     return getattr(module, "fp8_meta", {}).get(name), column
 
 
-@torch.no_grad()
-def forget_non_finite_amaxes(chunks: Sequence[MegatronModule]) -> None:
-    """Replaces NaN and infinity in all amax histories with 0; recipes without histories have none.
+class StepCasts:
+    """The FP8 casts of one step: whether they met an infinity, and what a skipped step takes back.
 
-    A skipped step updates nothing, but its amaxes would stay in the histories for `model.fp8_amax_history_len` steps.
-    All that time Transformer Engine would leave the scales unchanged, because no scale follows from an infinite amax.
+    A cast saturates. An infinity becomes the largest code, and whatever is computed from the codes is finite: loss and
+    gradient norm do not show it. Its amax does. A NaN stays NaN in the codes and shows in the gradient norm.
+
+    Emulated layers keep the largest amax of their casts. Those of Transformer Engine are known under delayed scaling
+    alone, from the histories: as far back as `model.fp8_amax_history_len` passes.
+
+    A skipped step's amaxes would stay in the histories for as many passes: an infinite one freezes the scale (TE 2.12,
+    common/recipe/delayed_scaling.cu), and what was computed behind an infinity makes scales too small. So they are
+    taken back. Infinities that a validation left there are none of the step's, and become zeros before it.
+
+    Args:
+        chunks: This rank's model chunks, before the step.
     """
-    for module in _modules(chunks):
-        for role in Role:
-            history = amax_history(module, role)
-            if history is not None:
-                history.masked_fill_(~torch.isfinite(history), 0.0)
+
+    @torch.no_grad()
+    def __init__(self, chunks: Sequence[MegatronModule]) -> None:
+        modules: list[Any] = list(_modules(chunks))
+        states = [state for module in modules for state in getattr(module, "fp8_meta", {}).values()]
+        states = [state for state in states if getattr(state, "amax_history", None) is not None]
+        self._histories: list[torch.Tensor] = [state.amax_history for state in states]
+        self._scales: list[torch.Tensor] = [state.scale for state in states]
+        self._before = _flat(self._histories).nan_to_num_(nan=0.0, posinf=0.0), _flat(self._scales)
+        _write(self._before[0], self._histories)
+        self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
+        _write(torch.zeros_like(_flat(self._amaxes)), self._amaxes)
+
+    def met_infinity(self) -> torch.Tensor:
+        """Whether a cast of this rank met an infinity, bool []; does not wait for the device."""
+        return ~torch.isfinite(_flat([*self._amaxes, *self._histories])).all()
+
+    @torch.no_grad()
+    def settle(self, skipped: torch.Tensor) -> None:
+        """Puts histories and scales back to where they were before the step, if it is skipped.
+
+        Args:
+            skipped: bool [], on the device, where the decision stays.
+        """
+        for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
+            _write(torch.where(skipped, before, _flat(tensors)), tensors)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The values of all in one tensor: a kernel for all of them instead of one for each."""
+    if not tensors:
+        return torch.empty(0, device=torch.cuda.current_device())
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _write(values: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """The reverse of `_flat`."""
+    if tensors:
+        parts = values.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
 
 
 def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:

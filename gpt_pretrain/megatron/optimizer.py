@@ -1,18 +1,19 @@
 """Optimizer and schedule of this rank, and one update that happens on all ranks or on none.
 
-An update is skipped where the loss or a gradient is NaN or infinite. megatron-core 0.19 clips by the gradient norm and
-updates whatever it is, so that one infinite gradient makes all weights NaN; its own check (`check_for_nan_in_grad`)
-waits for the GPU and ends the run. Here the decision stays on the device: the ranks add up one number, and torch's
-fused Adam and SGD take the sum as `found_inf`, which they have for automatic mixed precision. `PrecisionAwareAdam` does
-the same. Where the sum is not zero they leave masters, moments and step counts as they are, and BF16 weights with them.
+An update is skipped where the loss or a gradient is NaN or infinite, or where a cast to FP8 met an infinity.
+megatron-core 0.19 clips by the gradient norm and updates whatever it is, so that one infinite gradient makes all
+weights NaN; its own check (`check_for_nan_in_grad`) waits for the GPU and ends the run. Here the decision stays on the
+device: the ranks add up one number, and torch's fused Adam and SGD take the sum as `found_inf`, which they have for
+automatic mixed precision. `PrecisionAwareAdam` does the same. Where the sum is not zero they leave masters, moments and
+step counts as they are, and BF16 weights with them.
 
 The host continues without waiting. What it launches after the update (the cast of masters, the gathering of weights)
-repeats what was there. With delayed scaling, though, the histories and scales of FP8 have moved on with the step, and
-weights stored in FP8 are cast with them again: the same masters, in other codes.
+repeats what was there. Delayed scaling's histories and scales have moved on with the step by then; they are put back
+before weights that are stored in FP8 are cast again (`fp8.gemms.StepCasts`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,20 +86,28 @@ class StepResult:
     grad_norm: torch.Tensor
     """[1], fp32: L2 norm over all parameters before clipping."""
     skipped: torch.Tensor
-    """[], bool: loss or norm was not finite, and nothing was updated; the same on all ranks."""
+    """[], bool: loss, norm or an FP8 tensor was not finite, and nothing was updated; the same on all ranks."""
 
 
 @torch.no_grad()
-def conditional_update(optimizer: MegatronOptimizer, loss_sum_and_tokens: torch.Tensor) -> StepResult:
+def conditional_update(
+    optimizer: MegatronOptimizer,
+    loss_sum_and_tokens: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    settle: Callable[[torch.Tensor], None],
+) -> StepResult:
     """Clips the gradients and updates the weights if loss and gradient norm are finite; all ranks call it.
 
     Args:
         optimizer: megatron-core's, its gradients reduced.
         loss_sum_and_tokens: [2], this rank's sum of losses and number of tokens.
+        found_inf: bool [], whether this rank has met an infinity that loss and norm do not show.
+        settle: Called with `StepResult.skipped` before weights are written.
     """
     optimizer.prepare_grads()
     grad_norm = _gradient_norm(optimizer)
-    not_finite = (~torch.isfinite(grad_norm)).float()
+    not_finite = (~torch.isfinite(grad_norm) | found_inf).float()
     # A sum with a NaN or an infinity in it is not finite: one collective serves loss and norm.
     total = torch.cat([loss_sum_and_tokens, not_finite])
     torch.distributed.all_reduce(total)
@@ -114,6 +123,7 @@ def conditional_update(optimizer: MegatronOptimizer, loss_sum_and_tokens: torch.
             clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm)
     for inner in _inner_optimizers(optimizer):
         inner.found_inf.copy_(skipped)
+    settle(skipped)
     optimizer.step_with_ready_grads()
     return StepResult(loss_sum_and_tokens=total[:2], grad_norm=grad_norm, skipped=skipped)
 

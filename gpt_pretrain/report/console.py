@@ -6,6 +6,7 @@ records only, so a finished run can be shown again. It redraws the screen when a
 redraw timer would wake up the thread that launches the GPU's kernels.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Self
 
@@ -231,8 +232,10 @@ def _bad_step_sentence(record: SkippedStepRecord | LossSpikeRecord) -> str:
             f"step {record.step}: loss {record.loss:.4f} is a spike, above {record.limit:.4f} "
             f"(median of the last {record.median:.4f}); {samples}"
         )
+    finite = math.isfinite(record.loss) and math.isfinite(record.grad_norm)
     return (
-        f"step {record.step}: loss {record.loss:.4f}, gradient norm {record.grad_norm:.4f}; nothing was updated "
+        f"step {record.step}: loss {record.loss:.4f}, gradient norm {record.grad_norm:.4f}"
+        f"{', but a cast to FP8 met an infinity' if finite else ''}; nothing was updated "
         f"({record.in_a_row} in a row); {samples}"
     )
 

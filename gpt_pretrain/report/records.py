@@ -102,7 +102,8 @@ class TrainRecord(Record):
     grad_norm: float | None
     """L2 norm of the gradient over all parameters, before clipping; null if the optimizer did not compute it."""
     skipped_steps: int | None
-    """Steps since the last record that updated nothing: loss or gradient were not finite. They are not in loss."""
+    """Steps since the last record that updated nothing, because loss, gradient or FP8 tensors were not finite; they are
+    not in loss."""
     step_time_s: float
     """Seconds per step."""
     tokens_per_s: float

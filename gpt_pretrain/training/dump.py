@@ -5,8 +5,9 @@ was NaN or infinite, the samples that it came from, what FP8 made of the tensors
 norm. Nothing is updated, and no checkpoint follows: the newest one is from before.
 
 First means first in the order in which numbers come to be: weights, results of the forward pass (the innermost module
-first), gradients of those results in the backward pass, gradients of weights. The ranks compare what they found and
-all get the same answer. This is slow: the host waits for the device at every module.
+first) and inputs of linear layers, gradients of those results in the backward pass, gradients of weights. Inputs are
+looked at because a cast to FP8 makes a number of an infinity, so that the layer's result does not show it. The ranks
+compare what they found and all get the same answer. This is slow: the host waits for the device at every module.
 """
 
 import json
@@ -50,7 +51,9 @@ class BadTensor:
     place: tuple[int, ...]
     """Where it comes among all ranks' tensors."""
     module: str
-    """The module whose result it is, or the weight, in the whole model; the whole model's is "model"."""
+    """The module whose result or input it is, or the weight, in the whole model; the whole model's is "model"."""
+    is_input: bool
+    """Of the forward pass: the module's input, not its result."""
     shape: tuple[int, ...]
     num_nan: int
     num_inf: int
@@ -61,13 +64,13 @@ class BadTensor:
 
     @property
     def phase(self) -> str:
-        """weight, forward, backward (the gradient of the module's result), or gradient of a weight."""
-        return _PHASES[self.place[0]]
+        """weight, input, forward, backward (the gradient of the module's result), or gradient of a weight."""
+        return "input" if self.is_input else _PHASES[self.place[0]]
 
     def __str__(self) -> str:
         what = {
             _WEIGHT: f"the weight {self.module}",
-            _FORWARD: f"the result of {self.module} in the forward pass",
+            _FORWARD: f"the {'input' if self.is_input else 'result'} of {self.module} in the forward pass",
             _BACKWARD: f"the gradient of {self.module}'s result in the backward pass",
             _WEIGHT_GRADIENT: f"the gradient of the weight {self.module}",
         }[self.place[0]]
@@ -100,6 +103,9 @@ class FirstBad:
             for name, module in whole_model_modules(chunk):
                 hook = partial(self._after_forward, (name or "model", stage), count)
                 handles.append(module.register_forward_hook(hook))
+                if hasattr(module, "fp8_meta"):
+                    before = partial(self._before_forward, (name, stage), count)
+                    handles.append(module.register_forward_pre_hook(before))
         try:
             yield
         finally:
@@ -120,6 +126,13 @@ class FirstBad:
                 if tensor is not None:
                     self._look(tensor.detach(), (phase, stage, index), name, None)
 
+    def _before_forward(self, where: tuple[str, int], count: list[int], module: torch.nn.Module, inputs: Any) -> None:
+        (name, stage), microbatch = where, count[0]
+        for tensor in _tensors(inputs):
+            self._num_events += 1
+            place = (_FORWARD, microbatch, stage, self._num_events)
+            self._look(tensor.detach(), place, name, microbatch, is_input=True)
+
     def _after_forward(
         self, where: tuple[str, int], count: list[int], module: torch.nn.Module, arguments: Any, result: Any
     ) -> None:
@@ -137,7 +150,15 @@ class FirstBad:
         self._look(gradient, (_BACKWARD, microbatch, -stage, self._num_events), name, microbatch)
 
     @torch.no_grad()
-    def _look(self, tensor: torch.Tensor, place: tuple[int, ...], module: str, microbatch: int | None) -> None:
+    def _look(
+        self,
+        tensor: torch.Tensor,
+        place: tuple[int, ...],
+        module: str,
+        microbatch: int | None,
+        *,
+        is_input: bool = False,
+    ) -> None:
         if self._found is not None and self._found.place <= place:
             return
         if bool(torch.isfinite(tensor).all()):
@@ -145,6 +166,7 @@ class FirstBad:
         self._found = BadTensor(
             place=place,
             module=module,
+            is_input=is_input,
             shape=tuple(tensor.shape),
             num_nan=int(torch.isnan(tensor).sum()),
             num_inf=int(torch.isinf(tensor).sum()),

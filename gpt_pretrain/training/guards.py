@@ -2,8 +2,8 @@
 
 Each step's loss, gradient norm and skipped flag are copied to the host beside the computation. The host reads them one
 step later, when they have long arrived: it is then at most one step ahead of the GPU, which still has a whole step to
-compute, and all ranks read the same numbers at the same step. A step whose loss or gradient is not finite has changed
-nothing by then (`megatron/optimizer.py`), so to hear of it late does no harm.
+compute, and all ranks read the same numbers at the same step. A step whose loss, gradient or FP8 tensors are not
+finite has changed nothing by then (`megatron/optimizer.py`), so to hear of it late does no harm.
 """
 
 import math
@@ -130,7 +130,7 @@ class StepGuard:
         if self._last_bad is not None and self._in_a_row >= self._max_skipped_steps:
             raise NotFiniteError(
                 self._last_bad,
-                f"loss or gradient were not finite in {self._in_a_row} steps in a row, up to step "
+                f"loss, gradient or FP8 tensors were not finite in {self._in_a_row} steps in a row, up to step "
                 f"{self._last_bad.step} (trainer.max_skipped_steps={self._max_skipped_steps})",
             )
 

@@ -50,7 +50,7 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
 
     Raises:
         UserError: The machine, the data, the run directory or a checkpoint do not allow the run.
-        RunError: Loss or gradient were not finite too often, or a checkpoint could not be saved.
+        RunError: Loss, gradient or FP8 tensors were not finite too often, or a checkpoint could not be saved.
     """
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     if torch.cuda.is_initialized():

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.fp8.gemms import StepCasts
 from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
@@ -78,9 +79,10 @@ def train_step(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]
     The schedule advances first, so that step n trains with the learning rate of n and the first step does not train
     with that of zero. It advances in a step that updates nothing, too: the learning rate is a function of the step.
     """
+    casts = StepCasts(trainable.model.gpt_chunks)
     report = compute_gradients(trainable, iterators)
     trainable.scheduler.step(1)
-    return conditional_update(trainable.optimizer, report)
+    return conditional_update(trainable.optimizer, report, casts.met_infinity(), settle=casts.settle)
 
 
 def compute_gradients(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]) -> torch.Tensor:

@@ -11,10 +11,9 @@ from typing import Any
 
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator, build_validation_iterator
-from gpt_pretrain.fp8.gemms import forget_non_finite_amaxes
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
-from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord, ValidationRecord
+from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, ValidationRecord
 from gpt_pretrain.training.checkpoints import GoBack, Rewinds, Saves
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
 from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
@@ -235,8 +234,6 @@ class Trainer:
             GoBack: A spike, and a checkpoint to go back to.
         """
         for record in records:
-            if isinstance(record, SkippedStepRecord):
-                forget_non_finite_amaxes(self._trainable.model.gpt_chunks)
             self._log(record)
         self._guard.check()
         for record in records:

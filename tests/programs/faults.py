@@ -177,7 +177,7 @@ def run_out_of_memory_at_step(number):
     _at_step(number, run_out)
 
 
-def _poison(steps, name, spoil):
+def _poison(steps, name, spoil, *, of_inputs=False):
     """From the first to the last of the steps (null: to the end) a module's results go through `spoil`, here alone."""
     train_step, done, handles = trainer.train_step, [], []
     first, last = steps
@@ -187,7 +187,9 @@ def _poison(steps, name, spoil):
         if len(done) == first:
             for chunk in trainable.model.gpt_chunks:
                 module = dict(whole_model_modules(chunk)).get(name)
-                if module is not None:
+                if module is not None and of_inputs:
+                    handles.append(module.register_forward_pre_hook(lambda module, inputs: _spoiled(inputs, spoil)))
+                elif module is not None:
                     handles.append(module.register_forward_hook(lambda module, inputs, result: _spoiled(result, spoil)))
         result = train_step(trainable, *arguments)
         if len(done) == last:
@@ -214,6 +216,11 @@ def poison_gradient(steps, name, value):
         return tensor
 
     _poison(steps, name, spoil)
+
+
+def poison_input(steps, name, value):
+    """As `_poison`, of the module's inputs."""
+    _poison(steps, name, lambda tensor: tensor * float(value) if torch.is_grad_enabled() else tensor, of_inputs=True)
 
 
 class _Renumbered:

@@ -50,7 +50,9 @@ class LinearProducts:
     """
 
     def __init__(self, settings: Fp8Settings, cast: Cast) -> None:
-        self._cast = cast
+        self.largest_amax = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
+        """fp32 [1]: raised to the amax of each cast, until somebody sets it back."""
+        self._rule = cast
         self._wgrad_fp8 = settings.wgrad
         self._weight: Directions | None = None
 
@@ -74,6 +76,7 @@ class LinearProducts:
             listener: Returns who is told about the products; called at the time of each.
         """
         rows = x.reshape(-1, x.shape[-1])
+        rule = self._rule
         input_codes = self._cast(rows.detach(), Role.input)
         if is_first_microbatch or self._weight is None:
             self._weight = self._cast(weight.detach(), Role.weight)
@@ -85,11 +88,16 @@ class LinearProducts:
             # The codes are all that the backward pass needs; those who check them need the values.
             x_values=None if listener() is None else rows.detach(),
             weight_values=weight.detach(),
-            ends_backward=isinstance(self._cast, LayerScaling) and self._cast.ends_backward,
+            end_backward=rule.end_backward if isinstance(rule, LayerScaling) and rule.ends_backward else None,
             listener=listener,
         )
         y: torch.Tensor = _Linear.apply(rows, weight, bias, call)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)
+
+    def _cast(self, x: torch.Tensor, role: Role) -> Directions:
+        directions = self._rule(x, role)
+        torch.maximum(self.largest_amax, directions.along_rows.amax, out=self.largest_amax)
+        return directions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +112,7 @@ class _Call:
     """[tokens, in]; None where nobody is told about the products."""
     weight_values: torch.Tensor
     """[out, in]"""
-    ends_backward: bool
+    end_backward: Callable[[], None] | None
     listener: Callable[[], ProductListener | None]
 
     def tell(
@@ -166,8 +174,8 @@ class _Linear(torch.autograd.Function):
             rounded = x.to(dy.dtype)
             dw = dy.t() @ rounded
             call.tell(Phase.wgrad, dw, dy, rounded)
-        if call.ends_backward:
-            call.cast.end_backward()
+        if call.end_backward is not None:
+            call.end_backward()
         return dx, dw, dy.sum(dim=0) if ctx.has_bias else None, None
 
 
@@ -181,6 +189,11 @@ class _EmulatedLinear(torch.nn.Module):
         """Set by megatron-core's schedules: the weight has changed."""
         self._scaling = cast if isinstance(cast, LayerScaling) else None
         self._products = LinearProducts(settings, cast)
+
+    @property
+    def largest_amax(self) -> torch.Tensor:
+        """fp32 [1]: the largest amax of the casts since it was set back (`fp8.gemms.StepCasts`)."""
+        return self._products.largest_amax
 
     @property
     def fp8_meta(self) -> dict[str, Scaling]:
