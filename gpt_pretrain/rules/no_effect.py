@@ -368,7 +368,7 @@ def _table() -> tuple[NoEffect, ...]:
             NoEffect(key=f"sample.{name}", why=_without_sample, instead="", only_given=True)
             for name in ("prompt", "temperature")
         ),
-        NoEffect(key="logging.wandb_project", why=_without_wandb, instead="", only_given=True),
+        NoEffect(key="logging.wandb_project", why=_without_wandb, instead="", silent=("",), only_given=True),
         NoEffect(key="logging.wandb_entity", why=_without_wandb, instead="null, or logging=wandb"),
     )
 
