@@ -58,6 +58,12 @@ def jobs(*arguments):
             ("model.optim.sched.name=constant",),
         ),
         (
+            "logging.fp8_proof_interval=10",
+            "logging.fp8_proof_interval=10 model.fp8=false",
+            (),
+            ("fp8=delayed", "model.fp8_emulate=true"),
+        ),
+        (
             "model.optim.sched.init_lr=1e-5",
             "model.optim.sched.init_lr=1e-05 model.optim.sched.warmup_steps",
             ("model.optim.sched.warmup_steps=0",),

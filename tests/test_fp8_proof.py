@@ -1,10 +1,17 @@
 """The proof of what ran in FP8, on emulated layers: it passes at every layout, and finds each fault."""
 
+import json
 import re
 
 import pytest
+import torch
 
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training.step import Meter
+from gpt_pretrain.training.watchdog import Watchdog
+from gpt_pretrain.training.watches import FirstStep
+from tests.emulated_training import emulate, emulated_training
 from tests.forked_runs import fork_ranks
 from tests.runs import run_small, small_run_arguments
 
@@ -69,6 +76,48 @@ def test_a_sabotaged_run_ends_with_a_table_of_what_differs(tmp_path, cache_dir, 
     assert [cells for cells in rows if [*cells[: len(row) - 1], cells[-1]] == row]
     metrics = load_metrics(tmp_path / "run")
     assert (metrics.fp8_coverage, metrics.train) == (None, [])
+
+
+def test_later_steps_and_those_of_a_resumed_run_are_proven(tmp_path, cache_dir):
+    run = [*ONE_STEP[:1], *ONE_STEP[2:3], "model.num_layers=2", "fp8=tensorwise", "logging.fp8_proof_interval=2"]
+    run_small(1, tmp_path / "run", cache_dir, [*run, "trainer.max_steps=3"])
+    run_small(1, tmp_path / "run", cache_dir, [*run, "trainer.max_steps=6"])
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line["kind"] == "fp8_coverage"] == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize(("interval", "steps"), [("3", [1, 2]), ("null", [1, 2, 3, 4])])
+def test_a_fault_of_later_steps_ends_the_run_at_the_next_proof(tmp_path, cache_dir, interval, steps):
+    overrides = [*ONE_STEP, "trainer.max_steps=4", "fp8=tensorwise", f"logging.fp8_proof_interval={interval}"]
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)
+    done = fork_ranks(1, ["tests/programs/sabotaged_run.py", "leave_fp8_after_the_first_step", *arguments[2:]])
+    assert done.returncode == (0 if interval == "null" else 2), done.stderr[-3000:]
+    assert ("no such product" in done.stderr) == (interval != "null")
+    assert [record.step for record in load_metrics(tmp_path / "run").train] == steps
+
+
+def test_a_step_that_updates_nothing_leaves_the_proof_to_the_next(tmp_path):
+    """Its delayed scales and histories have been put back, and infinities have no scale."""
+    with emulated_training(*emulate("delayed")) as training:
+        training.step()
+        weight = training.layers()["decoder.layers.1.mlp.linear_fc1"].weight
+        records = []
+        first_step = FirstStep(
+            training.trainable,
+            log=records.append,
+            watchdog=Watchdog(None, learning_steps=1, launch=read_launch({}), run_dir=tmp_path),
+            meter=Meter(training.trainable.model.spec),
+        )
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight[0, 0] = torch.inf
+        assert first_step.proven(1, training.result).skipped
+        assert records == []
+        with torch.no_grad():
+            weight.copy_(kept)
+        first_step.proven(2, training.result)
+        first_step.proven(3, training.result)
+    assert [record.step for record in records] == [2]
 
 
 def test_scales_of_another_recipe_are_not_taken_for_ours(tmp_path, cache_dir):

@@ -39,6 +39,11 @@ WRONG = {
         told="logging.fp8_statistics_interval=100 model.fp8=false",
         offers="model.fp8=true | logging.fp8_statistics_interval=null",
     ),
+    "a proof at no step": Refused(
+        "fp8=delayed logging.fp8_proof_interval=0",
+        told="logging.fp8_proof_interval=0",
+        offers="logging.fp8_proof_interval=1,null",
+    ),
     "statistics at no step": Refused(
         "fp8=delayed logging.fp8_statistics_interval=0",
         told="logging.fp8_statistics_interval=0",

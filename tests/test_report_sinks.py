@@ -28,6 +28,7 @@ def logging_config(*, tensorboard=True, wandb=False):
         wandb=wandb,
         wandb_project="test",
         wandb_entity=None,
+        fp8_proof_interval=None,
         fp8_statistics_interval=None,
         fp8_saturation_threshold=1e-3,
         peak_tflops=None,
@@ -190,7 +191,7 @@ from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
 from gpt_pretrain.report.metrics_file import MetricsSinks
 logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
-    fp8_statistics_interval=None, fp8_saturation_threshold=1e-3, peak_tflops=None)
+    fp8_proof_interval=None, fp8_statistics_interval=None, fp8_saturation_threshold=1e-3, peak_tflops=None)
 with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):
     print(sorted(name for name in ("torch", "megatron", "tensorflow") if name in sys.modules))
 """

@@ -396,6 +396,9 @@ class LoggingConfig:
     """Project of the W&B run."""
     wandb_entity: str | None
     """Team or user of the W&B run; null: the account's default."""
+    fp8_proof_interval: int | None
+    """Steps between proofs of FP8 after that of a start's first step; null: none. Layers that CUDA graphs replay are
+    proven in the first step only."""
     fp8_statistics_interval: int | None
     """Steps between statistics of every FP8 tensor: amax, scale, saturated and flushed values; null: none."""
     fp8_saturation_threshold: float

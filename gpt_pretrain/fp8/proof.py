@@ -1,4 +1,4 @@
-"""The proof that the live layers did in their first training step what the configuration asked of FP8.
+"""The proof that the live layers did in a training step what the configuration asked of FP8.
 
 During one step each rank watches every matrix product of its linear layers. Then it compares the products' formats and
 how the weights are stored with `spec/products.py` and `spec/recipes.py`. Of Transformer Engine's layers it reads back

@@ -211,7 +211,7 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8CoverageRecord(Record):
-    """How much of the model runs in FP8, written once the first step of a start has proven the plan from the layers."""
+    """How much of the model runs in FP8, written whenever a step has proven the plan from the layers."""
 
     kind: ClassVar[str] = "fp8_coverage"
     gemm_flops_share: float
@@ -221,7 +221,7 @@ class Fp8CoverageRecord(Record):
     time_s: float
     """Seconds that reading back and comparing took, the step itself left out."""
     first_scale_passes: int = 0
-    """Passes over the first batch that updated nothing, for the first scales of delayed scaling."""
+    """Passes of this start over its first batch that updated nothing, for the first scales of delayed scaling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,9 @@ _HISTORY_BYTES = 5 * 4
 def statistics(config: Config) -> Iterator[str]:
     """Ranges of what is logged about FP8."""
     interval, threshold = config.logging.fp8_statistics_interval, config.logging.fp8_saturation_threshold
+    proof_interval = config.logging.fp8_proof_interval
+    if proof_interval is not None and proof_interval < 1:
+        yield f"logging.fp8_proof_interval={proof_interval} is too small; use 1 or more, or null for no later proof"
     if interval is not None and interval < 1:
         yield f"logging.fp8_statistics_interval={interval} is too small; use 1 or more, or null for no statistics"
     if not 0 < threshold <= 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpt_pretrain.config.choices import (
     AmaxComputeAlgo,
+    CudaGraphImpl,
     DataImpl,
     MainParamsDtype,
     MoeLoadBalancing,
@@ -64,6 +65,11 @@ def value_of(config: Config, key: str) -> Any:
 
 def _without_fp8(run: Resolved) -> str:
     return "" if run.fp8 is not None else "model.fp8=false"
+
+
+def _with_graphs(run: Resolved) -> str:
+    is_asked = run.model.cuda_graph_impl is CudaGraphImpl.local
+    return "model.cuda_graph_impl=local: a replay reports none of its products" * is_asked
 
 
 def _without_history(run: Resolved) -> str:
@@ -207,6 +213,8 @@ def _table() -> tuple[NoEffect, ...]:
     return (
         # FP8.
         *(NoEffect(key=key, why=_without_fp8, instead=turn_on) for key in fp8_keys),
+        NoEffect(key="logging.fp8_proof_interval", why=_without_fp8, instead="", only_given=True),
+        NoEffect(key="logging.fp8_proof_interval", why=_with_graphs, instead="", only_given=True),
         NoEffect(key="logging.fp8_statistics_interval", why=_without_fp8, instead="model.fp8=true, or null"),
         NoEffect(key="logging.fp8_saturation_threshold", why=_without_fp8, instead="", only_given=True),
         *(NoEffect(key=f"model.{name}", why=_without_history, instead="null, or fp8=delayed") for name in DELAYED_KEYS),

@@ -155,8 +155,8 @@ class Trainer:
         """Trains on the next global batch; logs what is now known of the step before, and a save that has ended."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
-        with self._first_step.proven(step), self._fp8_watch.step(step):
-            result = train_step(self._trainable, self._train_batches)
+        with self._fp8_watch.step(step):
+            result = self._first_step.proven(step, partial(train_step, self._trainable, self._train_batches))
         consumed_samples = first_sample + self.config.model.global_batch_size
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
         self._meter.add(result)

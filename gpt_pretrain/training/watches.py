@@ -18,7 +18,7 @@ that it routes itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from gpt_pretrain.fp8.gemms import gradient_scales
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.fp8.statistics import Alarms, StatisticsCollector
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.optimizer import learning_rate
+from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.report.records import ExpertsRecord, Fp8CoverageRecord, Fp8Record, Fp8Tensor, Record
 from gpt_pretrain.training.step import Meter, compute_gradients
 from gpt_pretrain.training.watchdog import Watchdog
@@ -49,7 +49,7 @@ _SETTLED = 0.5
 
 
 class FirstStep:
-    """What FP8 asks of a start's first step, resumed or not; does nothing without FP8, or at later steps.
+    """What FP8 asks of a start's first step, resumed or not, and the proofs of later ones; does nothing without FP8.
 
     Args:
         trainable: Model and optimizer.
@@ -65,7 +65,10 @@ class FirstStep:
         self._log = log
         self._watchdog = watchdog
         self._meter = meter
-        self._is_due = trainable.model.spec.fp8 is not None
+        spec = trainable.model.spec
+        # A replay reports none of its products.
+        self._interval = None if spec.kernels.cuda_graph_impl else spec.config.logging.fp8_proof_interval
+        self._is_due = spec.fp8 is not None
         self._scale_passes = 0
 
     def find_scales(self, iterators: Sequence[BatchIterator | None]) -> None:
@@ -81,22 +84,27 @@ class FirstStep:
         with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
             self._scale_passes = find_first_scales(self._trainable, iterators)
 
-    @contextmanager
-    def proven(self, step: int) -> Iterator[None]:
-        """Around each training step: in the first one FP8 runs as configured, or the run ends.
+    def proven(self, step: int, train: Callable[[], StepResult]) -> StepResult:
+        """Runs a training step; if it is one to prove, FP8 runs as configured in it, or the run ends.
 
         Args:
             step: Its number.
+            train: Runs the step.
         """
+        spec = self._trainable.model.spec
+        if spec.fp8 is not None and self._interval is not None and step % self._interval == 0:
+            self._is_due = True
         if not self._is_due:
-            yield
-            return
-        self._is_due = False
+            return train()
         proof = Proof(self._trainable.model, self._trainable.optimizer, step)
         with proof.watching():
-            yield
+            result = train()
         with self._meter.paused():
+            # It has left neither new weights nor new scales; the next one is proven.
+            if result.skipped:
+                return result
             proven = proof.judge(learning_rate(self._trainable.optimizer))
+        self._is_due = False
         self._log(
             Fp8CoverageRecord(
                 step=step,
@@ -106,6 +114,7 @@ class FirstStep:
                 first_scale_passes=self._scale_passes,
             )
         )
+        return result
 
 
 def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | None]) -> int:

@@ -66,6 +66,27 @@ def change_margin_of_rank_1():
         _change_emulated(margin=3)
 
 
+def leave_fp8_after_the_first_step():
+    """Layers that compute in FP8 while they are watched at the start, and no more."""
+    import torch
+
+    from gpt_pretrain.fp8.emulation import layers
+    from gpt_pretrain.training import trainer
+
+    steps, emulated, train_step = [], layers._EmulatedLinear._forward_impl, trainer.train_step
+
+    def compute(layer, input, weight, bias, **more):
+        if len(steps) == 1:
+            return emulated(layer, input, weight, bias, **more)
+        return torch.nn.functional.linear(input, weight, bias)
+
+    def step(*given):
+        steps.append(1)
+        return train_step(*given)
+
+    layers._EmulatedLinear._forward_impl, trainer.train_step = compute, step
+
+
 SABOTAGES = {
     sabotage.__name__: sabotage
     for sabotage in (
@@ -75,6 +96,7 @@ SABOTAGES = {
         replace_emulated_layers,
         swap_emulated_recipe,
         change_margin_of_rank_1,
+        leave_fp8_after_the_first_step,
     )
 }
 
