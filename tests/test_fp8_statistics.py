@@ -149,7 +149,7 @@ def test_shares_are_means_over_the_values_of_all_microbatches_and_weights_count_
         (FC2, "weight"),
         (FC2, "output_gradient"),
     ]
-    whole = {"layer": FC2, "amax_history_used": None}
+    whole = {"layer": FC2, "amax_history_used": None, "smallest": 0.0, "lagging": None}
     one_scale = {"scale_min": 1.0, "scale_max": 1.0}
     assert found[FC2, "input"] == TensorStatistics(
         tensor="input", amax=500.0, scale_min=1.0, scale_max=2.0, saturated=1 / 8, flushed=2 / 8, **whole
@@ -201,6 +201,7 @@ def test_ranks_join_their_tables_and_one_has_no_fp8(tmp_path):
     assert first == second, "every rank knows the whole"
     # Layer 0 is on both ranks, with 2 and 6 values; layer 1 on rank 1 alone; step 2 is seen by rank 0 alone.
     shared = {"layer": FC1, "scale_min": 0.5, "scale_max": 2.0, "amax_history_used": None}
+    shared |= {"smallest": 0.0, "lagging": None}
     assert first == [
         [
             1,
@@ -223,8 +224,8 @@ def test_ranks_join_their_tables_and_one_has_no_fp8(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides", [[], ["fp8=delayed"]])
-def test_nothing_is_watched_unless_asked_for(compose_config, overrides):
+@pytest.mark.parametrize("overrides", [[], ["fp8=tensorwise", "model.cuda_graph_impl=local"]])
+def test_nothing_is_watched_without_fp8_or_in_graphs(compose_config, overrides):
     config = compose_config(*overrides)
     watch = Fp8Watch(SimpleNamespace(gpt_chunks=[], spec=spec_of(config)))
 
@@ -233,7 +234,7 @@ def test_nothing_is_watched_unless_asked_for(compose_config, overrides):
 
 
 def test_steps_are_observed_at_the_interval_and_become_records(single_process, compose_config):
-    config = compose_config("fp8=delayed", "logging.fp8_statistics_interval=3")
+    config = compose_config("fp8=delayed", "logging.fp8_statistics_interval=3", "trainer.log_every_n_steps=4")
     watch = Fp8Watch(SimpleNamespace(gpt_chunks=[], spec=spec_of(config)))
     observed_steps = []
     for step in range(1, 8):
@@ -243,6 +244,30 @@ def test_steps_are_observed_at_the_interval_and_become_records(single_process, c
         if not isinstance(context, nullcontext):
             observed_steps.append(step)
 
-    assert observed_steps == [3, 6]
+    assert observed_steps == [3, 4, 6], "step 4 for its warnings alone, and there are none"
     assert [(record.step, record.tensors, record.warnings) for record in watch.records()] == [(3, (), ()), (6, (), ())]
     assert list(watch.records()) == []
+
+
+def test_a_sample_is_few_values_of_the_first_microbatch_and_others_each_time(collector):
+    """What alarms cost is what they look at."""
+    rows, columns = 512, 1024
+    codes = torch.full((rows, columns), 0x38, dtype=torch.uint8)
+    codes[::4] = 0
+    given = operand(Role.input, codes.tolist(), scale=1.0, amax=1.0), operand(Role.weight, codes.tolist(), amax=1.0)
+    product = Product(phase=Phase.forward, operands=given)
+    flushed = []
+    for step in range(4):
+        with collector.observe(step, sampled=True):
+            for _ in range(3):
+                collector.add(FC1, product)
+        assert collector._sums[:, 0].tolist().count(128 * 128) == 2, "inputs and weights, of one of three microbatches"
+        [statistics] = collector.read()
+        flushed.append(statistics.tensors[0].flushed)
+    assert sorted(flushed) == [0.0, 0.0, 0.0, 1.0]
+    with collector.observe(4):
+        for _ in range(3):
+            collector.add(FC1, product)
+    [statistics] = collector.read()
+    assert collector._sums[:, 0].max() == 3 * rows * columns
+    assert statistics.tensors[0].flushed == 1 / 4

@@ -2,8 +2,8 @@
 
 `fp8/observer.py` watches the linear layers' products during one training step. Their operands are reduced on the device
 into one table for the whole model, the same on every rank: a row for each of the three tensors of each linear layer.
-Two collectives, a maximum and a sum, join the ranks whatever each holds: tensor parallel shards, data parallel
-replicas, pipeline stages, or nothing in FP8. Nothing waits for the device until the table is read.
+One collective joins the ranks whatever each holds: tensor parallel shards, data parallel replicas, pipeline stages, or
+nothing in FP8. Nothing waits for the device until the table is read.
 
 What is counted:
 
@@ -16,37 +16,42 @@ What is counted:
 
 Shares are means over all values of all microbatches and all ranks.
 
-`Alarms` warns about tensors, from their statistics, and says what to do. Each warning appears once, and again only
-after its tensor has recovered. Layers whose tensors begin to show the same condition at the same step share one.
-Observations are `logging.fp8_statistics_interval` steps apart: nothing between them is seen, and a scale that jumps has
-differed from one observation to the next, not from step to step.
+A sampled observation looks at the first microbatch alone, and at no more than `SAMPLE` rows and columns of a tensor,
+evenly spaced and others each time: at most 16,384 values, of which a share of 1e-3 is known to 2.5e-4 and one of 0.1 to
+2.3e-3 (one standard deviation, if values are independent; rows are tokens, and 128 tokens that are each all or nothing
+tell a share of 0.1 to 0.027). Amax and scale are not sampled. It costs a copy of these values for each tensor, and a
+few kernels for all of them together.
 """
 
-import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.config.choices import AmaxComputeAlgo
-from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role, amax_history, role_format
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, amax_history
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}
 # Multiplied by its amax, a scale of fp8_max / amax may exceed fp8_max by a rounding of fp32.
 _ROUNDING = 1.0 + 2.0**-20
+# The code of the smallest magnitude that is not zero, in both formats.
+_SMALLEST_CODE = 1
+# Rows, and columns, of a tensor that a sample takes.
+SAMPLE = 128
 # Columns of the maxima; the smallest scale is stored negated.
 _AMAX, _MINUS_SCALE_MIN, _SCALE_MAX, _HISTORY = range(4)
-# Columns of the sums. Saturation can be judged only for values whose amax is known.
-_VALUES, _FLUSHED, _JUDGED, _SATURATED = range(4)
+# Columns of the sums. Saturation can be judged only for values whose amax is known. The last four are of samples: codes
+# that are not zero, the smallest of them, weights compared with their masters, and those that differ.
+_VALUES, _FLUSHED, _JUDGED, _SATURATED, _NOT_ZERO, _SMALLEST, _COMPARED, _LAGGING = range(8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +65,10 @@ class TensorStatistics:
     scale_max: float | None
     saturated: float | None
     flushed: float
+    smallest: float | None
+    """Share of the format's smallest magnitude among the codes of a sample that are not zero; None without any."""
+    lagging: float | None
+    """Share of a weight's codes in a sample that are not those of the weight now; None where they were not compared."""
     amax_history_used: int | None
 
 
@@ -85,58 +94,142 @@ class StatisticsCollector:
         self._rows = {key: row for row, key in enumerate((name, role) for name in names for role in Role)}
         self._chunks = chunks
         self._device = device
-        self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        self._clear()
+        self._modules = {name: module for chunk in chunks for name, module in whole_model_modules(chunk)}
+        self._pending: list[tuple[int, torch.Tensor]] = []
+        self._num_observed = 0
+        self._clear(sampled=False)
 
-    def _clear(self) -> None:
-        size = len(self._rows), 4
-        self._maxima = torch.full(size, -torch.inf, device=self._device)
-        self._sums = torch.zeros(size, dtype=torch.int64, device=self._device)
+    def _clear(self, *, sampled: bool) -> None:
+        self._sampled = sampled
+        self._maxima = torch.full((len(self._rows), 4), -torch.inf, device=self._device)
+        self._sums = torch.zeros((len(self._rows), 8), dtype=torch.int64, device=self._device)
         self._counted_in: dict[tuple[str, Role], Phase] = {}
+        self._seen: list[_Seen] = []
 
     @contextmanager
-    def observe(self, step: int) -> Iterator[None]:
+    def observe(self, step: int, *, sampled: bool = False) -> Iterator[None]:
         """Watches the training step inside and then joins the tables of all ranks; every rank calls it.
 
         Args:
             step: The number of the step.
+            sampled: Looks at a sample of each tensor.
         """
-        self._clear()
-        with observe_products(self._chunks, self.add, measure_amax=True):
+        self._clear(sampled=sampled)
+        self._num_observed += 1
+        with observe_products(self._chunks, self.add, measure_amax=not sampled):
             yield
+        self._count_seen()
         self._add_histories()
-        torch.distributed.all_reduce(self._maxima, op=torch.distributed.ReduceOp.MAX)
-        torch.distributed.all_reduce(self._sums)
-        self._pending.append((step, self._maxima, self._sums))
+        table = torch.cat([self._maxima.double(), self._sums.double()], dim=1)
+        tables = table.new_empty(torch.distributed.get_world_size() * len(table), table.shape[1])
+        torch.distributed.all_gather_into_tensor(tables, table)
+        tables = tables.view(-1, *table.shape)
+        columns = self._maxima.shape[1]
+        joined = torch.cat([tables[..., :columns].amax(dim=0), tables[..., columns:].sum(dim=0)], dim=1)
+        self._pending.append((step, joined))
 
     @torch.no_grad()
     def add(self, layer: str, product: Product) -> None:
         """Counts those operands of a product that count there; does not wait for the device."""
         for operand in product.operands:
             row = self._rows.get((layer, operand.role))
-            if row is not None and operand.codes is not None and self._counts(layer, operand.role, product.phase):
-                self._add_operand(row, operand, operand.codes)
+            if row is None or operand.codes is None:
+                continue
+            is_first = (layer, operand.role) not in self._counted_in
+            if self._counts(layer, operand.role, product.phase) and (is_first or not self._sampled):
+                self._seen.append(self._look_at(row, operand, operand.codes, is_first=is_first))
+                if is_first and operand.role is Role.weight:
+                    self._compare_with_master(row, operand, operand.codes, self._modules.get(layer))
 
     def _counts(self, layer: str, role: Role, phase: Phase) -> bool:
         new = (layer, role) not in self._counted_in
         counted_in = self._counted_in.setdefault((layer, role), phase)
         return new if role is Role.weight else counted_in is phase
 
-    def _add_operand(self, row: int, operand: Operand, codes: torch.Tensor) -> None:
-        largest_code = _LARGEST_CODE[operand.format]
-        flushed, largest, highest = count_codes(codes, largest_code)
-        values = torch.full((), codes.numel(), dtype=torch.int64, device=self._device)
+    def _look_at(self, row: int, operand: Operand, codes: torch.Tensor, *, is_first: bool) -> "_Seen":
         scale_min, scale_max = _extremes(operand.scale)
-        if operand.amax is None:
-            amax, judged, saturated = torch.full_like(scale_min, -torch.inf), 0 * values, 0 * values
-        else:
-            amax, judged = _finite_or_inf(operand.amax.detach().float()).max(), values
-            saturated = largest * (amax * scale_min > FORMAT_MAX[operand.format] * _ROUNDING)
+        sample = self._sample(codes).reshape(-1).view(torch.uint8) if is_first else None
+        return _Seen(
+            row=row,
+            format=operand.format,
+            num_values=sample.numel() if self._sampled and sample is not None else codes.numel(),
+            counts=None if self._sampled else count_codes(codes, _LARGEST_CODE[operand.format]),
+            sample=sample,
+            # Delayed scaling writes the next pass's amax into the same place.
+            amax=None if operand.amax is None else operand.amax.detach().float().clone().view(-1).amax(),
+            scale_min=scale_min,
+            scale_max=scale_max,
+        )
+
+    def _sample(self, matrix: torch.Tensor) -> torch.Tensor:
+        """At most `SAMPLE` rows and columns, evenly spaced; others in the next observation."""
+        matrix = matrix.detach().reshape(-1, matrix.shape[-1])
+        (down, across) = (-(-size // SAMPLE) for size in matrix.shape)
+        return matrix[self._num_observed % down :: down, self._num_observed % across :: across].contiguous()
+
+    def _compare_with_master(
+        self, row: int, operand: Operand, codes: torch.Tensor, module: torch.nn.Module | None
+    ) -> None:
+        """Casts a weight once more; of weights stored in FP8 and of blocks the proof's comparison has to do."""
+        weight: Any = getattr(module, "weight", None)
+        scale = operand.scale
+        if weight is None or hasattr(weight, "_quantizer") or weight.shape != codes.shape:
+            return
+        if scale is None or scale.numel() != 1:
+            return
+        largest = FORMAT_MAX[operand.format]
+        now = (self._sample(weight).float() * scale).clamp(-largest, largest).to(CODE_TYPES[operand.format])
+        then = self._sample(codes)
+        self._sums[row, _LAGGING] += (now.float() != then.float()).sum()
+        self._sums[row, _COMPARED] += then.numel()
+
+    @torch.no_grad()
+    def _count_seen(self) -> None:
+        """Adds up what was looked at: a few kernels for all tensors, rather than for each."""
+        seen, self._seen = self._seen, []
+        by_size: dict[int, list[_Seen]] = defaultdict(list)
+        for each in seen:
+            if each.sample is not None:
+                by_size[each.sample.numel()].append(each)
+        for group in by_size.values():
+            self._count_samples(group)
+        counted = [(each, each.counts) for each in seen if each.counts is not None]
+        if not counted:
+            return
+        rows = torch.tensor([each.row for each, _ in counted], device=self._device)
+        flushed, largest, highest = torch.stack([counts for _, counts in counted]).unbind(dim=1)
+        values = torch.tensor([each.num_values for each, _ in counted], device=self._device)
+        largest_code = torch.tensor([_LARGEST_CODE[each.format] for each, _ in counted], device=self._device)
+        limit = torch.tensor([FORMAT_MAX[each.format] * _ROUNDING for each, _ in counted], device=self._device)
+        known = torch.tensor([each.amax is not None for each, _ in counted], device=self._device)
+        missing = torch.full((), -torch.inf, device=self._device)
+        amax = torch.stack([missing if each.amax is None else each.amax for each, _ in counted])
+        amax = torch.where(known, _finite_or_inf(amax), missing)
+        scale_min = _finite_or_inf(torch.stack([each.scale_min for each, _ in counted]))
+        scale_max = _finite_or_inf(torch.stack([each.scale_max for each, _ in counted]))
+        saturated = largest * (known & (amax * scale_min > limit))
         # Casts ignore NaN when they take the amax, and leave it in the codes.
         amax = torch.where(highest > largest_code, torch.inf, amax)
-        seen = torch.stack([amax, -scale_min, scale_max])
-        self._maxima[row, :_HISTORY] = torch.maximum(self._maxima[row, :_HISTORY], seen)
-        self._sums[row] += torch.stack([values, flushed, judged, saturated])
+        maxima = torch.stack([amax, -scale_min, scale_max], dim=1)
+        index = rows[:, None].expand_as(maxima)
+        self._maxima[:, :_HISTORY] = self._maxima[:, :_HISTORY].scatter_reduce(0, index, maxima, "amax")
+        sums = torch.stack([values, flushed, values * known, saturated], dim=1)
+        self._sums[:, :_NOT_ZERO] = self._sums[:, :_NOT_ZERO].index_add(0, rows, sums)
+
+    def _count_samples(self, group: list["_Seen"]) -> None:
+        """Counts samples of one size."""
+        magnitudes = torch.stack([each.sample for each in group if each.sample is not None]) & 0x7F
+        rows = torch.tensor([each.row for each in group], device=self._device)
+        not_zero = torch.count_nonzero(magnitudes, dim=1)
+        smallest = torch.count_nonzero(magnitudes == _SMALLEST_CODE, dim=1)
+        self._sums[:, _NOT_ZERO].index_add_(0, rows, not_zero)
+        self._sums[:, _SMALLEST].index_add_(0, rows, smallest)
+        if self._sampled:
+            largest = torch.tensor([[_LARGEST_CODE[each.format]] for each in group], device=self._device)
+            full = torch.count_nonzero(magnitudes == largest, dim=1)
+            counts = torch.stack([magnitudes.shape[1] - not_zero, full, magnitudes.amax(dim=1).long()], dim=1)
+            for each, of_sample in zip(group, counts, strict=True):
+                each.counts = of_sample
 
     def _add_histories(self) -> None:
         for chunk in self._chunks:
@@ -151,17 +244,32 @@ class StatisticsCollector:
     def read(self) -> list[StepStatistics]:
         """Statistics of the steps observed since the last call; waits for the device if there were any."""
         pending, self._pending = self._pending, []
+        return [StepStatistics(step=step, tensors=self._tensors(table.tolist())) for step, table in pending]
+
+    def _tensors(self, table: list[list[float]]) -> list[TensorStatistics]:
+        columns = self._maxima.shape[1]
+        split = [(row[:columns], [round(number) for number in row[columns:]]) for row in table]
         return [
-            StepStatistics(step=step, tensors=self._tensors(maxima.tolist(), sums.tolist()))
-            for step, maxima, sums in pending
+            _tensor(layer, role, *split[row]) for (layer, role), row in self._rows.items() if split[row][1][_VALUES]
         ]
 
-    def _tensors(self, maxima: list[list[float]], sums: list[list[int]]) -> list[TensorStatistics]:
-        return [
-            _tensor(layer, role, maxima[row], sums[row])
-            for (layer, role), row in self._rows.items()
-            if sums[row][_VALUES]
-        ]
+
+@dataclass(kw_only=True, slots=True)
+class _Seen:
+    """One operand as it was read; everything on the device."""
+
+    row: int
+    format: str
+    num_values: int
+    """That `counts` is of."""
+    counts: torch.Tensor | None
+    """int64 [3], as of `count_codes`; None until its sample is counted."""
+    sample: torch.Tensor | None
+    """uint8 [values]."""
+    amax: torch.Tensor | None
+    """fp32 []."""
+    scale_min: torch.Tensor
+    scale_max: torch.Tensor
 
 
 def _finite_or_inf(values: torch.Tensor) -> torch.Tensor:
@@ -174,8 +282,7 @@ def _extremes(scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     assert scale is not None, "FP8 codes have a scale"
     scale = scale.detach().float()
     if scale.numel() == 1:
-        only = _finite_or_inf(scale).max()
-        return only, only
+        return scale.view(()), scale.view(())
     # Entries that only pad an array of block scales are NaN.
     missing = torch.isnan(scale)
     return torch.where(missing, torch.inf, scale).min(), torch.where(missing, -torch.inf, scale).max()
@@ -193,143 +300,7 @@ def _tensor(layer: str, role: Role, maxima: list[float], sums: list[int]) -> Ten
         scale_max=known[_SCALE_MAX],
         saturated=sums[_SATURATED] / sums[_JUDGED] if sums[_JUDGED] else None,
         flushed=sums[_FLUSHED] / sums[_VALUES],
+        smallest=sums[_SMALLEST] / sums[_NOT_ZERO] if sums[_NOT_ZERO] else None,
+        lagging=sums[_LAGGING] / sums[_COMPARED] if sums[_COMPARED] else None,
         amax_history_used=None if history is None else round(history),
     )
-
-
-# Consecutive observations whose scales must each differ from the one before by at least this many powers of two.
-JUMP_OBSERVATIONS = 4
-JUMP_BINADES = 2
-# Layers that a warning names besides the one that it describes.
-LAYERS_NAMED = 3
-# What Transformer Engine uses for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
-_INFINITE = torch.finfo(torch.float32).max
-
-
-class Alarms:
-    """Remembers its warnings and the scales that it has seen.
-
-    Args:
-        settings: The run's FP8.
-        saturation_threshold: Share of saturated values above which a tensor is warned about.
-        interval: Steps between two observations.
-    """
-
-    def __init__(self, settings: Fp8Settings, saturation_threshold: float, interval: int) -> None:
-        self._settings = settings
-        self._threshold = saturation_threshold
-        self._interval = interval
-        self._active: set[tuple[str, str, str]] = set()
-        self._scales: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=JUMP_OBSERVATIONS))
-
-    def check(self, statistics: StepStatistics) -> list[str]:
-        """The new warnings of a step: one for all layers that begin to show a condition in the same kind of tensor."""
-        active: set[tuple[str, str, str]] = set()
-        new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
-        for tensor in statistics.tensors:
-            for condition, message in self._conditions(tensor):
-                key = tensor.layer, tensor.tensor, condition
-                active.add(key)
-                if key not in self._active:
-                    new[tensor.tensor, condition].append((tensor, message))
-        self._active = active
-        return [_joined(statistics.step, found) for found in new.values()]
-
-    def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str]]:
-        """Each condition that a tensor shows, with its message."""
-        degenerate = self._degenerate(tensor)
-        if degenerate is not None:
-            yield "degenerate", degenerate
-        if tensor.saturated is not None and tensor.saturated > self._threshold:
-            yield "saturated", self._saturated(tensor, tensor.saturated)
-        if self._jumps(tensor, degenerate is not None):
-            yield "jumping", self._jumping(tensor)
-
-    def _degenerate(self, tensor: TensorStatistics) -> str | None:
-        if tensor.amax is not None and math.isinf(tensor.amax):
-            return (
-                "it contains inf or NaN, which no scale can represent; lower model.optim.lr or lengthen "
-                f"model.optim.sched.warmup_steps, and see whether {self._without(tensor)} avoids it"
-            )
-        if tensor.scale_min == 0.0:
-            return (
-                "its scale is 0, so that all its values become zero; it came from an infinite amax: lower "
-                f"model.optim.lr, or keep the layer out of FP8 with {self._without(tensor)}"
-            )
-        # A single block of (nearly) zeros is not unusual.
-        scale = tensor.scale_max if self._settings.recipe.scales_tensors else tensor.scale_min
-        if scale is not None and scale >= _INFINITE:
-            return (
-                f"its scale is infinite, because all its values are (nearly) zero (amax {_number(tensor.amax)}); "
-                "nothing reaches this layer: check its inputs and model.init_method_std, or keep it out of FP8 with "
-                f"{self._without(tensor)}"
-            )
-        return None
-
-    def _saturated(self, tensor: TensorStatistics, share: float) -> str:
-        settings = self._settings
-        message = (
-            f"{100 * share:.2g}% of its values are saturated (logging.fp8_saturation_threshold="
-            f"{self._threshold:g}), amax {_number(tensor.amax)} at scale {_number(tensor.scale_max)}; "
-        )
-        if not settings.recipe.keeps_history:
-            return message + f"keep the layer out of FP8 with {self._without(tensor)}"
-        message += (
-            f"raise model.fp8_margin from {settings.margin} to {settings.margin + self._missing_margin(tensor)}, "
-        )
-        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
-            message += "set model.fp8_amax_compute_algo=max, "
-        return message + f"choose fp8=tensorwise, or keep the layer out of FP8 with {self._without(tensor)}"
-
-    def _missing_margin(self, tensor: TensorStatistics) -> int:
-        """Powers of two by which the scale was too large, at least 1."""
-        if tensor.amax is None or tensor.scale_max is None:
-            return 1
-        excess = tensor.amax * tensor.scale_max / FORMAT_MAX[role_format(self._settings, Role(tensor.tensor))]
-        return max(1, math.ceil(math.log2(excess))) if math.isfinite(excess) and excess > 0 else 1
-
-    def _jumps(self, tensor: TensorStatistics, degenerate: bool) -> bool:
-        """Whether the scale changed strongly at each of the last observations; blocks have no single scale."""
-        scales = self._scales[tensor.layer, tensor.tensor]
-        if not self._settings.recipe.scales_tensors or tensor.scale_min is None:
-            return False
-        if degenerate:
-            scales.clear()
-            return False
-        scales.append(math.log2(tensor.scale_min))
-        steps = [abs(after - before) for before, after in zip(scales, list(scales)[1:], strict=False)]
-        return len(steps) == JUMP_OBSERVATIONS - 1 and min(steps) >= JUMP_BINADES
-
-    def _jumping(self, tensor: TensorStatistics) -> str:
-        settings = self._settings
-        seen = ", ".join(f"{2.0**scale:.2g}" for scale in self._scales[tensor.layer, tensor.tensor])
-        every = "step" if self._interval == 1 else f"{self._interval} steps"
-        message = f"its scale jumps, by a factor of {2**JUMP_BINADES} or more every {every}: {seen}; "
-        if not settings.recipe.keeps_history:
-            return message + (
-                "current scales follow, but the tensor itself varies that much: if the loss spikes too, lower "
-                "model.optim.lr or lengthen model.optim.sched.warmup_steps"
-            )
-        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
-            message += "set model.fp8_amax_compute_algo=max, "
-        else:
-            message += f"lengthen model.fp8_amax_history_len (now {settings.amax_history_len}), "
-        return message + "choose fp8=tensorwise, or lower model.optim.lr"
-
-    def _without(self, tensor: TensorStatistics) -> str:
-        return f'model.fp8_exclude=["{tensor.layer}"]'
-
-
-def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
-    """One warning for several layers: the message of the one that saturates most, and the names of some others."""
-    worst, message = max(found, key=lambda each: each[0].saturated or 0.0)
-    others = [tensor.layer for tensor, _ in found if tensor is not worst]
-    text = f"FP8 at step {step}: {worst.tensor} of {worst.layer}: {message}"
-    if not others:
-        return text
-    unnamed = len(others) - LAYERS_NAMED
-    return f"{text}; likewise {', '.join(others[:LAYERS_NAMED])}" + (f" and {unnamed} more" if unnamed > 0 else "")
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3g}"

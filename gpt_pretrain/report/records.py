@@ -253,11 +253,11 @@ class Fp8Tensor(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Record(Record):
-    """FP8 statistics of one step, every `logging.fp8_statistics_interval` steps, of each tensor that was cast."""
+    """FP8 in one step: statistics every `logging.fp8_statistics_interval` steps, warnings where it is logged."""
 
     kind: ClassVar[str] = "fp8"
     tensors: tuple[Fp8Tensor, ...]
-    """One object a tensor, layers in forward order; its fields are those of the next table."""
+    """One object a tensor, layers in forward order (the next table has its fields); none beside mere warnings."""
     warnings: tuple[str, ...]
     """What the console warned of at this step, and what to do about it."""
 

@@ -19,7 +19,7 @@ that it routes itself.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import BatchIterator
+from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.gemms import gradient_scales
 from gpt_pretrain.fp8.proof import Proof
-from gpt_pretrain.fp8.statistics import Alarms, StatisticsCollector
+from gpt_pretrain.fp8.statistics import StatisticsCollector, TensorStatistics
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.report.records import ExpertsRecord, Fp8CoverageRecord, Fp8Record, Fp8Tensor, Record
@@ -175,7 +176,10 @@ def _on_any_rank(flags: torch.Tensor) -> bool:
 
 
 class Fp8Watch:
-    """Observes FP8 in every `logging.fp8_statistics_interval`-th step; does nothing if that is null or FP8 is off.
+    """Observes FP8 where a step is logged, for its warnings; does nothing if FP8 is off or CUDA graphs are on.
+
+    That is a sample of each tensor. Every `logging.fp8_statistics_interval`-th step is counted in full, and recorded.
+    A replayed graph reports none of its products.
 
     Args:
         model: This rank's model.
@@ -183,30 +187,43 @@ class Fp8Watch:
 
     def __init__(self, model: Model) -> None:
         spec = model.spec
-        settings, logging = spec.fp8, spec.config.logging
-        interval = logging.fp8_statistics_interval
-        self._interval: int | None = None
-        if settings is not None and interval is not None:
-            self._interval = interval
+        settings, config = spec.fp8, spec.config
+        self._watches = settings is not None and spec.kernels.cuda_graph_impl is None
+        self._statistics_interval = config.logging.fp8_statistics_interval
+        self._log_interval = config.trainer.log_every_n_steps
+        if settings is not None and self._watches:
             self._collector = StatisticsCollector(spec.linears, model.gpt_chunks, spec.platform.device)
-            self._alarms = Alarms(settings, logging.fp8_saturation_threshold, interval)
+            self._alarms = Alarms(settings, config.logging.fp8_saturation_threshold)
+
+    def _records(self, step: int) -> bool:
+        return self._statistics_interval is not None and step % self._statistics_interval == 0
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """The context of a training step, by its number; every rank calls it."""
-        if self._interval is None or step % self._interval:
+        records = self._records(step)
+        if not self._watches or not (records or step % self._log_interval == 0):
             return nullcontext()
-        return self._collector.observe(step)
+        return self._collector.observe(step, sampled=not records)
 
     def records(self) -> Iterator[Fp8Record]:
-        """A record of each step observed since the last call; waits for the device if there are any."""
-        if self._interval is None:
+        """Records of the steps observed since the last call, without tensors where they were sampled.
+
+        A sampled step without warnings has none. Waits for the device if any step was observed.
+        """
+        if not self._watches:
             return
         for statistics in self._collector.read():
-            yield Fp8Record(
-                step=statistics.step,
-                tensors=tuple(Fp8Tensor(**asdict(tensor)) for tensor in statistics.tensors),
-                warnings=tuple(self._alarms.check(statistics)),
-            )
+            warnings = tuple(self._alarms.check(statistics))
+            if self._records(statistics.step):
+                yield Fp8Record(
+                    step=statistics.step, tensors=tuple(map(_recorded, statistics.tensors)), warnings=warnings
+                )
+            elif warnings:
+                yield Fp8Record(step=statistics.step, tensors=(), warnings=warnings)
+
+
+def _recorded(tensor: TensorStatistics) -> Fp8Tensor:
+    return Fp8Tensor(**{field.name: getattr(tensor, field.name) for field in fields(Fp8Tensor)})
 
 
 class ExpertWatch:

@@ -1,0 +1,224 @@
+"""Warns about FP8 tensors, from their statistics, and says what to do.
+
+Each warning appears once, and again only after its tensor has recovered. Layers whose tensors begin to show the same
+condition at the same step share one.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+import torch
+
+from gpt_pretrain.config.choices import AmaxComputeAlgo
+from gpt_pretrain.fp8.gemms import Role, role_format
+from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
+from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+
+# Consecutive observations whose scales must each differ from the one before by at least this many powers of two.
+JUMP_OBSERVATIONS = 4
+JUMP_BINADES = 2
+# Of a normal distribution, a tenth is flushed where its standard deviation is four times the smallest magnitude. There
+# E5M2's normal numbers begin, and E4M3's lie beyond: the typical value has lost its mantissa. Sound runs of the tests'
+# models flush 3% at most.
+FLUSHED_SHARE = 0.1
+# Zeros that no cast has made have no such neighbors. Even values spread evenly over E5M2's 32 powers of two have 5%
+# in the 1.6 that round to its smallest magnitude; a normal distribution that loses a tenth has 21%.
+SMALLEST_SHARE = 1 / 32
+# Up to here values round to the largest magnitude: half of the spacing below it further, 16 and 4,096.
+_ROUNDS_DOWN = {"e4m3": 464.0, "e5m2": 61440.0}
+# The smallest magnitude with a full mantissa, in powers of two (arXiv 2209.05433, table 1).
+_SMALLEST_NORMAL = {"e4m3": 2.0**-6, "e5m2": 2.0**-14}
+# Codes that are cast from the weight as it is are equal to the last one.
+LAGGING_SHARE = 1e-3
+# Layers that a warning names besides the one that it describes.
+LAYERS_NAMED = 3
+# What Transformer Engine uses for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
+_INFINITE = torch.finfo(torch.float32).max
+
+
+class Alarms:
+    """Remembers its warnings and the scales that it has seen.
+
+    Args:
+        settings: The run's FP8.
+        saturation_threshold: Share of saturated values above which a tensor is warned about.
+    """
+
+    def __init__(self, settings: Fp8Settings, saturation_threshold: float) -> None:
+        self._settings = settings
+        self._threshold = saturation_threshold
+        self._active: set[tuple[str, str, str]] = set()
+        self._saturating: set[tuple[str, str]] = set()
+        self._scales: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=JUMP_OBSERVATIONS))
+
+    def check(self, statistics: StepStatistics) -> list[str]:
+        """The new warnings of a step: one for all layers that begin to show a condition in the same kind of tensor."""
+        active: set[tuple[str, str, str]] = set()
+        new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
+        for tensor in statistics.tensors:
+            for condition, message in self._conditions(tensor):
+                key = tensor.layer, tensor.tensor, condition
+                active.add(key)
+                if key not in self._active:
+                    new[tensor.tensor, condition].append((tensor, message))
+        self._active = active
+        return [_joined(statistics.step, found) for found in new.values()]
+
+    def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str]]:
+        """Each condition that a tensor shows, with its message."""
+        degenerate = self._degenerate(tensor)
+        if degenerate is not None:
+            yield "degenerate", degenerate
+        if tensor.saturated is not None and self._stays_saturated(tensor, tensor.saturated):
+            yield "saturated", self._saturated(tensor, tensor.saturated)
+        if degenerate is None and self._is_flushed(tensor):
+            yield "flushed", self._flushed(tensor)
+        if self._jumps(tensor, degenerate is not None):
+            yield "jumping", self._jumping(tensor)
+        if self._is_unset(tensor):
+            yield (
+                "unset",
+                (
+                    f"its scale is still 1 at amax {_number(tensor.amax)}: no pass has set it; "
+                    "if a checkpoint brought it, start scales anew with checkpoint.reset_fp8_state=true, or choose "
+                    "fp8=tensorwise, which keeps none"
+                ),
+            )
+        if tensor.lagging is not None and tensor.lagging > LAGGING_SHARE:
+            yield (
+                "lagging",
+                (
+                    f"{100 * tensor.lagging:.2g}% of its codes are not those of the weight as it is: the layer "
+                    "computes with an older one, which no setting asks for; keep it out of FP8 with "
+                    f"{self._without(tensor)}"
+                ),
+            )
+
+    def _degenerate(self, tensor: TensorStatistics) -> str | None:
+        if tensor.amax is not None and math.isinf(tensor.amax):
+            return (
+                "it contains inf or NaN, which no scale can represent; lower model.optim.lr or lengthen "
+                f"model.optim.sched.warmup_steps, and see whether {self._without(tensor)} avoids it"
+            )
+        if tensor.scale_min == 0.0:
+            return (
+                "its scale is 0, so that all its values become zero; it came from an infinite amax: lower "
+                f"model.optim.lr, or keep the layer out of FP8 with {self._without(tensor)}"
+            )
+        # A single block of (nearly) zeros is not unusual.
+        scale = tensor.scale_max if self._settings.recipe.scales_tensors else tensor.scale_min
+        if scale is not None and scale >= _INFINITE:
+            return (
+                f"its scale is infinite, because all its values are (nearly) zero (amax {_number(tensor.amax)}); "
+                "nothing reaches this layer: check its inputs and model.init_method_std, or keep it out of FP8 with "
+                f"{self._without(tensor)}"
+            )
+        return None
+
+    def _stays_saturated(self, tensor: TensorStatistics, share: float) -> bool:
+        """Whether it saturates, in this observation and the one before; where tensors grow, some do for a step.
+
+        Values that are changed by no more than the rounding of values within the format do not count.
+        """
+        key = tensor.layer, tensor.tensor
+        largest = math.inf if tensor.amax is None or tensor.scale_max is None else tensor.amax * tensor.scale_max
+        limit = _ROUNDS_DOWN[role_format(self._settings, Role(tensor.tensor))]
+        did, does = key in self._saturating, share > self._threshold and largest > limit
+        (self._saturating.add if does else self._saturating.discard)(key)
+        return did and does
+
+    def _is_flushed(self, tensor: TensorStatistics) -> bool:
+        """Whether the cast made a tenth of the values zero, or left the largest without a full mantissa."""
+        smallest_normal = _SMALLEST_NORMAL[role_format(self._settings, Role(tensor.tensor))]
+        if tensor.amax and tensor.scale_max is not None and tensor.amax * tensor.scale_max < smallest_normal:
+            return True
+        return tensor.flushed > FLUSHED_SHARE and (tensor.smallest or 0.0) > SMALLEST_SHARE
+
+    def _flushed(self, tensor: TensorStatistics) -> str:
+        message = (
+            f"{100 * tensor.flushed:.2g}% of its values became zero (amax {_number(tensor.amax)} at scale "
+            f"{_number(tensor.scale_max)}), and those next to zero are coarse; "
+        )
+        instead = {"delayed": "fp8=tensorwise, whose scales follow each tensor", "tensorwise": "fp8=blockwise"}
+        choice = instead.get(self._settings.recipe.name)
+        return (
+            message + (f"choose {choice}, or " if choice else "") + f"keep it out of FP8 with {self._without(tensor)}"
+        )
+
+    def _is_unset(self, tensor: TensorStatistics) -> bool:
+        """Whether the scale of delayed scaling was 1 in this observation and the one before, and not by its amax."""
+        scales = list(self._scales[tensor.layer, tensor.tensor])
+        if not self._settings.recipe.keeps_history or not tensor.amax or scales[-2:] != [0.0, 0.0]:
+            return False
+        largest = FORMAT_MAX[role_format(self._settings, Role(tensor.tensor))] * 2.0**-self._settings.margin
+        return not 0.5 < largest / tensor.amax < 2.0
+
+    def _saturated(self, tensor: TensorStatistics, share: float) -> str:
+        settings = self._settings
+        message = (
+            f"{100 * share:.2g}% of its values are saturated (logging.fp8_saturation_threshold="
+            f"{self._threshold:g}), amax {_number(tensor.amax)} at scale {_number(tensor.scale_max)}; "
+        )
+        if not settings.recipe.keeps_history:
+            return message + f"keep the layer out of FP8 with {self._without(tensor)}"
+        message += (
+            f"raise model.fp8_margin from {settings.margin} to {settings.margin + self._missing_margin(tensor)}, "
+        )
+        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
+            message += "set model.fp8_amax_compute_algo=max, "
+        return message + f"choose fp8=tensorwise, or keep the layer out of FP8 with {self._without(tensor)}"
+
+    def _missing_margin(self, tensor: TensorStatistics) -> int:
+        """Powers of two by which the scale was too large, at least 1."""
+        if tensor.amax is None or tensor.scale_max is None:
+            return 1
+        excess = tensor.amax * tensor.scale_max / FORMAT_MAX[role_format(self._settings, Role(tensor.tensor))]
+        return max(1, math.ceil(math.log2(excess))) if math.isfinite(excess) and excess > 0 else 1
+
+    def _jumps(self, tensor: TensorStatistics, degenerate: bool) -> bool:
+        """Whether the scale changed strongly at each of the last observations; blocks have no single scale."""
+        scales = self._scales[tensor.layer, tensor.tensor]
+        if not self._settings.recipe.scales_tensors or tensor.scale_min is None:
+            return False
+        if degenerate:
+            scales.clear()
+            return False
+        scales.append(math.log2(tensor.scale_min))
+        steps = [abs(after - before) for before, after in zip(scales, list(scales)[1:], strict=False)]
+        return len(steps) == JUMP_OBSERVATIONS - 1 and min(steps) >= JUMP_BINADES
+
+    def _jumping(self, tensor: TensorStatistics) -> str:
+        settings = self._settings
+        seen = ", ".join(f"{2.0**scale:.2g}" for scale in self._scales[tensor.layer, tensor.tensor])
+        message = (
+            f"its scale jumps, by a factor of {2**JUMP_BINADES} or more from one observation to the next: {seen}; "
+        )
+        if not settings.recipe.keeps_history:
+            return message + (
+                "current scales follow, but the tensor itself varies that much: if the loss spikes too, lower "
+                "model.optim.lr or lengthen model.optim.sched.warmup_steps"
+            )
+        if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
+            message += "set model.fp8_amax_compute_algo=max, "
+        else:
+            message += f"lengthen model.fp8_amax_history_len (now {settings.amax_history_len}), "
+        return message + "choose fp8=tensorwise, or lower model.optim.lr"
+
+    def _without(self, tensor: TensorStatistics) -> str:
+        return f'model.fp8_exclude=["{tensor.layer}"]'
+
+
+def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
+    """One warning for several layers: the message of the one that saturates most, and the names of some others."""
+    worst, message = max(found, key=lambda each: each[0].saturated or 0.0)
+    others = [tensor.layer for tensor, _ in found if tensor is not worst]
+    text = f"FP8 at step {step}: {worst.tensor} of {worst.layer}: {message}"
+    if not others:
+        return text
+    unnamed = len(others) - LAYERS_NAMED
+    return f"{text}; likewise {', '.join(others[:LAYERS_NAMED])}" + (f" and {unnamed} more" if unnamed > 0 else "")
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
