@@ -17,7 +17,7 @@ from tests.expert_training import EXPERTS
 from tests.test_faults import curve, weights
 
 # Steps of four samples: step 21 reads samples 80 to 83.
-RUN = (
+NO_REWINDS = (
     *TINY,
     "model.data.num_workers=0",
     "model.hidden_dropout=0.1",
@@ -25,13 +25,12 @@ RUN = (
     "trainer.max_steps=30",
     "trainer.limit_val_batches=0",
     "trainer.log_every_n_steps=1",
-    "trainer.max_spike_rewinds=2",
-    "trainer.spike_margin=3",
     "checkpoint.save_interval=4",
     "logging.tensorboard=false",
     "sample.max_new_tokens=0",
 )
-NO_REWINDS = "trainer.max_spike_rewinds=null"
+REWINDS = ("trainer.max_spike_rewinds=2", "trainer.spike_margin=3")
+RUN = (*NO_REWINDS, *REWINDS)
 
 
 def bad_samples(first, num_samples):
@@ -48,11 +47,11 @@ class Runs:
         self._parent = parent
         self.folder = folder
 
-    def __call__(self, name, *overrides, num_ranks=1, faults=()):
+    def __call__(self, name, *overrides, base=RUN, num_ranks=1, faults=()):
         """Exit codes and output; every rank notes the samples that it reads."""
         noted = {rank: [["note_samples", str(self.folder / f"{name}.samples.{rank}")]] for rank in range(num_ranks)}
         faults = {rank: [*noted[rank], *dict(faults).get(rank, [])] for rank in range(num_ranks)}
-        arguments = [*RUN, f"run_dir={self.folder / name}", *overrides]
+        arguments = [*base, f"run_dir={self.folder / name}", *overrides]
         return self._parent.run(arguments, self.folder / name, num_ranks=num_ranks, faults=faults)
 
     def samples(self, name, rank=0):
@@ -108,7 +107,7 @@ def test_a_run_needs_the_same_number_of_samples_at_every_start(compose_config):
     # Twice the 4 steps of an interval and the 3 of the margin beside the 30 of the run.
     assert num_train_samples(config) == (30 + 2 * 7) * 4
     assert num_train_samples(config, step=16, consumed_samples=84, passed_over=20) == (30 + 2 * 7) * 4
-    assert num_train_samples(compose_config(*RUN, NO_REWINDS), step=10, consumed_samples=40) == 30 * 4
+    assert num_train_samples(compose_config(*NO_REWINDS), step=10, consumed_samples=40) == 30 * 4
 
 
 def steps(first, last):
@@ -140,7 +139,7 @@ def test_a_run_goes_back_as_if_the_samples_up_to_the_spike_had_not_been(num_rank
     assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (30, 140, 1, [[64, 20]])
 
     left_out = {rank: [["leave_out_samples", 64, 20]] for rank in range(num_ranks)}
-    codes, text = run("without", NO_REWINDS, *layout, num_ranks=num_ranks, faults=left_out)
+    codes, text = run("without", *layout, base=NO_REWINDS, num_ranks=num_ranks, faults=left_out)
     assert codes == [0] * num_ranks, text
     assert curve(run.folder / "spiked") == curve(run.folder / "without")
     assert weights(run.folder / "spiked") == weights(run.folder / "without")
