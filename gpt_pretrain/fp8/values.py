@@ -122,8 +122,7 @@ class WatchedValues:
         if result is not None:
             off = (output.detach().reshape(result.shape) != result).sum()
             planned, live = "{0:,.0f} values of the product", "{1:,.0f} others"
-            numbers = _numbers(off, result.numel(), off)
-            self._checks.append(_Check(module=name, what="output", planned=planned, live=live, numbers=numbers))
+            self._add(name, "output", off, result.numel(), off, planned=planned, live=live)
 
     @torch.no_grad()
     def note(self, module: str, product: Product) -> None:
@@ -181,22 +180,23 @@ class WatchedValues:
         factor = scale if block is None else spread_over_blocks(scale, block, (values.shape[0], values.shape[1]))
         expected_codes = (values.float() * factor).clamp(-largest, largest).to(codes.dtype)
         off = (expected_codes.view(torch.uint8) != codes.view(torch.uint8)).sum()
-        self._checks.append(
-            _Check(
-                module=module,
-                what=what,
-                planned=f"{{0:,.0f}} times round(value · scale) in {format}",
-                live="others {1:,.0f} times",
-                numbers=_numbers(off, codes.numel(), off),
-            )
-        )
+        planned = f"{{0:,.0f}} times round(value · scale) in {format}"
+        self._add(module, what, off, codes.numel(), off, planned=planned, live="others {1:,.0f} times")
         return True
 
     def _add(
-        self, module: str, what: str, off: torch.Tensor, expected: torch.Tensor | float, found: torch.Tensor | float
+        self,
+        module: str,
+        what: str,
+        off: torch.Tensor,
+        expected: torch.Tensor | float,
+        found: torch.Tensor | float,
+        *,
+        planned: str = "{0:.6g}",
+        live: str = "{1:.6g}",
     ) -> None:
         numbers = _numbers(off, expected, found)
-        self._checks.append(_Check(module=module, what=what, planned="{0:.6g}", live="{1:.6g}", numbers=numbers))
+        self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=numbers))
 
     def _add_fault(self, module: str, what: str, planned: str, live: str) -> None:
         fault = torch.ones(3, dtype=torch.float64, device=torch.cuda.current_device())
@@ -236,42 +236,23 @@ class WatchedValues:
             exact.append(operand.values.float())
             rounded.append(operand.codes.float() / scale)
             changed = ((exact[-1] != rounded[-1]).sum() / (exact[-1] != 0).sum()).nan_to_num(nan=1.0)
-            self._checks.append(
-                _Check(
-                    module=module,
-                    what=f"{role_name(operand.role)} in {phase.value}",
-                    planned=f"rounding changes {_LEAST_ROUNDED:.0%} of the values",
-                    live="{1:.1%}",
-                    numbers=_numbers(changed < _LEAST_ROUNDED, _LEAST_ROUNDED, changed),
-                )
-            )
+            what, planned = f"{role_name(operand.role)} in {phase.value}", "rounding changes {0:.0%} of the values"
+            too_few = changed < _LEAST_ROUNDED
+            self._add(module, what, too_few, _LEAST_ROUNDED, changed, planned=planned, live="{1:.1%}")
         again, without_rounding = _product(phase, *rounded), _product(phase, *exact)
         found = output.float() if product.bias is None else output.float() - product.bias.float()
         # The bias has been rounded with the product.
         size = output.float().norm()
         away = (found - again).norm() / size
-        self._checks.append(
-            _Check(
-                module=module,
-                what=f"result of {phase.value}",
-                planned=f"within {_OUTPUT_ERROR} of the product of its codes",
-                live="{1:.3g} away",
-                numbers=_numbers(away > _OUTPUT_ERROR, _OUTPUT_ERROR, away),
-            )
-        )
+        what, live = f"result of {phase.value}", "{1:.3g} away"
+        planned = "within {0:.3g} of the product of its codes"
+        self._add(module, what, away > _OUTPUT_ERROR, _OUTPUT_ERROR, away, planned=planned, live=live)
         explained = _rounding_error(phase, exact, rounded)
         distance, blur = (found - without_rounding).norm(), _OUTPUT_ERROR * size
         too_near = (distance < explained / _COHERENCE) & (explained / _COHERENCE > blur)
         too_far = distance > explained * _COHERENCE + blur
-        self._checks.append(
-            _Check(
-                module=module,
-                what=f"result of {phase.value}",
-                planned="{0:.3g} away from the product without rounding",
-                live="{1:.3g} away",
-                numbers=_numbers(too_near | too_far, explained / size, distance / size),
-            )
-        )
+        planned = "{0:.3g} away from the product without rounding"
+        self._add(module, what, too_near | too_far, explained / size, distance / size, planned=planned, live=live)
 
     @torch.no_grad()
     def differences(self, group: torch.distributed.ProcessGroup) -> list[Difference]:

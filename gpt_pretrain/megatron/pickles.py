@@ -65,7 +65,8 @@ def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadat
     try:
         with self.fs.create_stream(path, "rb") as stream:
             index = _IndexUnpickler(stream).load()
-        assert isinstance(index, Metadata), "it is no index"
+        if not isinstance(index, Metadata):
+            raise TypeError("it is no index")
         names = {str(info.relative_path) for info in index.storage_data.values()}
     except FileNotFoundError:
         # torch has a way on.
