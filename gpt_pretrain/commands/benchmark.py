@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from gpt_pretrain.benchmark.compare import Comparison
+from gpt_pretrain.benchmark.campaign import Campaign
 from gpt_pretrain.benchmark.document import WIDTH
 from gpt_pretrain.benchmark.variants import benchmark_problems
 from gpt_pretrain.commands.arguments import Program
@@ -63,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
 
-    def compare(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
+    def measure(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
         check_run_dir(jobs[0].config)
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH)
-        comparison = Comparison(jobs[0].config, request.loader.source, request.overrides, given, console)
-        return 0 if comparison.run() else FAILED
+        campaign = Campaign(jobs[0].config, request.loader.source, request.overrides, given, console)
+        return 0 if campaign.run() else FAILED
 
-    return run_with_config(PROGRAM, compare, given, rules=benchmark_problems, refuse=refuse)
+    return run_with_config(PROGRAM, measure, given, rules=benchmark_problems, refuse=refuse)

@@ -35,7 +35,7 @@ from gpt_pretrain.spec.products import resolve
 _MACHINE = "machine"
 
 
-class Comparison:
+class Campaign:
     """Runs the variants of a checked command line.
 
     Args:
