@@ -157,9 +157,17 @@ def _unless_data(impl: DataImpl) -> Callable[[Resolved], str]:
     return why
 
 
-def _without_tokenizer_file(run: Resolved) -> str:
-    library = run.model.tokenizer.library
-    return "" if library is TokenizerLibrary.file else f"model.tokenizer.library={library.name}"
+def _with_random_tokens(run: Resolved) -> str:
+    is_mock = run.model.data.data_impl is DataImpl.mock
+    return "model.data.data_impl=mock, whose random tokens come from no file" * is_mock
+
+
+def _unless_tokenizer(only: TokenizerLibrary) -> Callable[[Resolved], str]:
+    def why(run: Resolved) -> str:
+        library = run.model.tokenizer.library
+        return "" if library is only else f"model.tokenizer.library={library.name}"
+
+    return why
 
 
 def _without_saves(run: Resolved) -> str:
@@ -173,8 +181,13 @@ def _without_rewinds(run: Resolved) -> str:
     return "trainer.max_spike_rewinds=null" if run.config.trainer.max_spike_rewinds is None else ""
 
 
+def _without_tokenizer(run: Resolved) -> str:
+    library = run.model.tokenizer.library
+    return "" if library is not TokenizerLibrary.none else "model.tokenizer.library=none: no text can be sampled"
+
+
 def _without_sample(run: Resolved) -> str:
-    return "" if run.config.sample.max_new_tokens else "sample.max_new_tokens=0"
+    return _without_tokenizer(run) if run.config.sample.max_new_tokens else "sample.max_new_tokens=0"
 
 
 def _without_wandb(run: Resolved) -> str:
@@ -350,10 +363,21 @@ def _table() -> tuple[NoEffect, ...]:
             for impl in DataImpl
             if impl.files_key is not None
         ),
+        *(
+            NoEffect(key=f"model.data.{name}", why=_with_random_tokens, instead="", only_given=True)
+            for name in ("splits_string", "cache_dir", "num_dataset_builder_threads")
+        ),
+        NoEffect(key="model.data.text_key", why=_unless_data(DataImpl.text), instead="", only_given=True),
         NoEffect(
             key="model.tokenizer.model",
-            why=_without_tokenizer_file,
+            why=_unless_tokenizer(TokenizerLibrary.file),
             instead="library=file, or model=null",
+        ),
+        NoEffect(
+            key="model.tokenizer.vocab_size",
+            why=_unless_tokenizer(TokenizerLibrary.bpe),
+            instead="",
+            only_given=True,
         ),
         # Checkpoints.
         *(
@@ -372,6 +396,7 @@ def _table() -> tuple[NoEffect, ...]:
         ),
         # The loop, and what it leaves.
         NoEffect(key="trainer.spike_margin", why=_without_rewinds, instead="", only_given=True),
+        NoEffect(key="sample.max_new_tokens", why=_without_tokenizer, instead="", silent=(0,), only_given=True),
         *(
             NoEffect(key=f"sample.{name}", why=_without_sample, instead="", only_given=True)
             for name in ("prompt", "temperature")
