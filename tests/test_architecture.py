@@ -26,6 +26,8 @@ KNOWS = {
     # Another library's names for what a checkpoint holds; between the two stand these commands.
     "huggingface": {"config", "launch", "rules", "spec", "megatron", "data", "checkpoint"},
     "benchmark": {"config", "launch", "rules", "spec", "megatron", "fp8", "plan", "report", "training"},
+    # Trains variants in the benchmark's processes, and knows runs by what they leave on disk.
+    "compare": {"config", "launch", "rules", "report", "benchmark"},
     # Asks the machine what every room above it would; nothing but its command knows the doctor.
     "doctor": {"config", "launch", "rules", "spec", "megatron", "plan", "training"},
 }
@@ -34,7 +36,7 @@ KNOWS["commands"] = set(KNOWS)
 KNOWS["a door"] = {"commands"}
 # Rooms that must answer, or work, where torch is not loaded.
 _LIVE = {"torch", "megatron", "transformer_engine"}
-WITHOUT = {"config": _LIVE, "launch": _LIVE, "rules": _LIVE, "report": _LIVE, "kernels": {"megatron"}}
+WITHOUT = {"config": _LIVE, "launch": _LIVE, "rules": _LIVE, "report": _LIVE, "compare": _LIVE, "kernels": {"megatron"}}
 
 
 def imported_modules(path, package):

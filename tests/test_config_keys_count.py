@@ -25,7 +25,7 @@ from tests.forked_runs import fork_ranks
 from tests.platforms import CPU, H200, spec_of
 from tests.runs import small_run_arguments
 
-KEYS = {path: key for path, key in schema_keys().items() if not path.startswith(("plan.", "benchmark."))}
+KEYS = {path: key for path, key in schema_keys().items() if not path.startswith(("plan.", "benchmark.", "compare."))}
 QUICK = ("trainer.max_steps=4", "model.num_layers=2")
 # Runs on a CPU that are trained and recorded: every key is changed.
 TRAINED = {

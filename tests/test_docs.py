@@ -20,7 +20,7 @@ TEXT = {path.name: path.read_text() for path in MANUAL}
 ALL_TEXT = "\n".join(TEXT.values())
 # Programs that take a run's command line.
 PROGRAM = re.compile(
-    r"(?:-m gpt_pretrain(?:\.(?:plan|benchmark|prepare_data))?|/(?:fp8_gpt|prepare_data)\.sbatch)(?=\s|$)"
+    r"(?:-m gpt_pretrain(?:\.(?:plan|benchmark|compare|prepare_data))?|/(?:fp8_gpt|prepare_data)\.sbatch)(?=\s|$)"
 )
 # Of a sweep the first run; Hydra's own keys are not a run's.
 NOT_OF_A_RUN = ("-", "$", '"$', "hydra")
@@ -87,7 +87,7 @@ def test_every_choice_of_the_documents_exists():
 
 def test_every_key_of_the_documents_exists():
     sections = {key.rpartition(".")[0] for key in schema_keys()}
-    pattern = r"(?<![\w./-])((?:model|trainer|checkpoint|logging|sample|plan|benchmark)(?:\.\w+)+)\b(?![.(])"
+    pattern = r"(?<![\w./-])((?:model|trainer|checkpoint|logging|sample|plan|benchmark|compare)(?:\.\w+)+)\b(?![.(])"
     named = {key for key in re.findall(pattern, ALL_TEXT) if not key.endswith((".md", ".py", ".json"))}
 
     assert "trainer.max_steps" in named

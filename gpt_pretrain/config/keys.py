@@ -160,6 +160,12 @@ def _docs(module: str) -> dict[tuple[str, str], str]:
     return docs
 
 
+def _doc(section: type, field: str) -> str:
+    """The documentation of a field, of the class that declares it."""
+    classes = [each for each in section.__mro__ if is_dataclass(each)]
+    return next((doc for each in classes if (doc := _docs(each.__module__).get((each.__name__, field)))), "")
+
+
 def _key(path: str, annotation: typing.Any, doc: str) -> Key:
     optional = False
     if isinstance(annotation, types.UnionType):
@@ -179,7 +185,7 @@ def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
             yield path, hint
             yield from _walk(hint, f"{path}.")
         else:
-            yield path, _key(path, hint, _docs(section.__module__).get((section.__name__, field.name), ""))
+            yield path, _key(path, hint, _doc(section, field.name))
 
 
 def section_keys(section: type) -> dict[str, Key]:

@@ -18,7 +18,10 @@ from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_k
 from gpt_pretrain.config.schema import Config
 
 # Keys that saved configurations of earlier versions lack, with the values that do what those versions did.
-_LATER_KEYS = {"checkpoint": {"save_interval_minutes": None}}
+_LATER_KEYS = {
+    "checkpoint": {"save_interval_minutes": None},
+    "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
+}
 
 
 def section_problem(path: str, value: Any) -> str:

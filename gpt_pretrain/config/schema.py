@@ -455,6 +455,30 @@ class BenchmarkConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class GateConfig:
+    """What `python -m gpt_pretrain.compare` demands of every variant; exit code 4 where it is missed or unknown."""
+
+    max_loss_gap: str | None
+    """Largest loss at the end over the first variant's, as a percentage: 0.5%. The whole confidence interval must lie
+    below. Without it, 0.5% is what the verdict calls as good. null: no such demand."""
+    min_speedup: float | None
+    """Smallest ratio of GPU-seconds to the same loss, the first variant's over each other's; the whole confidence
+    interval must lie above. null: no such demand."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CompareConfig(GateConfig):
+    """`compare`: what `python -m gpt_pretrain.compare` trains and demands; training reads none of it."""
+
+    variants: list[str]
+    """What is compared, the first being the baseline: names of `benchmark.overrides`, or overrides themselves
+    ("fp8=delayed model.fp8_params=true")."""
+    seeds: int
+    """Runs of each variant: model.seed and the numbers after it. With one, the noise is the baseline's against itself
+    with other microbatches; with two or more, the seeds'."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """The whole run."""
 
@@ -469,3 +493,4 @@ class Config:
     sample: SampleConfig
     plan: PlanConfig
     benchmark: BenchmarkConfig
+    compare: CompareConfig

@@ -1,0 +1,271 @@
+"""A comparison as data: the runs as they were read, the answers about them, the verdicts. `compare.json` is this.
+
+Everything that is shown (console, page) comes from a `Comparison`, so that a page can be made again from `compare.json`
+alone. Losses are in nats per token, gaps and shares are fractions (0.01 is 1%), times are GPU-seconds: seconds of
+training times GPUs, without validation, checkpoints and the warm-up of compilation.
+
+A tuple that is empty, and null, mean that a run or a log does not tell. JSON has no NaN and no infinity: losses that
+diverged are the strings "nan", "inf" and "-inf", as in `metrics.jsonl`.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import write_file
+from gpt_pretrain.report.records import Fp8Record, JsonObject
+
+VERSION = 1
+FILE_NAME = "compare.json"
+
+Format = Literal["gpt_pretrain", "megatron", "nemo", "torchtitan", "tensorboard", "wandb", "mlflow", "csv"]
+"""Whose metrics they are: a run directory of ours, console logs, event files, exported tables."""
+Role = Literal["seed", "repeat"]
+"""seed: a run that counts; repeat: the baseline again, with one of its seeds and other microbatches, for the noise."""
+Judgement = Literal["as_good", "better", "worse", "cannot_tell", "not_comparable"]
+"""About the loss at the end, against the baseline and the allowed gap."""
+NoiseSource = Literal["paired seeds", "seeds", "microbatches"]
+"""What an interval's width comes from; `statistics` says by which method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve(JsonObject):
+    """Losses over a run; all tuples that are not empty have one entry a point, steps rising."""
+
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    """Of the training batches since the point before, or of a validation."""
+    tokens: tuple[int, ...]
+    """Training tokens seen; empty where batch or sequence length are not known."""
+    gpu_seconds: tuple[float, ...]
+    """From the start of training; empty where times or the number of GPUs are not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting(JsonObject):
+    """One key of a run's configuration, in our names where a log's name has one of ours."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord(JsonObject):
+    """One run, as it was read."""
+
+    name: str
+    """Unique: the variant and its seed, or what tells its place from the others'."""
+    variant: str
+    """Runs of the same variant differ in seeds (and a repeat in microbatches) alone."""
+    role: Role
+    seed: int | None
+    source: str
+    """The directory or file."""
+    format: Format
+    state: str
+    """finished; running; or why it ended early, in words."""
+    num_gpus: int | None
+    training: Curve
+    validation: Curve
+    tokens_per_s: float | None
+    """All GPUs together, without the warm-up of each start."""
+    memory_gib: float | None
+    """Peak of the GPU that was logged."""
+    skipped_steps: int | None
+    """Steps that updated nothing because loss, gradient or FP8 tensors were not finite."""
+    fp8_share: float | None
+    """Share of the FLOPs of matrix products that FP8 did, 0 to 1."""
+    fp8: tuple[Fp8Record, ...]
+    """Statistics of FP8 tensors, layer by layer, at the steps at which they were logged."""
+    configuration: tuple[Setting, ...]
+    versions: str | None
+    """Python and libraries."""
+    command: str | None
+
+    def setting(self, key: str) -> str | None:
+        """The value of a key; None where the run does not tell it."""
+        return next((setting.value for setting in self.configuration if setting.key == key), None)
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """The rate of one GPU."""
+        return None if self.tokens_per_s is None or self.num_gpus is None else self.tokens_per_s / self.num_gpus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Obstacle(JsonObject):
+    """A difference from the baseline that makes losses incomparable: other data, batch, tokenizer or model."""
+
+    run: str
+    key: str
+    baseline_value: str
+    value: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference(JsonObject):
+    """A key in which configurations differ; obstacles are among them."""
+
+    key: str
+    values: tuple[str, ...]
+    """One for each run, in the order of `Comparison.runs`; "" where a run does not tell it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval(JsonObject):
+    """An estimate, and the confidence interval around it."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hurt(JsonObject):
+    """How FP8 treats one tensor: means over the logged steps of all of a variant's runs."""
+
+    layer: str
+    tensor: str
+    saturated: float | None
+    """Share of values beyond the format's largest magnitude."""
+    flushed: float
+    """Share of values that are zero in FP8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures(JsonObject):
+    """What a variant's runs measured."""
+
+    variant: str
+    num_runs: int
+    """Those with role seed."""
+    final_loss: float | None
+    """Mean over the runs of the smoothed loss at the end of what all compared runs have."""
+    tokens_per_s_per_gpu: float | None
+    """Mean over the runs."""
+    memory_gib: float | None
+    """Largest of the runs."""
+    skipped_steps: int | None
+    """Sum of the runs."""
+    fp8_share: float | None
+    hurts: tuple[Hurt, ...]
+    """The tensors that FP8 treats worst, the worst first; empty without statistics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GapCurve(JsonObject):
+    """The relative loss gap along the way, smoothed: above zero where the variant's loss is higher."""
+
+    steps: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Empty where they are not known."""
+    gaps: tuple[float, ...]
+    lows: tuple[float, ...]
+    """Lower ends of the confidence interval; empty without an estimate of the noise."""
+    highs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeToLoss(JsonObject):
+    """GPU-seconds until the smoothed loss is at a level, geometric means over the runs."""
+
+    loss: float
+    baseline_gpu_s: float
+    gpu_s: float
+    speedup: Interval
+    """baseline_gpu_s ÷ gpu_s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer(JsonObject):
+    """One variant against the baseline."""
+
+    variant: str
+    judgement: Judgement
+    sentence: str
+    """The verdict."""
+    reasons: tuple[str, ...]
+    """Why nothing more can be told, and what to do about it."""
+    loss_gap: Interval | None
+    """At the end: the variant's loss ÷ the baseline's − 1."""
+    noise_from: NoiseSource | None
+    gap_curve: GapCurve
+    times: tuple[TimeToLoss, ...]
+    """From the highest loss to the lowest that all runs reached."""
+    throughput_ratio: float | None
+    """Tokens/s per GPU, variant ÷ baseline."""
+
+    @property
+    def speedup(self) -> Interval | None:
+        """At the lowest loss that all runs reached."""
+        return self.times[-1].speedup if self.times else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate(JsonObject):
+    """What was demanded of every variant, and what was missed."""
+
+    max_loss_gap: float | None
+    min_speedup: float | None
+    missed: tuple[str, ...]
+    """One sentence for each demand that was missed; empty: passed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(JsonObject):
+    """The whole comparison."""
+
+    version: int
+    """Grows when a name changes its meaning or disappears."""
+    date: str
+    command: str
+    confidence: float
+    """Of every interval: 0.95."""
+    baseline: str
+    """The variant that ratios and gaps refer to."""
+    runs: tuple[RunRecord, ...]
+    """The baseline's first."""
+    obstacles: tuple[Obstacle, ...]
+    differences: tuple[Difference, ...]
+    unchecked: tuple[str, ...]
+    """What a run does not tell of data, batch, tokenizer and model, in words."""
+    figures: tuple[Figures, ...]
+    """One for each variant, the baseline first."""
+    answers: tuple[Answer, ...]
+    """One for each variant but the baseline."""
+    methods: tuple[str, ...]
+    """How the figures were computed: smoothing, intervals and their assumptions."""
+    gate: Gate | None
+    verdict: str
+    """The answers' sentences, one a line."""
+
+
+def save_comparison(comparison: Comparison, directory: Path) -> Path:
+    """Writes `compare.json` into a directory, in one piece, and returns its path.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    path = directory / FILE_NAME
+    try:
+        write_file(path, json.dumps(comparison.to_json(), ensure_ascii=False, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; give another run_dir") from error
+    return path
+
+
+def load_comparison(path: Path) -> Comparison:
+    """Reads what `save_comparison` wrote.
+
+    Raises:
+        UserError: The file is missing, damaged, or of another version.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.get("version") != VERSION:
+            raise ValueError(f"expected a JSON object with version={VERSION}")
+        return Comparison.from_json(values)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a {FILE_NAME} of this version: {error}; compare the runs again") from error

@@ -1,0 +1,126 @@
+"""compare.json: everything that is shown of a comparison, written and read back."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from gpt_pretrain.compare.document import (
+    VERSION,
+    Answer,
+    Comparison,
+    Curve,
+    Figures,
+    GapCurve,
+    Gate,
+    Hurt,
+    Interval,
+    RunRecord,
+    Setting,
+    TimeToLoss,
+    load_comparison,
+    save_comparison,
+)
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.report.records import Fp8Record, Fp8Tensor
+
+TENSOR = Fp8Tensor(
+    layer="decoder.layers.0.mlp.linear_fc1",
+    tensor="input",
+    amax=math.inf,
+    scale_min=2.0,
+    scale_max=None,
+    saturated=0.25,
+    flushed=0.5,
+    amax_history_used=None,
+)
+RUN = RunRecord(
+    name="bf16 seed 1",
+    variant="bf16",
+    role="seed",
+    seed=1,
+    source="outputs/a",
+    format="gpt_pretrain",
+    state="finished",
+    num_gpus=2,
+    training=Curve(steps=(1, 2), losses=(3.5, math.inf), tokens=(512, 1024), gpu_seconds=(0.5, 1.0)),
+    validation=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()),
+    tokens_per_s=2048.0,
+    memory_gib=None,
+    skipped_steps=1,
+    fp8_share=0.8,
+    fp8=(Fp8Record(step=2, tensors=(TENSOR,), warnings=("",)),),
+    configuration=(Setting(key="model.seed", value="1"),),
+    versions=None,
+    command="python -m gpt_pretrain",
+)
+ANSWER = Answer(
+    variant="fp8",
+    judgement="as_good",
+    sentence="ä",
+    reasons=("r",),
+    loss_gap=Interval(value=-0.002, low=-0.005, high=None),
+    noise_from="paired seeds",
+    gap_curve=GapCurve(steps=(1,), tokens=(512,), gaps=(0.1,), lows=(), highs=()),
+    times=(
+        TimeToLoss(loss=3.5, baseline_gpu_s=2.0, gpu_s=1.0, speedup=Interval(value=2.0, low=None, high=None)),
+        TimeToLoss(loss=3.0, baseline_gpu_s=6.0, gpu_s=2.0, speedup=Interval(value=3.0, low=2.5, high=3.5)),
+    ),
+    throughput_ratio=1.3,
+)
+HURT = Hurt(layer="decoder.layers.0.mlp.linear_fc1", tensor="input", saturated=None, flushed=0.5)
+COMPARISON = Comparison(
+    version=VERSION,
+    date="2026-11-23",
+    command="python -m gpt_pretrain.compare runs=[a,b]",
+    confidence=0.95,
+    baseline="bf16",
+    runs=(RUN, replace(RUN, name="fp8 seed 1", variant="fp8")),
+    obstacles=(),
+    differences=(),
+    unchecked=("u",),
+    figures=(
+        Figures(
+            variant="fp8",
+            num_runs=1,
+            final_loss=3.0,
+            tokens_per_s_per_gpu=1024.0,
+            memory_gib=None,
+            skipped_steps=1,
+            fp8_share=0.8,
+            hurts=(HURT,),
+        ),
+    ),
+    answers=(ANSWER,),
+    methods=("m",),
+    gate=Gate(max_loss_gap=0.005, min_speedup=None, missed=()),
+    verdict="v",
+)
+
+
+def test_a_comparison_is_read_back_as_it_was_written(tmp_path):
+    path = save_comparison(COMPARISON, tmp_path)
+
+    assert path == tmp_path / "compare.json"
+    assert load_comparison(path) == COMPARISON
+    # Any program's JSON, not Python's alone.
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["runs"][0]["training"]["losses"] == [3.5, "inf"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"version": 99}', f'{{"version": {VERSION}}}', "[" * 100_000, b"\xff\xfe"]
+)
+def test_a_damaged_file_is_named(tmp_path, content):
+    path = tmp_path / "compare.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match="compare.json is not"):
+        load_comparison(path)
+
+
+def test_a_run_answers_for_its_settings_and_rates():
+    assert (RUN.setting("model.seed"), RUN.setting("model.sed")) == ("1", None)
+    assert RUN.tokens_per_s_per_gpu == 1024
+    assert replace(RUN, num_gpus=None).tokens_per_s_per_gpu is None
+    assert ANSWER.speedup == ANSWER.times[-1].speedup
+    assert replace(ANSWER, times=()).speedup is None
