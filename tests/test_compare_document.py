@@ -114,7 +114,7 @@ def test_a_comparison_is_read_back_as_it_was_written(tmp_path):
 def test_a_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "compare.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match="compare.json is not"):
+    with pytest.raises(UserError, match=r"compare\.json is not"):
         load_comparison(path)
 
 

@@ -26,7 +26,7 @@ Role = Literal["seed", "repeat"]
 """seed: a run that counts; repeat: the baseline again, with one of its seeds and other microbatches, for the noise."""
 Judgement = Literal["as_good", "better", "worse", "cannot_tell", "not_comparable"]
 """About the loss at the end, against the baseline and the allowed gap."""
-NoiseSource = Literal["paired seeds", "seeds", "microbatches"]
+NoiseSource = Literal["paired seeds", "seeds", "microbatches", "none"]
 """What an interval's width comes from; `statistics` says by which method."""
 
 
@@ -190,7 +190,7 @@ class Answer(JsonObject):
     """Why nothing more can be told, and what to do about it."""
     loss_gap: Interval | None
     """At the end: the variant's loss ÷ the baseline's − 1."""
-    noise_from: NoiseSource | None
+    noise_from: NoiseSource
     gap_curve: GapCurve
     times: tuple[TimeToLoss, ...]
     """From the highest loss to the lowest that all runs reached."""
