@@ -127,6 +127,18 @@ def test_a_users_own_group_is_added_with_a_plus_sign(my_conf):
     assert job.config.model.num_layers == 2
 
 
+def test_a_file_that_was_changed_is_read_anew(my_conf):
+    text = "# @package _global_\nmodel:\n  num_layers: 2\ntrainer:\n  max_steps: 5\n"
+    seen = []
+    for steps in ("5", "6"):
+        folder = my_conf(experiment__mine=text.replace("max_steps: 5", f"max_steps: {steps}"))
+        # What a composition does with the values it was given is not seen by the next.
+        for override in ([], ["model.num_layers=3"], []):
+            config = load_config(["experiment=mine", *override], config_dir=folder)
+            seen.append((config.trainer.max_steps, config.model.num_layers))
+    assert seen == [(5, 2), (5, 3), (5, 2), (6, 2), (6, 3), (6, 2)]
+
+
 def test_an_experiment_overrides_several_groups(my_conf):
     text = "# @package _global_\ndefaults:\n  - override /parallelism: dp\ntrainer:\n  max_steps: 5\n"
     (job,) = jobs("--config-dir", str(my_conf(experiment__mine=text)), "experiment=mine")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
@@ -102,9 +103,11 @@ def _read_job(
         sweep = composed.hydra.mode is RunMode.MULTIRUN
         directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if sweep else composed.hydra.run.dir
         composed.hydra.runtime.output_dir = str(Path(directory).absolute())
-    HydraConfig.instance().set_config(composed)
+    # As Hydra's `set_config`, which copies it.
+    HydraConfig.instance().cfg = cast(Any, composed)
     try:
-        task = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+        nodes = {name: node for name, node in composed.items_ex(resolve=False) if name != "hydra"}
+        task = DictConfig(nodes, flags={"no_deepcopy_set_nodes": True})
         return read_config(default_run_dir(task), origins=origins, complete=complete)
     finally:
         HydraConfig.instance().cfg = None
