@@ -60,6 +60,7 @@ ANSWER = Answer(
     judgement="as_good",
     sentence="ä",
     reasons=("r",),
+    final_losses=(2.99, 3.0),
     loss_gap=Interval(value=-0.002, low=-0.005, high=None),
     noise_from="paired seeds",
     gap_curve=GapCurve(steps=(1,), tokens=(512,), gaps=(0.1,), lows=(), highs=()),
@@ -84,7 +85,7 @@ COMPARISON = Comparison(
         Figures(
             variant="fp8",
             num_runs=1,
-            final_loss=3.0,
+            last_loss=3.0,
             tokens_per_s_per_gpu=1024.0,
             memory_gib=None,
             skipped_steps=1,

@@ -141,8 +141,8 @@ class Figures(JsonObject):
     variant: str
     num_runs: int
     """Those with role seed."""
-    final_loss: float | None
-    """Mean over the runs of the smoothed loss at the end of what all compared runs have."""
+    last_loss: float | None
+    """Mean of the last 5% of the logged losses of all runs; runs of other lengths end elsewhere (see `Answer`)."""
     tokens_per_s_per_gpu: float | None
     """Mean over the runs."""
     memory_gib: float | None
@@ -188,8 +188,11 @@ class Answer(JsonObject):
     """The verdict."""
     reasons: tuple[str, ...]
     """Why nothing more can be told, and what to do about it."""
+    final_losses: tuple[float, ...]
+    """The variant's and the baseline's smoothed losses at the last tokens that both have, geometric means over the
+    runs; empty where nothing could be compared."""
     loss_gap: Interval | None
-    """At the end: the variant's loss ÷ the baseline's − 1."""
+    """Between these: the variant's loss ÷ the baseline's − 1."""
     noise_from: NoiseSource
     gap_curve: GapCurve
     times: tuple[TimeToLoss, ...]

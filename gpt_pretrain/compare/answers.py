@@ -1,0 +1,285 @@
+"""From runs to answers: what forbids a comparison, a verdict on each variant, the figures.
+
+A verdict asks what the whole interval of the loss gap allows (a test of non-inferiority, Schuirmann 1987). That a gap
+is within the noise does not yet say that there is none: where the noise is larger than the gap that counts, nobody can
+tell.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+
+from gpt_pretrain.compare.comparability import find_differences, find_obstacles, find_unchecked
+from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
+from gpt_pretrain.compare.document import (
+    VERSION,
+    Answer,
+    Comparison,
+    Figures,
+    GapCurve,
+    Hurt,
+    Interval,
+    Judgement,
+    NoiseSource,
+    Obstacle,
+    RunRecord,
+    TimeToLoss,
+)
+from gpt_pretrain.compare.gate import Demands, check_gate
+from gpt_pretrain.compare.statistics import CONFIDENCE, NUM_BATCHES
+from gpt_pretrain.config.errors import UserError
+
+# A gap that counts, where no compare.max_loss_gap says another.
+ALLOWED_GAP = 0.005
+_NUM_HURTS = 10
+
+METHODS = (
+    f"Smoothed losses are means over {WINDOW:.0%} of the tokens that all compared runs have; the final loss is the "
+    "last of them. A gap is the ratio of two smoothed losses at the same tokens, less one.",
+    f"Intervals are two-sided {CONFIDENCE:.0%} Student intervals of differences of logarithms: paired where the runs "
+    "share their seeds, Welch's otherwise, with one side's variance where the other has one run. They assume that "
+    "the logarithms of different seeds are normal and independent.",
+    "With one seed, the noise is the baseline's distance from its own repeat with other microbatches, by batch means "
+    f"over {NUM_BATCHES} windows of the second half. It holds rounding, not what another seed would change, and is "
+    "too small where differences last longer than a window.",
+    "Time to loss is the GPU time at which the smoothed loss first reaches a level, by linear interpolation, without "
+    "validation, checkpoints and warm-up; ratios are of geometric means.",
+    f"A gap whose whole interval lies below {100 * ALLOWED_GAP:g}%, or below compare.max_loss_gap, is as good, below "
+    "zero better; above zero, and partly above that limit, worse; anything else cannot be told. No p-value is given.",
+)
+
+
+def judge(gap: Interval, allowed: float) -> Judgement:
+    """What the interval of a relative gap allows to say.
+
+    Args:
+        gap: At the end; above zero where the variant's loss is higher.
+        allowed: The gap that does not count.
+    """
+    if gap.low is None or gap.high is None:
+        return "cannot_tell"
+    if gap.high < 0:
+        return "better"
+    if gap.high <= allowed:
+        return "as_good"
+    return "worse" if gap.low > 0 else "cannot_tell"
+
+
+def compare_runs(runs: Sequence[RunRecord], *, command: str, demands: Demands) -> Comparison:
+    """Compares runs of several variants; the first run's variant is the baseline.
+
+    Args:
+        runs: As they were read, two variants at least.
+        command: The command line, for the document.
+        demands: The gate.
+
+    Raises:
+        UserError: All runs are of one variant.
+    """
+    variants = list(dict.fromkeys(run.variant for run in runs))
+    baseline = variants[0]
+    if len(variants) == 1:
+        raise UserError(
+            f"all {len(runs)} runs are of one variant, {baseline}: they differ in seeds or microbatches alone, and "
+            "nothing is there to compare them with; add a run with other settings"
+        )
+    runs = sorted(runs, key=lambda run: variants.index(run.variant))
+
+    def of(variant: str, role: str = "seed") -> list[RunRecord]:
+        return [run for run in runs if run.variant == variant and run.role == role]
+
+    allowed = ALLOWED_GAP if demands.max_loss_gap is None else demands.max_loss_gap
+    obstacles = find_obstacles(runs, runs[0])
+    answers = []
+    for variant in variants[1:]:
+        found = [each for each in obstacles if each.run in {run.name for run in of(variant)}]
+        if found:
+            answers.append(_not_comparable(variant, baseline, found))
+        else:
+            answers.append(compare_variant(of(variant), of(baseline), of(baseline, "repeat"), allowed=allowed))
+    return Comparison(
+        version=VERSION,
+        date=date.today().isoformat(),
+        command=command,
+        confidence=CONFIDENCE,
+        baseline=baseline,
+        runs=tuple(runs),
+        obstacles=tuple(obstacles),
+        differences=tuple(find_differences(runs)),
+        unchecked=tuple(find_unchecked(runs)),
+        figures=tuple(_figures(of(variant)) for variant in variants),
+        answers=tuple(answers),
+        methods=METHODS,
+        gate=check_gate(answers, demands),
+        verdict="\n".join(answer.sentence for answer in answers),
+    )
+
+
+def _open_answer(variant: str) -> Answer:
+    """An answer before anything is known."""
+    return Answer(
+        variant=variant,
+        judgement="cannot_tell",
+        sentence="",
+        reasons=(),
+        final_losses=(),
+        loss_gap=None,
+        noise_from="none",
+        gap_curve=GapCurve(steps=(), tokens=(), gaps=(), lows=(), highs=()),
+        times=(),
+        throughput_ratio=None,
+    )
+
+
+def _not_comparable(variant: str, baseline: str, found: Sequence[Obstacle]) -> Answer:
+    reasons = tuple(
+        dict.fromkeys(f"{each.key} is {each.value}, {baseline}'s is {each.baseline_value}" for each in found)
+    )
+    text = f"{variant} cannot be compared with {baseline}: {'; '.join(reasons)}"
+    return replace(_open_answer(variant), judgement="not_comparable", sentence=text, reasons=reasons)
+
+
+def compare_variant(
+    ours: Sequence[RunRecord], theirs: Sequence[RunRecord], repeats: Sequence[RunRecord], *, allowed: float
+) -> Answer:
+    """Compares the runs of a variant with the baseline's, which nothing forbids.
+
+    Args:
+        ours: The variant's.
+        theirs: The baseline's.
+        repeats: The baseline's, with other microbatches.
+        allowed: The relative gap that does not count.
+    """
+    variant, baseline = ours[0].variant, theirs[0].variant
+    rates = [_mean([run.tokens_per_s_per_gpu for run in side]) for side in (ours, theirs)]
+    ratio = rates[0] / rates[1] if rates[0] is not None and rates[1] is not None else None
+    answer = replace(_open_answer(variant), throughput_ratio=ratio)
+    for run in (*theirs, *ours):
+        if diverged(run):
+            why = f"the loss of {run.name} is not finite at its end"
+            if run.variant == baseline:
+                return _unable(answer, baseline, why, "mend the baseline")
+            text = f"{variant} trains worse than {baseline}: {why}"
+            return replace(answer, judgement="worse", sentence=text, reasons=(why,))
+    try:
+        pair = Pair(ours, theirs, [run for run in repeats if not diverged(run)])
+    except Incomparable as reason:
+        return _unable(answer, baseline, str(reason), "run longer, or log more often")
+    silent = [run.name for run in (*ours, *theirs) if not run.training.gpu_seconds]
+    gap = relative(pair.gap_at(pair.end))
+    reasons = []
+    if silent:
+        reasons.append(f"no time to loss: {', '.join(silent)} tells no times, or not on how many GPUs")
+    if not pair.is_whole:
+        reasons.append("the runs end at different steps: compared up to the end of the shortest")
+    answer = replace(
+        answer,
+        judgement=judge(gap, allowed),
+        reasons=tuple(reasons),
+        final_losses=tuple(pair.final_losses()),
+        loss_gap=gap,
+        noise_from=pair.noise_from,
+        gap_curve=pair.gap_curve(),
+        times=() if silent else tuple(pair.times()),
+    )
+    return _with_sentence(answer, baseline, allowed)
+
+
+def _with_sentence(answer: Answer, baseline: str, allowed: float) -> Answer:
+    """The verdict of an answer whose gap is known."""
+    gap = answer.loss_gap
+    assert gap is not None
+    pace = _pace(answer.times, baseline, answer.final_losses[1])
+    loss = f"final loss {_gap_text(gap, answer.noise_from)}"
+    if answer.judgement != "cannot_tell":
+        verb = {"as_good": "trains as well as", "better": "trains better than", "worse": "trains worse than"}
+        start = f"{answer.variant} {verb[answer.judgement]} {baseline}"
+        if pace.startswith("reaches") and answer.judgement != "worse":
+            return replace(answer, sentence=f"{answer.variant} {pace}; {loss}")
+        return replace(answer, sentence="; ".join(filter(None, [start, loss, pace])))
+    if gap.high is None:
+        why = "one run of each tells no noise"
+    else:
+        why = f"up to {percent(gap.high)} is possible, and {100 * allowed:g}% counts"
+    return _unable(answer, baseline, "; ".join(filter(None, [loss, why, pace])), "run longer or more seeds")
+
+
+def _unable(answer: Answer, baseline: str, reason: str, way_out: str) -> Answer:
+    text = f"cannot tell whether {answer.variant} trains as well as {baseline}: {reason}; {way_out}"
+    return replace(answer, judgement="cannot_tell", sentence=text, reasons=(*answer.reasons, reason))
+
+
+def percent(value: float) -> str:
+    """A relative gap with its sign: +0.21%, -1.5%, +0%."""
+    return f"{100 * value:+.2g}%"
+
+
+def _gap_text(gap: Interval, source: NoiseSource) -> str:
+    if gap.low is None or gap.high is None:
+        return percent(gap.value)
+    width = f"±{100 * (gap.high - gap.low) / 2:.2g}%"
+    if gap.low <= 0 <= gap.high:
+        noise = "the baseline against itself" if source == "microbatches" else "seeds"
+        return f"{percent(gap.value)}, within the noise of {noise} ({width})"
+    return f"{percent(gap.value)} ({width})"
+
+
+def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> str:
+    """When the lowest common loss is reached; empty where times are not known."""
+    if not times:
+        return ""
+    ratio, loss = times[-1].speedup, times[-1].loss
+    # Of several seeds, the level is the loss that the last of them reached.
+    what = f"{baseline}'s final loss, {loss:.4g}," if loss <= 1.001 * final_loss else f"a loss of {loss:.4g}"
+    spread = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    if ratio.value >= 1:
+        return f"reaches {what} {ratio.value:.2f}×{spread} sooner"
+    return f"needs {1 / ratio.value:.2f}× the time to reach {what.rstrip(',')}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where one is not known."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
+
+
+def _known[Value: (int, float)](values: Sequence[Value | None], sum_up: Callable[[list[Value]], Value]) -> Value | None:
+    known = [value for value in values if value is not None]
+    return sum_up(known) if known else None
+
+
+def _figures(runs: Sequence[RunRecord]) -> Figures:
+    return Figures(
+        variant=runs[0].variant,
+        num_runs=len(runs),
+        last_loss=_mean([_last_loss(run) for run in runs]),
+        tokens_per_s_per_gpu=_mean([run.tokens_per_s_per_gpu for run in runs]),
+        memory_gib=_known([run.memory_gib for run in runs], max),
+        skipped_steps=_known([run.skipped_steps for run in runs], sum),
+        fp8_share=_mean([run.fp8_share for run in runs]),
+        hurts=tuple(find_hurts(runs)),
+    )
+
+
+def _last_loss(run: RunRecord) -> float | None:
+    """Mean of the last losses, as many as a window of smoothing has in a run of its own; of few, the last."""
+    losses = run.training.losses[-max(1, round(WINDOW * len(run.training.losses))) :]
+    return math.fsum(losses) / len(losses) if losses else None
+
+
+def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
+    """The tensors that FP8 saturates most, and flushes most among those, by means over steps and runs."""
+    by_tensor: dict[tuple[str, str], list[tuple[float | None, float]]] = {}
+    for tensor in (tensor for run in runs for record in run.fp8 for tensor in record.tensors):
+        by_tensor.setdefault((tensor.layer, tensor.tensor), []).append((tensor.saturated, tensor.flushed))
+    hurts = [
+        Hurt(
+            layer=layer,
+            tensor=tensor,
+            saturated=_mean([saturated for saturated, _ in shares]),
+            flushed=math.fsum(flushed for _, flushed in shares) / len(shares),
+        )
+        for (layer, tensor), shares in by_tensor.items()
+    ]
+    return sorted(hurts, key=lambda hurt: (hurt.saturated or 0.0, hurt.flushed), reverse=True)[:_NUM_HURTS]

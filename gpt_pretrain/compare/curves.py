@@ -1,0 +1,192 @@
+"""Two variants on common ground: smoothed losses over the tokens that all runs have, gaps and times with noise."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpt_pretrain.compare.document import GapCurve, Interval, NoiseSource, RunRecord, TimeToLoss
+from gpt_pretrain.compare.statistics import (
+    NUM_BATCHES,
+    Estimate,
+    Smoothed,
+    difference,
+    grid_between,
+    interpolate,
+    noise_of,
+)
+
+# Share of the compared tokens that a smoothed loss averages over.
+WINDOW = 0.05
+# Fewer logged losses than windows make no curve.
+MIN_POINTS = 20
+# At these shares of its training the baseline's loss gives the levels above the last.
+_LEVELS = (0.1, 0.25, 0.5, 0.75)
+_NUM_GRID, _NUM_GAPS = 400, 101
+
+
+class Incomparable(Exception):
+    """Why nothing can be told of two sets of runs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Curve:
+    """A run's smoothed loss over the positions that all compared runs have."""
+
+    run: RunRecord
+    positions: tuple[int, ...]
+    smoothed: Smoothed
+
+    def gpu_seconds_at(self, x: float) -> float:
+        return interpolate(self.positions, self.run.training.gpu_seconds, x)
+
+
+def diverged(run: RunRecord) -> bool:
+    """Whether the last losses are not finite; a skipped step's loss is in none of the points."""
+    last = run.training.losses[-max(1, len(run.training.losses) // 20) :]
+    return not any(math.isfinite(loss) for loss in last)
+
+
+class Pair:
+    """A variant's runs and the baseline's, on common ground.
+
+    Raises:
+        Incomparable: There is none.
+    """
+
+    def __init__(self, ours: Sequence[RunRecord], theirs: Sequence[RunRecord], repeats: Sequence[RunRecord]) -> None:
+        everyone = [*ours, *theirs, *repeats]
+        with_tokens = all(run.training.tokens for run in everyone)
+        positions = {run.name: run.training.tokens if with_tokens else run.training.steps for run in everyone}
+        first = max(positions[run.name][0] for run in everyone)
+        last = min(positions[run.name][-1] for run in everyone)
+        if last <= first:
+            raise Incomparable("the curves do not overlap")
+
+        def curve(run: RunRecord) -> _Curve:
+            where = positions[run.name]
+            points = [
+                (x, loss)
+                for x, loss in zip(where, run.training.losses, strict=True)
+                if x <= last and math.isfinite(loss)
+            ]
+            if len(points) < MIN_POINTS:
+                raise Incomparable(f"{run.name} has {len(points)} logged losses in common, fewer than {MIN_POINTS}")
+            if any(loss <= 0 for _, loss in points):
+                raise Incomparable(f"{run.name} has losses that are not above zero, which no cross entropy is")
+            return _Curve(run=run, positions=where, smoothed=Smoothed(points, WINDOW * last))
+
+        self.ours, self.theirs = [curve(run) for run in ours], [curve(run) for run in theirs]
+        self.repeats = [curve(run) for run in repeats]
+        curves = [*self.ours, *self.theirs, *self.repeats]
+        self.start = max(each.smoothed.start for each in curves)
+        self.end = min(each.smoothed.end for each in curves)
+        if self.end <= self.start:
+            raise Incomparable("the curves overlap in less than a window of smoothing")
+        self.is_whole = last >= 0.98 * max(positions[run.name][-1] for run in everyone)
+        seeds = [run.seed for run in ours]
+        self.paired = (
+            len(ours) > 1 and None not in seeds and sorted(map(str, seeds)) == sorted(str(run.seed) for run in theirs)
+        )
+        if self.paired:
+            self.ours.sort(key=lambda each: str(each.run.seed))
+            self.theirs.sort(key=lambda each: str(each.run.seed))
+        self.noise = self._noise_of_repeat()
+
+    def _noise_of_repeat(self) -> float | None:
+        """The noise of the baseline against itself, where seeds tell none."""
+        if not self.repeats or len(self.ours) > 1 or len(self.theirs) > 1:
+            return None
+        again = self.repeats[0].smoothed
+        middle = (self.start + self.end) / 2
+        windows = grid_between(middle, self.end, NUM_BATCHES)
+        return noise_of([math.log(again.at(x) / self.theirs[0].smoothed.at(x)) for x in windows])
+
+    @property
+    def noise_from(self) -> NoiseSource:
+        """What the intervals' widths come from."""
+        if self.paired:
+            return "paired seeds"
+        if len(self.ours) > 1 or len(self.theirs) > 1:
+            return "seeds"
+        return "none" if self.noise is None else "microbatches"
+
+    def gap_at(self, x: float) -> Estimate:
+        """The logarithm of the ratio of losses."""
+        ours, theirs = ([math.log(each.smoothed.at(x)) for each in side] for side in (self.ours, self.theirs))
+        estimate = difference(ours, theirs, paired=self.paired)
+        return replace(estimate, half_width=self.noise) if self.noise is not None else estimate
+
+    def final_losses(self) -> tuple[float, float]:
+        """Geometric means of ours and theirs at the end."""
+        ours, theirs = (
+            math.exp(math.fsum(math.log(each.smoothed.at(self.end)) for each in side) / len(side))
+            for side in (self.ours, self.theirs)
+        )
+        return ours, theirs
+
+    def gap_curve(self) -> GapCurve:
+        """The gap along the way."""
+        where = grid_between(self.start, self.end, _NUM_GAPS)
+        gaps = [relative(self.gap_at(x)) for x in where]
+        run = self.theirs[0].run.training
+        steps = [round(interpolate(self.theirs[0].positions, run.steps, x)) for x in where]
+        known = gaps[0].low is not None
+        return GapCurve(
+            steps=tuple(steps),
+            tokens=tuple(round(x) for x in where) if self.theirs[0].positions is run.tokens else (),
+            gaps=tuple(gap.value for gap in gaps),
+            lows=tuple(gap.low for gap in gaps if gap.low is not None) if known else (),
+            highs=tuple(gap.high for gap in gaps if gap.high is not None) if known else (),
+        )
+
+    def times(self) -> list[TimeToLoss]:
+        """Until each level that all runs come down to, the highest first."""
+        lowest = max(each.smoothed.at(self.end) for each in (*self.ours, *self.theirs))
+        first = self.theirs[0].smoothed
+        span = self.end - self.start
+        levels = [first.at(self.start + share * span) for share in _LEVELS]
+        grid = grid_between(self.start, self.end, _NUM_GRID)
+        times = [self._time_to(level, grid) for level in (*(each for each in levels if each > lowest), lowest)]
+        return [time for time in times if time is not None]
+
+    def _time_to(self, level: float, grid: Sequence[float]) -> TimeToLoss | None:
+        places = [[each.smoothed.first_at(level, grid) for each in side] for side in (self.ours, self.theirs)]
+        ours, theirs = (
+            [math.log(each.gpu_seconds_at(x)) for each, x in zip(side, where, strict=True) if x is not None]
+            for side, where in zip((self.ours, self.theirs), places, strict=True)
+        )
+        if len(ours) < len(self.ours) or len(theirs) < len(self.theirs):
+            return None
+        estimate = difference(theirs, ours, paired=self.paired)
+        if self.noise is not None and places[1][0] is not None:
+            estimate = replace(estimate, half_width=self._noise_of_time(places[1][0]))
+        return TimeToLoss(
+            loss=level,
+            baseline_gpu_s=math.exp(math.fsum(theirs) / len(theirs)),
+            gpu_s=math.exp(math.fsum(ours) / len(ours)),
+            speedup=ratio(estimate),
+        )
+
+    def _noise_of_time(self, x: float) -> float | None:
+        """The noise of the loss as noise of the time to it: by how much later a loss that much lower is reached."""
+        assert self.noise is not None
+        before = max(self.start, x - 0.2 * (self.end - self.start))
+        curve = self.theirs[0]
+        fall = math.log(curve.smoothed.at(before) / curve.smoothed.at(x))
+        later = math.log(curve.gpu_seconds_at(x) / curve.gpu_seconds_at(before))
+        return self.noise * later / fall if fall > 0 else None
+
+
+def relative(gap: Estimate) -> Interval:
+    """A difference of logarithms as a relative gap."""
+    if gap.half_width is None:
+        return Interval(value=math.expm1(gap.value), low=None, high=None)
+    low, high = math.expm1(gap.value - gap.half_width), math.expm1(gap.value + gap.half_width)
+    return Interval(value=math.expm1(gap.value), low=low, high=high)
+
+
+def ratio(estimate: Estimate) -> Interval:
+    """A difference of logarithms as a ratio."""
+    gap = relative(estimate)
+    low, high = (None if end is None else 1 + end for end in (gap.low, gap.high))
+    return Interval(value=1 + gap.value, low=low, high=high)

@@ -1,0 +1,278 @@
+"""Verdicts on runs whose gap, speed and noise are known."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
+from gpt_pretrain.compare.document import Comparison, Curve, Interval, Setting
+from gpt_pretrain.compare.gate import Demands
+from gpt_pretrain.compare.statistics import t_quantile
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.report.records import Fp8Record
+from tests.synthetic_runs import SHARED, power_law, synthetic_run, waves
+from tests.test_compare_document import TENSOR
+
+NO_DEMANDS = Demands(max_loss_gap=None, min_speedup=None)
+
+
+def compare(*runs, **demands):
+    return compare_runs(runs, command="", demands=replace(NO_DEMANDS, **demands))
+
+
+def answer(*runs, **demands):
+    return compare(*runs, **demands).answers[0]
+
+
+def seeds(variant, gaps, **fields):
+    """A run for each seed's relative loss."""
+    return [synthetic_run(variant, seed, gap=gap, **fields) for seed, gap in enumerate(gaps)]
+
+
+BASELINE = seeds("bf16", (0.0, 0.001, -0.001))
+
+
+def test_the_gap_and_its_paired_interval_are_those_calculated_by_hand():
+    gaps = (0.002, 0.0045, 0.0005)
+    found = answer(*BASELINE, *seeds("fp8", gaps))
+    logs = [math.log((1 + ours) / (1 + theirs)) for ours, theirs in zip(gaps, (0, 0.001, -0.001), strict=True)]
+    mean = sum(logs) / 3
+    width = t_quantile(0.95, 2) * math.sqrt(sum((each - mean) ** 2 for each in logs) / 2 / 3)
+
+    assert found.noise_from == "paired seeds"
+    assert found.loss_gap.value == pytest.approx(math.expm1(mean), rel=1e-9)
+    assert found.loss_gap.low == pytest.approx(math.expm1(mean - width), rel=1e-9)
+    assert found.loss_gap.high == pytest.approx(math.expm1(mean + width), rel=1e-9)
+    # A constant ratio is the same all along.
+    assert found.gap_curve.gaps == pytest.approx([found.loss_gap.value] * 101)
+    assert found.gap_curve.lows == pytest.approx([found.loss_gap.low] * 101)
+    assert found.gap_curve.tokens[-1] == found.gap_curve.steps[-1] * 1000 == 975_000
+
+
+def test_seeds_that_differ_are_not_paired():
+    others = [replace(run, seed=run.seed + 10) for run in seeds("fp8", (0.002, 0.003, 0.001))]
+    assert answer(*BASELINE, *others).noise_from == "seeds"
+
+
+def test_the_time_to_a_loss_is_that_of_the_power_law():
+    # A loss 1% higher is caught up at 1.01^(1/0.13) times the tokens; each token takes 0.8 times as long.
+    found = answer(*BASELINE, *seeds("fp8", (0.01, 0.011, 0.009), s_per_step=0.8))
+    times = found.times[1:]
+
+    assert len(found.times) >= 3
+    for time in times:
+        assert time.speedup.value == pytest.approx(1.25 / 1.01 ** (1 / 0.13), rel=0.01)
+        assert time.speedup.low < time.speedup.value < time.speedup.high
+        assert time.baseline_gpu_s / time.gpu_s == pytest.approx(time.speedup.value)
+    # The loss at 975 steps of the variant, 1% above the baseline's.
+    assert times[-1].loss == pytest.approx(power_law(975_000) * 1.011, rel=1e-3)
+    assert times[-1].gpu_s == pytest.approx(0.8 * 975, rel=0.02)
+
+
+def test_equal_curves_at_another_pace_have_exactly_its_ratio():
+    found = answer(*BASELINE, *seeds("fp8", (0.0, 0.001, -0.001), s_per_step=0.8))
+    assert [time.speedup.value for time in found.times] == pytest.approx([1.25] * len(found.times))
+    assert found.throughput_ratio == pytest.approx(1.25)
+    assert found.loss_gap == Interval(value=0.0, low=0.0, high=0.0)
+
+
+def test_gpu_seconds_count_every_gpu():
+    found = answer(*BASELINE, *seeds("fp8", (0.0, 0.001, -0.001), s_per_step=0.5, num_gpus=2))
+    assert found.times[-1].speedup.value == pytest.approx(1.0)
+    assert found.throughput_ratio == pytest.approx(1.0)
+
+
+def test_noise_that_averages_out_leaves_the_gap():
+    # Waves of the window's 50 steps, in antiphase; the loss falls by 0.7% in a window, 0.01% of which is waves' share.
+    ours = [synthetic_run("fp8", seed, gap=0.002, noise=waves(0.02, 50)) for seed in (0, 1)]
+    theirs = [synthetic_run("bf16", seed, noise=waves(-0.02, 50)) for seed in (0, 1)]
+    assert answer(*theirs, *ours).loss_gap.value == pytest.approx(0.002, abs=1e-4)
+
+
+def repeat(amount):
+    """The baseline again, `amount` away from itself, up and down."""
+    return synthetic_run("bf16", 1, role="repeat", noise=lambda step: amount if step // 100 % 2 else -amount)
+
+
+NAN = synthetic_run("fp8", 1, loss=lambda x: math.nan if x > 500_000 else power_law(x))
+UNTIMED = replace(synthetic_run("bf16", 1).training, gpu_seconds=())
+OTHER_BATCH = {**SHARED, "model.global_batch_size": "16"}
+
+CASES = {
+    "as good and sooner": (seeds("fp8", (0.0005, 0.0, 0.0), s_per_step=0.8), "as_good", "sooner"),
+    "as good, but later": (seeds("fp8", (0.0005, 0.0, 0.0), s_per_step=1.25), "as_good", "1.2"),
+    "a gap that is real and does not count": (seeds("fp8", (0.002, 0.003, 0.001)), "as_good", "+0.2%"),
+    "better": (seeds("fp8", (-0.01, -0.009, -0.011)), "better", "-1%"),
+    "worse": (seeds("fp8", (0.01, 0.011, 0.009)), "worse", "worse"),
+    "diverged": ([NAN], "worse", "not finite"),
+    "more noise than the gap that counts": (seeds("fp8", (0.02, -0.02, 0.0)), "cannot_tell", "seeds"),
+    "one seed against three": ([synthetic_run("fp8", 1, gap=0.002)], "cannot_tell", "run longer or more seeds"),
+    "no common tokens": ([synthetic_run("fp8", 1, first=2000)], "cannot_tell", "overlap"),
+    "hardly begun": ([synthetic_run("fp8", 1, steps=50)], "cannot_tell", "10 logged losses"),
+    "another batch": ([synthetic_run("fp8", 1, settings=OTHER_BATCH)], "not_comparable", "16"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_verdict_says_what_the_runs_show(case):
+    runs, judgement, words = CASES[case]
+    comparison = compare(*BASELINE, *runs)
+    (found,) = comparison.answers
+
+    assert found.judgement == judgement
+    assert words in found.sentence
+    assert "fp8" in found.sentence
+    assert comparison.verdict == found.sentence
+    # JSON's values, as a NaN equals nothing.
+    assert Comparison.from_json(comparison.to_json()).to_json() == comparison.to_json()
+
+
+@pytest.mark.parametrize(
+    ("runs", "judgement", "source"),
+    [
+        ([synthetic_run("fp8", 1, gap=0.001)], "cannot_tell", "none"),
+        ([repeat(0.001), synthetic_run("fp8", 1, gap=0.001)], "as_good", "microbatches"),
+        ([repeat(0.001), synthetic_run("fp8", 1, gap=0.02)], "worse", "microbatches"),
+        ([repeat(0.01), synthetic_run("fp8", 1, gap=0.001)], "cannot_tell", "microbatches"),
+    ],
+)
+def test_one_seed_is_judged_by_the_baseline_against_itself(runs, judgement, source):
+    comparison = compare(synthetic_run("bf16", 1), *runs)
+    (found,) = comparison.answers
+    assert (found.judgement, found.noise_from) == (judgement, source)
+    assert [figures.num_runs for figures in comparison.figures] == [1, 1]
+    assert bool(found.gap_curve.lows) == (source != "none")
+
+
+def test_the_noise_of_a_repeat_is_noise_of_the_time_too():
+    found = answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1, s_per_step=0.5))
+    noise = math.log1p(found.loss_gap.high) - math.log1p(found.loss_gap.value)
+    speedup = found.speedup
+    assert noise > 0
+    # Of a power law, log(time) falls by 1/0.13 where log(loss) rises by 1.
+    assert speedup.value == pytest.approx(2)
+    assert math.log(speedup.high / speedup.value) == pytest.approx(noise / 0.13, rel=0.05)
+    assert math.log(speedup.value / speedup.low) == pytest.approx(noise / 0.13, rel=0.05)
+
+
+def test_a_diverged_baseline_tells_nothing_of_the_others():
+    found = answer(replace(NAN, variant="bf16", name="bf16"), synthetic_run("fp8", 1))
+    assert found.judgement == "cannot_tell"
+    assert "bf16" in found.reasons[0]
+
+
+def test_a_skipped_step_is_left_out():
+    run = synthetic_run("fp8", 1)
+    losses = (*run.training.losses[:100], math.inf, *run.training.losses[101:])
+    found = answer(*BASELINE, replace(run, training=replace(run.training, losses=losses)))
+    assert abs(found.loss_gap.value) < 1e-6
+
+
+def test_runs_of_other_lengths_are_compared_as_far_as_both_go():
+    found = answer(*BASELINE, *seeds("fp8", (0.002, 0.003, 0.001), steps=600))
+    assert found.loss_gap.value == pytest.approx(0.002, abs=1e-5)
+    assert found.gap_curve.steps[-1] == 585
+    assert "shortest" in found.reasons[0]
+
+
+def test_logs_without_times_or_tokens_are_compared_over_steps():
+    runs = [synthetic_run("fp8", 1, training=replace(UNTIMED, tokens=())), synthetic_run("fp8", 2)]
+    found = answer(*BASELINE, *runs)
+    assert found.times == ()
+    assert found.gap_curve.tokens == ()
+    assert found.gap_curve.steps[-1] == 975
+    assert "fp8 seed 1" in found.reasons[0]
+
+
+def test_what_differs_is_told_before_any_number():
+    ours = synthetic_run("fp8", 1, settings={**OTHER_BATCH, "model.fp8": "true", "run_dir": "there"})
+    theirs = synthetic_run("bf16", 1, settings={**SHARED, "model.fp8": "false", "run_dir": "here"})
+    comparison = compare(theirs, ours)
+    (obstacle,) = comparison.obstacles
+
+    assert (obstacle.run, obstacle.key) == ("fp8 seed 1", "model.global_batch_size")
+    assert (obstacle.baseline_value, obstacle.value) == ("8", "16")
+    assert {each.key: each.values for each in comparison.differences} == {
+        "model.global_batch_size": ("8", "16"),
+        "model.fp8": ("false", "true"),
+    }
+    assert comparison.answers[0].loss_gap is None
+
+
+def test_the_same_file_may_lie_elsewhere():
+    runs = [
+        synthetic_run(name, 1, settings={**SHARED, "model.data.data_prefix": f"['/{name}/web', '/x/{file}']"})
+        for name, file in (("bf16", "code"), ("fp8", "code"), ("fp8_other", "books"))
+    ]
+    assert [each.run for each in compare(*runs).obstacles] == ["fp8_other seed 1"]
+
+
+def test_what_a_log_does_not_tell_is_named():
+    silent = replace(synthetic_run("log", 1), configuration=(Setting(key="model.global_batch_size", value="8"),))
+    (unchecked,) = compare(synthetic_run("bf16", 1), silent).unchecked
+    assert all(word in unchecked for word in ("log seed 1", "data", "tokenizer", "model"))
+    assert "batch" not in unchecked
+
+
+def test_runs_of_one_variant_alone_are_refused():
+    with pytest.raises(UserError, match="bf16"):
+        compare(*BASELINE)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (-0.02, -0.01, "better"),
+        (-0.01, 0.004, "as_good"),
+        (0.001, 0.005, "as_good"),
+        (0.001, 0.006, "worse"),
+        (-0.001, 0.006, "cannot_tell"),
+        (None, None, "cannot_tell"),
+    ],
+)
+def test_a_judgement_takes_the_whole_interval(low, high, expected):
+    assert judge(Interval(value=0.0, low=low, high=high), 0.005) == expected
+
+
+@pytest.mark.parametrize(
+    ("gaps", "demands", "missed"),
+    [
+        ((0.0005, 0.0, 0.0), {"max_loss_gap": 0.005, "min_speedup": 1.1}, []),
+        ((0.01, 0.011, 0.009), {"max_loss_gap": 0.005}, ["compare.max_loss_gap=0.5%"]),
+        ((0.01, 0.011, 0.009), {"max_loss_gap": 0.02}, []),
+        ((0.0005, 0.0, 0.0), {"min_speedup": 1.3}, ["compare.min_speedup=1.3"]),
+        # Noise that leaves either open: nobody can say that the demands are met.
+        ((0.02, -0.02, 0.0), {"max_loss_gap": 0.005, "min_speedup": 1.2}, ["max_loss_gap", "min_speedup"]),
+        ((0.0,), {"max_loss_gap": 0.01, "min_speedup": 1.2}, []),
+    ],
+)
+def test_a_gate_is_passed_by_the_whole_interval(gaps, demands, missed):
+    gate = compare(*BASELINE, *seeds("fp8", gaps, s_per_step=0.8), **demands).gate
+    assert len(gate.missed) == len(missed)
+    assert all(key in problem for key, problem in zip(missed, gate.missed, strict=True))
+
+
+def test_no_demand_is_no_gate_and_a_gate_without_an_answer_is_missed():
+    assert compare(*BASELINE, *seeds("fp8", (0.0,))).gate is None
+    one_each = compare(synthetic_run("bf16", 1), synthetic_run("fp8", 1), max_loss_gap=0.1, min_speedup=0.5)
+    other = compare(*BASELINE, synthetic_run("fp8", 1, settings=OTHER_BATCH), max_loss_gap=0.1, min_speedup=0.5)
+    assert [len(each.gate.missed) for each in (one_each, other)] == [2, 2]
+
+
+def test_the_tensors_that_fp8_treats_worst_come_first():
+    def tensor(layer, saturated, flushed):
+        return replace(TENSOR, layer=f"decoder.layers.{layer}.mlp.linear_fc1", saturated=saturated, flushed=flushed)
+
+    records = [
+        Fp8Record(step=1, tensors=(tensor(0, 0.0, 0.5), tensor(1, 0.1, 0.0), tensor(2, None, 0.6)), warnings=()),
+        Fp8Record(step=2, tensors=(tensor(0, 0.0, 0.7), tensor(1, 0.3, 0.0), tensor(2, None, 0.7)), warnings=()),
+    ]
+    hurts = find_hurts([synthetic_run("fp8", 1, training=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()))])
+    assert hurts == []
+    hurts = find_hurts([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
+    assert [(hurt.layer.split(".")[2], hurt.saturated, hurt.flushed) for hurt in hurts] == [
+        ("1", pytest.approx(0.2), 0.0),
+        ("2", None, pytest.approx(0.65)),
+        ("0", 0.0, pytest.approx(0.6)),
+    ]

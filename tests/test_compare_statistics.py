@@ -1,0 +1,102 @@
+"""The statistics of a comparison against tables and calculations by hand."""
+
+import math
+import statistics
+
+import pytest
+
+from gpt_pretrain.compare.statistics import Smoothed, difference, grid_between, interpolate, noise_of, t_quantile
+
+
+@pytest.mark.parametrize(
+    ("confidence", "freedom", "expected"),
+    [
+        # Abramowitz & Stegun, table 26.10.
+        (0.95, 1, 12.706),
+        (0.95, 2, 4.303),
+        (0.95, 3, 3.182),
+        (0.95, 10, 2.228),
+        (0.95, 120, 1.980),
+        (0.99, 5, 4.032),
+        (0.90, 1, 6.314),
+    ],
+)
+def test_quantiles_are_those_of_the_tables(confidence, freedom, expected):
+    assert t_quantile(confidence, freedom) == pytest.approx(expected, abs=5e-4)
+
+
+def test_quantiles_have_their_closed_forms_and_limit():
+    assert t_quantile(0.95, 1) == pytest.approx(math.tan(0.95 * math.pi / 2), rel=1e-9)
+    assert t_quantile(0.95, 2) == pytest.approx(0.95 * math.sqrt(2 / (1 - 0.95**2)), rel=1e-9)
+    assert t_quantile(0.95, 1e7) == pytest.approx(statistics.NormalDist().inv_cdf(0.975), rel=1e-6)
+    # Degrees of freedom of Welch's interval are not whole.
+    assert t_quantile(0.95, 3) < t_quantile(0.95, 2.5) < t_quantile(0.95, 2)
+
+
+def test_a_paired_interval_takes_the_seeds_own_spread_out():
+    # Differences 1, 2, 3: mean 2, variance 1; 4.303 · 1/√3 = 2.484.
+    estimate = difference([11, 22, 33], [10, 20, 30], paired=True)
+    assert (estimate.value, estimate.half_width) == (pytest.approx(2), pytest.approx(2.484, abs=1e-3))
+
+
+def test_welchs_interval_lets_sides_vary_differently():
+    # Variances 1 and 16 of three each: (1/3 + 16/3)² ÷ ((1/3)²/2 + (16/3)²/2) = 2.2490 degrees of freedom.
+    estimate = difference([1, 2, 3], [6, 10, 14], paired=False)
+    freedom = (17 / 3) ** 2 / ((1 / 9 + 256 / 9) / 2)
+    assert freedom == pytest.approx(2.249, abs=1e-3)
+    assert estimate.value == pytest.approx(-8)
+    assert estimate.half_width == pytest.approx(t_quantile(0.95, freedom) * math.sqrt(17 / 3))
+
+
+def test_one_side_lends_the_other_its_variance():
+    # Variance 1 of three: 4.303 · √(1 + 1/3) = 4.969.
+    for sides, sign in (([[5], [1, 2, 3]], 1), ([[1, 2, 3], [5]], -1)):
+        estimate = difference(*sides, paired=False)
+        assert (estimate.value, estimate.half_width) == (3 * sign, pytest.approx(4.969, abs=1e-3))
+
+
+def test_one_run_of_each_tells_no_noise():
+    assert difference([5], [3], paired=False).half_width is None
+
+
+def test_equal_runs_have_an_interval_of_zero():
+    assert difference([2, 2], [1, 1], paired=False).half_width == 0
+
+
+def test_the_noise_of_a_repeat_is_measured_from_zero():
+    # Mean square 4 of four differences: 2.776 · 2; their mean, 1, is not taken out.
+    assert noise_of([3, -1, 1, math.sqrt(5)]) == pytest.approx(2.776 * 2, abs=2e-3)
+
+
+def test_a_smoothed_loss_is_the_mean_over_its_window():
+    # From 0 to 1: 8, to 2: 6, to 4: 2 (logged late), to 5: 4.
+    smoothed = Smoothed([(1, 8), (2, 6), (4, 2), (5, 4)], 2)
+    assert (smoothed.start, smoothed.end) == (1, 4)
+    assert [smoothed.at(x) for x in (1, 2, 3, 4)] == pytest.approx([7, 4, 2, 3])
+    assert smoothed.at(1.5) == pytest.approx((8 / 2 + 6 + 2 / 2) / 2)
+
+
+def test_curves_logged_at_other_intervals_smooth_to_the_same():
+    fine = [(x, 10 - x / 100) for x in range(1, 1001)]
+    coarse = [(x, sum(loss for at, loss in fine if x - 50 < at <= x) / 50) for x in range(50, 1001, 50)]
+    for x in (100, 500, 950):
+        assert Smoothed(coarse, 100).at(x) == pytest.approx(Smoothed(fine, 100).at(x))
+
+
+def test_a_level_is_reached_once_between_two_points():
+    falling = Smoothed([(x, 10.0 - x) for x in range(1, 10)], 1)
+    grid = grid_between(falling.start, falling.end, 50)
+    # A point's loss counts for the unit before it: at x, the smoothed loss is that of x + 1/2.
+    assert falling.first_at(5.0, grid) == pytest.approx(4.5)
+    assert falling.first_at(0.5, grid) is None
+    assert falling.first_at(20.0, grid) is None
+
+
+def test_a_level_that_is_lost_again_counts_when_it_was_first_reached():
+    bumpy = Smoothed([(1, 5), (2, 4), (3, 3), (4, 5), (5, 2)], 1)
+    assert bumpy.first_at(3.5, [bumpy.start, 1.5, 2.5, 3.5, 4.5]) == pytest.approx(2.0)
+
+
+def test_interpolation_is_level_beyond_its_ends():
+    assert [interpolate([1, 2, 4], [10, 20, 0], x) for x in (0, 1, 1.5, 3, 4, 9)] == [10, 10, 15, 10, 0, 0]
+    assert grid_between(1, 2, 3) == [1, 1.5, 2]
