@@ -5,13 +5,15 @@ import re
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.launch.ranks import first_host, read_launch, without_launcher
+from gpt_pretrain.launch.ranks import first_host, rank_zero_of, read_launch, without_launcher
+from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
-from tests.refusals import Refused, check_refused
+from tests.refusals import Refused, check_refused, compose_quickly, offered
 
 LEAN = "model.optim.use_precision_aware_optimizer=true model.use_distributed_optimizer=true"
 SMALL = "model.optim.use_precision_aware_optimizer=true"
@@ -675,3 +677,32 @@ def test_contradicting_launcher_variables_are_refused(change, message):
 )
 def test_the_first_host_of_a_slurm_list(nodes, host):
     assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("layout", ["single", "tp2_sp", "cp2"])
+def test_the_way_out_of_a_wrong_shape_is_taken_by_every_rule(layout, recipe):
+    """No rule names what was taken, or what was wrong; other mistakes have ways out of their own."""
+    base = compose_quickly([f"parallelism={layout}", f"fp8={recipe}", "model.global_batch_size=96"])
+    launch = rank_zero_of(2, local_world_size=2, launcher="torchrun")
+    draw = random.Random(f"{layout} {recipe}")
+    taken = 0
+    for _ in range(60):
+        change = {
+            "hidden_size": draw.choice([96, 128, 130, 132, 192, 256]),
+            "num_attention_heads": draw.choice([2, 4, 4, 6, 8]),
+            "kv_channels": draw.choice([None, None, 32, 33, 34]),
+            "ffn_hidden_size": draw.choice([384, 384, 383, 200]),
+            "micro_batch_size": draw.choice([1, 2, 4]),
+            "encoder_seq_length": draw.choice([96, 100, 128, 192, 255, 256]),
+        }
+        config = replace(base, model=replace(base.model, **change))
+        problems = config_problems(config, launch)
+        for way in offered(problems[0]) if len(problems) == 1 else ():
+            mended = dict(text.removeprefix("model.").split("=") for text in way)
+            model = replace(config.model, **{key: yaml.safe_load(value) for key, value in mended.items()})
+            keys = {problems[0].partition("=")[0], *(text.partition("=")[0] for text in way)}
+            left = config_problems(replace(config, model=model), launch)
+            assert not [problem for problem in left if any(f"{key}=" in problem for key in keys)], (problems, way)
+            taken += 1
+    assert taken > 10

@@ -1,6 +1,9 @@
 """All cross-field rules, in the order in which they are told, found before torch is imported."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Config
@@ -9,7 +12,7 @@ from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
 from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
 from gpt_pretrain.rules.kernels import fused_kernel_problems, gradients, graph_problems, tensor_parallel_overlap
-from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
+from gpt_pretrain.rules.layout import Accepts, attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 from gpt_pretrain.rules.model import (
     fusions,
     numbers,
@@ -20,6 +23,7 @@ from gpt_pretrain.rules.model import (
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
+from gpt_pretrain.rules.offers import spell_out
 from gpt_pretrain.rules.optimizer import optimizer, optimizer_memory, schedule
 from gpt_pretrain.rules.training import (
     corpus,
@@ -39,7 +43,7 @@ from gpt_pretrain.spec.products import Resolved, resolve
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """Every violated rule, as a message; without `launch`, the rules about the world size are left out."""
     run = resolve(config)
-    return [*no_effect_problems(run), *model_problems(run, launch), *_training_problems(run, launch)]
+    return spell_out([*no_effect_problems(run), *model_problems(run, launch), *_training_problems(run, launch)])
 
 
 def check_config(config: Config, launch: Launch) -> None:
@@ -66,23 +70,38 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from fp8_problems(run, sizes_known=not sizes)
     if sizes:
         return
+
+    def accepts(key: str, value: int) -> bool:
+        changed: dict[str, Any] = {key: value}
+        candidate = replace(model, **changed)
+        other = resolve(replace(run.config, model=candidate))
+        batch = () if launch is None else world_and_batch(candidate, launch)
+        told = chain(_shape_problems(other, launch, lambda *_: True), batch)
+        return not any(f"model.{key}=" in problem for problem in told)
+
+    yield from positions(model)
+    yield from _shape_problems(run, launch, accepts)
+    yield from recomputation(model)
+    yield from tensor_parallel_overlap(run, launch)
+    if launch is not None:
+        yield from world_and_batch(model, launch)
+
+
+def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
+    """Divisions, and the multiples of FP8; what they offer instead is accepted."""
+    model = run.model
     shapes = [
-        *attention_heads(model, launch),
-        *rotated_pairs(model),
-        *positions(model),
-        *widths_over_tensor_ranks(model),
+        *attention_heads(model, launch, accepts),
+        *rotated_pairs(model, accepts),
+        *widths_over_tensor_ranks(model, accepts),
         *pipeline(model, launch),
-        *sequence(model),
+        *sequence(model, accepts),
         *expert_problems(run, launch),
     ]
     yield from shapes
     if not shapes:
         # The shapes on a rank are known only where everything divides.
-        yield from fp8_shape_problems(run)
-    yield from recomputation(model)
-    yield from tensor_parallel_overlap(run, launch)
-    if launch is not None:
-        yield from world_and_batch(model, launch)
+        yield from fp8_shape_problems(run, accepts)
 
 
 def _training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:

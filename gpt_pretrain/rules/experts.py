@@ -18,7 +18,7 @@ from gpt_pretrain.spec.recipes import recipes_for
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:
     """How many experts compute a token, and what balances them."""
     if experts < 2:
-        yield f"model.num_moe_experts={experts} leaves the router nothing to choose; use 2 or more, or null for one MLP"
+        yield f"model.num_moe_experts={experts} leaves a router no choice; use 2 or more, or a model without experts"
     elif not 2 <= model.moe_router_topk <= experts:
         # The only one's weight would be a softmax over one value, which is 1 whatever the router says.
         why = "one expert alone has weight 1, and the router learns nothing" if model.moe_router_topk == 1 else ""

@@ -92,7 +92,7 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
         # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
         yield (
             "model.activations_checkpoint_granularity=selective recomputes attention without FP8, and "
-            "model.fp8_dot_product_attention=true; use granularity null or full, or fp8_dot_product_attention=false"
+            "model.fp8_dot_product_attention=true; use null, or fp8_dot_product_attention=false"
         )
     if config.trainer.deterministic:
         # get_attention_backend drops cuDNN's FP8 attention in training, and no other backend has one.
@@ -158,18 +158,20 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
             f'fp8_exclude=["decoder.layers.0.*",…], or fp8={one_of(recipes_for("first_last_layers_bf16"))}'
         )
     per_stage = model.num_layers // model.pipeline_model_parallel_size
-    for key in keys:
+    for key, other in zip(keys, reversed(keys), strict=True):
         value = getattr(settings, key)
         if not 0 <= value <= per_stage:
+            # One layer at least is left for FP8.
+            most = max(0, min(per_stage, model.num_layers - getattr(settings, other) - 1))
             yield (
                 f"model.{key}={value} is not between 0 and the layers of a pipeline stage "
                 f"(model.num_layers={model.num_layers} / model.pipeline_model_parallel_size="
-                f"{model.pipeline_model_parallel_size}); use 0 to {per_stage}"
+                f"{model.pipeline_model_parallel_size}); use 0 to {most}"
             )
     if not (settings.num_layers_at_start_in_bf16 or settings.num_layers_at_end_in_bf16):
         yield (
             "model.first_last_layers_bf16=true has no effect with 0 layers at the start and 0 at the end; "
-            "use false, or 1 or more for either"
+            "leave all three out, or keep 1 or more on either side"
         )
 
 

@@ -20,6 +20,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.errors import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.rules.layout import Accepts
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
 from gpt_pretrain.spec.recipes import Fp8Settings
 
@@ -37,8 +38,8 @@ class _Need:
     step: int
     why: str
     """Why, in the words of the message."""
-    instead: str = ""
-    """A way out by another key."""
+    instead: tuple[str, int] | None = None
+    """A way out by another key of the model."""
 
 
 def _weight(linear: Linear, model: ModelConfig, unit: int) -> str:
@@ -83,7 +84,7 @@ def _widths(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
             why = _weight(fp8[kind], model, unit)
             if model.kv_channels is None:
                 near = multiples_near(kv_channels(model), step)[-1]
-                instead = f"model.kv_channels={near}"
+                instead = ("kv_channels", near)
                 yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why, instead=instead)
             else:
                 yield _Need(key="kv_channels", value=model.kv_channels, step=step, why=why)
@@ -96,7 +97,7 @@ def _widths(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
                 yield _Need(key="moe_ffn_hidden_size", value=model.moe_ffn_hidden_size, step=step, why=why)
             elif model.ffn_hidden_size is None:
                 near = multiples_near(ffn_hidden_size(model), step)[-1]
-                instead = f"model.ffn_hidden_size={near}"
+                instead = ("ffn_hidden_size", near)
                 yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why, instead=instead)
             else:
                 yield _Need(key="ffn_hidden_size", value=model.ffn_hidden_size, step=step, why=why)
@@ -119,23 +120,24 @@ def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
         rows = settings.recipe.gathered_rows
         why = f"what a rank casts before it is gathered (model.sequence_parallel=true) must be a multiple of {rows}"
         needs.append((columns[0].local_tokens, cp * tp, rows, why))
+    near = multiples_near(micro, math.lcm(*(_step(length, ranks * rows) for _, ranks, rows, _ in needs)))[-1]
     for tokens, ranks, rows, rule in needs:
         step = math.lcm(_step(micro, ranks * rows), divisible)
-        near = multiples_near(micro, _step(length, ranks * rows))[-1]
         yield _Need(
             key="encoder_seq_length",
             value=length,
             step=step,
             why=f"with model.micro_batch_size={micro} a rank has {tokens} tokens, and {rule}",
-            instead=f"model.micro_batch_size={near}",
+            instead=("micro_batch_size", near),
         )
 
 
-def fp8_shape_problems(run: Resolved) -> Iterator[str]:
+def fp8_shape_problems(run: Resolved, accepts: Accepts) -> Iterator[str]:
     """One message for each key that makes a shape which FP8 products refuse.
 
     Args:
         run: Its sizes are positive and divide as the layout asks (`rules.model`).
+        accepts: What is offered instead has to be accepted.
     """
     model, settings = run.model, run.fp8
     if settings is None:
@@ -153,5 +155,7 @@ def fp8_shape_problems(run: Resolved) -> Iterator[str]:
         broken = [need for need in of_key if need.value % need.step]
         if broken:
             values = one_of(multiples_near(broken[0].value, math.lcm(*(need.step for need in of_key))))
-            ways = [values, *dict.fromkeys(need.instead for need in broken[:1] if need.instead)]
+            ways = [values]
+            if (other := broken[0].instead) is not None and accepts(*other):
+                ways.append(f"model.{other[0]}={other[1]}")
             yield f"model.{key}={broken[0].value}: {broken[0].why}; use {', or '.join(ways)}"

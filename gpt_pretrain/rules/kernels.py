@@ -92,7 +92,7 @@ def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[st
     if model.hidden_size % 4:
         yield (
             f"{asked} cuts a layer's output into four pieces, and model.hidden_size={model.hidden_size} is not "
-            f"divisible by 4; use hidden_size {one_of(multiples_near(model.hidden_size, 4))}, or tp_comm_overlap=false"
+            f"divisible by 4; use hidden_size={one_of(multiples_near(model.hidden_size, 4))}, or tp_comm_overlap=false"
         )
     if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
         yield (

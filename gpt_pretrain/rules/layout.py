@@ -1,10 +1,11 @@
 """Cross-field rules about divisions: widths over heads, heads and sequences over parallel ranks.
 
-Every value that a message offers is legal: it breaks no other rule of this file in the run at hand.
+Every value that a message offers is legal: it breaks no other rule of this file in the run at hand, nor, where such a
+value is near, one about shapes elsewhere (`Accepts`).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from gpt_pretrain.config.choices import PositionEmbedding
@@ -15,9 +16,17 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
 )
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of
+from gpt_pretrain.config.errors import divisors, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+
+type Accepts = Callable[[str, int], bool]
+"""Whether no rule about shapes speaks of a key of `model.` where it has a value."""
+
+
+def _whatever(_: str, __: int) -> bool:
+    return True
+
 
 # How many values on either side of a wrong one are tried for a legal one.
 _REACH = 256
@@ -42,12 +51,12 @@ def _are_heads(model: ModelConfig, hidden: int, heads: int) -> bool:
     return hidden % heads == 0 and _rotates_pairs(model, hidden // heads)
 
 
-def _nearest(value: int, legal: Iterable[int]) -> list[int]:
-    """The closest legal values below and above; legal ones ascend."""
-    found = list(legal)
-    below = [candidate for candidate in found if candidate < value]
-    above = [candidate for candidate in found if candidate > value]
-    return below[-1:] + above[:1]
+def _nearest(model: ModelConfig, key: str, legal: Iterable[int], accepts: Accepts) -> list[int]:
+    """The closest legal values of a key below and above, of those that are accepted if any is; legal ones ascend."""
+    found, value = list(legal), getattr(model, key)
+    sides = [[n for n in reversed(found) if n < value], [n for n in found if n > value]]
+    near = [next((n for n in side if accepts(key, n)), None) for side in sides]
+    return [n for n in near if n is not None] or [side[0] for side in sides if side]
 
 
 def _multiples(value: int, step: int) -> range:
@@ -56,27 +65,30 @@ def _multiples(value: int, step: int) -> range:
     return range(max(1, middle - _REACH) * step, (middle + _REACH) * step + 1, step)
 
 
-def _widths(model: ModelConfig) -> str:
+def _widths(model: ModelConfig, accepts: Accepts) -> str:
     """The nearest `hidden_size` that makes the requested heads, or another way to have them."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     step = math.lcm(heads, model.tensor_model_parallel_size)
-    near = _nearest(hidden, (width for width in _multiples(hidden, step) if _are_heads(model, width, heads)))
-    return f"use hidden_size {one_of(near)}, or set model.kv_channels" if near else "set model.kv_channels"
+    legal = (width for width in _multiples(hidden, step) if _are_heads(model, width, heads))
+    near = _nearest(model, "hidden_size", legal, accepts)
+    return f"use hidden_size={one_of(near)}, or set model.kv_channels" if near else "set model.kv_channels"
 
 
-def _head_counts(model: ModelConfig, multiple_of: int) -> list[int]:
+def _head_counts(model: ModelConfig, multiple_of: int, accepts: Accepts) -> list[int]:
     """The nearest legal `num_attention_heads` among the multiples of a number."""
     counts = _multiples(model.num_attention_heads, multiple_of)
-    return _nearest(model.num_attention_heads, (n for n in counts if _are_heads(model, model.hidden_size, n)))
+    legal = (count for count in counts if _are_heads(model, model.hidden_size, count))
+    return _nearest(model, "num_attention_heads", legal, accepts)
 
 
-def _heads_over_ranks(model: ModelConfig) -> list[str]:
+def _heads_over_ranks(model: ModelConfig, accepts: Accepts) -> list[str]:
     """The way out by another number of heads, where there is one."""
     tp = model.tensor_model_parallel_size
-    near = _head_counts(model, tp)
+    groups = model.num_query_groups
+    # A number of groups that goes with the heads is offered beside them.
+    near = _head_counts(model, tp, accepts if groups is None else _whatever)
     if not near:
         return []
-    groups = model.num_query_groups
     # As many groups as ranks divide every number of heads that the ranks share.
     goes = groups is None or (groups % tp == 0 and all(count % groups == 0 for count in near))
     return [f"model.num_attention_heads={one_of(near)}" + ("" if goes else f" with model.num_query_groups={tp}")]
@@ -97,25 +109,25 @@ def _tensor_parallel_sizes(model: ModelConfig, launch: Launch | None) -> str:
     return "model.tensor_model_parallel_size=1" + (" with model.sequence_parallel=false" * model.sequence_parallel)
 
 
-def attention_heads(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
+def attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts = _whatever) -> Iterator[str]:
     """Heads over width, groups and tensor-parallel ranks."""
     heads, tp, groups = model.num_attention_heads, model.tensor_model_parallel_size, num_query_groups(model)
     if model.kv_channels is None and model.hidden_size % heads:
         yield (
             f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads={heads}; "
-            f"{_widths(model)}"
+            f"{_widths(model, accepts)}"
         )
     legal_groups = [count for count in divisors(heads) if count % tp == 0] or divisors(heads)
     if heads % groups:
         ways = [f"model.num_query_groups={one_of(legal_groups)}"]
-        near = [] if groups % tp else _head_counts(model, groups)
+        near = [] if groups % tp else _head_counts(model, groups, accepts)
         ways += [f"model.num_attention_heads={one_of(near)}"] if near else []
         yield (
             f"model.num_attention_heads={heads} is not divisible by model.num_query_groups={groups}; "
             f"use {', or '.join(ways)}"
         )
     if heads % tp:
-        ways = [*_heads_over_ranks(model), _tensor_parallel_sizes(model, launch)]
+        ways = [*_heads_over_ranks(model, accepts), _tensor_parallel_sizes(model, launch)]
         yield (
             f"model.num_attention_heads={heads} is not divisible by model.tensor_model_parallel_size={tp}; "
             f"use {', or '.join(ways)}"
@@ -129,17 +141,18 @@ def attention_heads(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
         )
 
 
-def rotated_pairs(model: ModelConfig) -> Iterator[str]:
+def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
     """Channels of a head that rope rotates, told in the keys that make them."""
     hidden, heads, channels = model.hidden_size, model.num_attention_heads, kv_channels(model)
     if _rotates_pairs(model, channels) or (model.kv_channels is None and hidden % heads):
         return
     if model.kv_channels is None:
         cause = f"model.hidden_size={hidden} makes {heads} heads (model.num_attention_heads) of {channels} channels"
-        way = _widths(model)
+        way = _widths(model, accepts)
     else:
         cause = f"model.kv_channels={channels}"
-        way = f"use {one_of(_nearest(channels, (c for c in _multiples(channels, 1) if _rotates_pairs(model, c))))}"
+        legal = (width for width in _multiples(channels, 1) if _rotates_pairs(model, width))
+        way = f"use {one_of(_nearest(model, 'kv_channels', legal, accepts))}"
     if model.rotary_percentage < 1:
         share = f"model.rotary_percentage={model.rotary_percentage}"
         cause += f", of which {share} rotates {_rotated_channels(model, channels)}"
@@ -147,7 +160,7 @@ def rotated_pairs(model: ModelConfig) -> Iterator[str]:
     yield f"{cause}, and rope rotates pairs of channels; {way}"
 
 
-def widths_over_tensor_ranks(model: ModelConfig) -> Iterator[str]:
+def widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
     """Matrices and embedding rows that tensor-parallel ranks share."""
     tp = model.tensor_model_parallel_size
     widths = [("hidden_size", model.hidden_size)]
@@ -155,9 +168,10 @@ def widths_over_tensor_ranks(model: ModelConfig) -> Iterator[str]:
     widths += [("ffn_hidden_size", ffn_hidden_size(model))] if model.num_moe_experts is None else []
     for name, value in widths:
         if value % tp:
+            near = _nearest(model, name, _multiples(value, tp), accepts)
             yield (
                 f"model.{name}={value} is not divisible by model.tensor_model_parallel_size={tp}; "
-                f"use {one_of(multiples_near(value, tp))}, or another tensor_model_parallel_size"
+                f"use {one_of(near)}, or another tensor_model_parallel_size"
             )
     if padded_vocab_size(model) % tp:
         divisor = model.make_vocab_size_divisible_by
@@ -167,7 +181,7 @@ def widths_over_tensor_ranks(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def sequence(model: ModelConfig) -> Iterator[str]:
+def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
     """Sequence and context parallelism."""
     tp, cp, length = model.tensor_model_parallel_size, model.context_parallel_size, model.encoder_seq_length
     if model.sequence_parallel and tp == 1:
@@ -187,5 +201,5 @@ def sequence(model: ModelConfig) -> Iterator[str]:
         causes += [f"model.tensor_model_parallel_size={tp} with sequence_parallel"] if model.sequence_parallel else []
         yield (
             f"model.encoder_seq_length={length} is not divisible by {need} ({' and '.join(causes)}); "
-            f"use {one_of(multiples_near(length, need))}"
+            f"use {one_of(_nearest(model, 'encoder_seq_length', _multiples(length, need), accepts))}"
         )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install
+from gpt_pretrain.rules.offers import spell_out
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
     ATTENTION,
@@ -191,7 +192,7 @@ def check_machine(spec: RunSpec) -> None:
         *_process_problems(spec),
     ]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(spell_out(problems))
 
 
 def _layer_problems(spec: RunSpec) -> Iterator[str]:

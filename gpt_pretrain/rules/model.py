@@ -39,12 +39,16 @@ COUNTS = (
 )
 
 
+# Of fewer, a router has nothing to choose.
+_LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
+
+
 def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
     """Counts; the rules below divide by them."""
     for name in COUNTS:
         value = getattr(model, name)
         if value is not None and value < 1:
-            yield f"model.{name}={value} is not positive; use 1 or more"
+            yield f"model.{name}={value} is not positive; use {_LEAST.get(name, 1)} or more"
 
 
 def positions(model: ModelConfig) -> Iterator[str]:
@@ -53,7 +57,7 @@ def positions(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.encoder_seq_length={model.encoder_seq_length} is longer than "
             f"model.max_position_embeddings={model.max_position_embeddings}; "
-            f"use at most {model.max_position_embeddings}, or raise max_position_embeddings"
+            f"use {model.max_position_embeddings} or less, or raise max_position_embeddings"
         )
     if model.position_embedding_type is not PositionEmbedding.rope:
         if model.apply_rope_fusion:
@@ -85,7 +89,7 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
             way = f"a product of {sizes}"
         yield (
             f"model.num_layers={model.num_layers} is not divisible by {product}; "
-            f"use {one_of(multiples_near(model.num_layers, chunks))} layers, or {way}"
+            f"use {one_of(multiples_near(model.num_layers, chunks))}, or {way}"
         )
     if vp is not None and launch is not None and _batch_fits(model, launch):
         microbatches = num_microbatches(model, launch.world_size)
@@ -94,7 +98,7 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
             yield (
                 f"model.global_batch_size={model.global_batch_size} makes {microbatches} microbatches, and the "
                 f"interleaved schedule needs a multiple of model.pipeline_model_parallel_size={pp}; use "
-                f"global_batch_size {one_of(multiples_near(model.global_batch_size, per_step * pp))}"
+                f"global_batch_size={one_of(multiples_near(model.global_batch_size, per_step * pp))}"
             )
 
 

@@ -286,9 +286,9 @@ def _table() -> tuple[NoEffect, ...]:
             NoEffect(
                 key=f"model.activations_checkpoint_{name}",
                 why=_without_full_recomputation,
-                instead=f"activations_checkpoint_granularity=full, or {name}=null",
+                instead=f"null, or activations_checkpoint_granularity=full with activations_checkpoint_{other}",
             )
-            for name in ("method", "num_layers")
+            for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform"))
         ),
         NoEffect(
             key="model.ddp_bucket_size",
@@ -339,7 +339,7 @@ def _table() -> tuple[NoEffect, ...]:
         NoEffect(
             key="model.optim.sched.min_lr",
             why=_unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant)),
-            instead="null, or model.optim.sched.name=cosine, linear or wsd",
+            instead="null, or model.optim.sched.name=cosine or linear",
         ),
         NoEffect(
             key="model.optim.sched.decay_steps",
@@ -371,7 +371,7 @@ def _table() -> tuple[NoEffect, ...]:
         NoEffect(
             key="model.tokenizer.model",
             why=_unless_tokenizer(TokenizerLibrary.file),
-            instead="library=file, or model=null",
+            instead="null, or library=file",
         ),
         NoEffect(
             key="model.tokenizer.vocab_size",

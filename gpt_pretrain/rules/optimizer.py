@@ -40,11 +40,12 @@ def optimizer(config: Config) -> Iterator[str]:
         yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
     # rules.fp8 tells of FP8 parameters, which need the distributed optimizer.
     if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
+        also = " with overlap_param_gather=false" * config.model.overlap_param_gather
+        also += " with use_precision_aware_optimizer=false" * optim.use_precision_aware_optimizer
         yield (
             f"model.optim.name={optim.name.name} has no distributed form in megatron-core, and "
             "model.use_distributed_optimizer=true; use "
-            f"{' or '.join(names_with('has_distributed_form'))}, or use_distributed_optimizer=false"
-            f"{' with overlap_param_gather=false' if config.model.overlap_param_gather else ''}"
+            f"{' or '.join(names_with('has_distributed_form'))}, or use_distributed_optimizer=false{also}"
         )
 
 
@@ -71,7 +72,7 @@ def schedule(config: Config) -> Iterator[str]:
     if wsd and phase is None:
         yield (
             "model.optim.sched.name=wsd needs model.optim.sched.wsd_decay_steps, the length of its last phase; "
-            f"use 1 to {max(1, decay - warmup)}"
+            f"use wsd_decay_steps=1 to {max(1, decay - warmup)}"
         )
     if wsd and phase is not None and phase > decay - warmup > 0:
         yield (
@@ -136,7 +137,11 @@ def optimizer_memory(run: Resolved) -> Iterator[str]:
         return
     if not OPTIMIZERS[optim.name].has_small_states:
         names = " or ".join(names_with("has_small_states"))
-        yield f"{_ASKED} is a form of {names}, and model.optim.name={optim.name.name}; use optim.name={names}, or false"
+        also = " with use_distributed_optimizer=false" * bool(model.use_distributed_optimizer)
+        yield (
+            f"{_ASKED} is a form of {names}, and model.optim.name={optim.name.name}; use optim.name={names}, or "
+            f"use_precision_aware_optimizer=false{also}"
+        )
     if not uses_distributed_optimizer(model):
         yield (
             f"{_ASKED} is a form of the distributed optimizer, and model.use_distributed_optimizer="

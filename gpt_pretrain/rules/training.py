@@ -91,7 +91,7 @@ def tokenizer(config: Config) -> Iterator[str]:
             "use none, or file with the tokenizer that made the tokens in model.tokenizer.model"
         )
     if tok.library is TokenizerLibrary.file and not tok.model:
-        yield "model.tokenizer.library=file needs model.tokenizer.model, the path of a tokenizer.json"
+        yield "model.tokenizer.library=file names no file; give model.tokenizer.model, the path of a tokenizer.json"
     if tok.library is TokenizerLibrary.bpe and not SMALLEST_BPE <= tok.vocab_size <= config.model.vocab_size:
         yield (
             f"model.tokenizer.vocab_size={tok.vocab_size} is not between {SMALLEST_BPE} (every byte and the end of a "
@@ -161,7 +161,7 @@ def determinism(config: Config) -> Iterator[str]:
     if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
         yield (
             "trainer.deterministic=true excludes model.cross_entropy_fusion_impl=native, whose result varies from run "
-            "to run; use null or linear"
+            "to run; use cross_entropy_fusion_impl=null or linear"
         )
 
 
