@@ -10,6 +10,7 @@ The arguments are Python's own: `-m MODULE …` or `FILE …`. A fault is [NAME,
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -78,9 +79,16 @@ def poll(pid):
 
 def serve():
     if sys.argv[1:] == ["--import"]:
-        # What the parent has imported, no child need.
-        importlib.import_module("gpt_pretrain.training.run")
+        # What the parent has done, no child need: imports, and what Hydra and its parser keep of a first composition.
+        for module in ("gpt_pretrain.training.run", "gpt_pretrain.commands.train", "hydra.main", "plotext"):
+            importlib.import_module(module)
         importlib.import_module("tests.programs.faults")
+        gate, runs = importlib.import_module("gpt_pretrain.rules.gate"), importlib.import_module("tests.runs")
+        for overrides in ((), runs.SMALL_RUN):
+            gate.load_config(overrides)
+        # A child's collector would touch, and so copy, every page of what it will never free.
+        gc.collect()
+        gc.freeze()
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
