@@ -2,7 +2,8 @@
 
 A command with a few `key=value` of its own says which by a dataclass: names, types, documentation and messages come
 from it, as those of a run come from its schema; nothing is composed. A field without a default must be given. A string
-is what follows the first `=`, to the letter, so that a prompt may hold anything. `--key value`, `--key=value` and,
+is what follows the first `=`, to the letter, so that a prompt may hold anything; a list is `[a,b]`, with quotes around
+what holds a comma. A field that is a dataclass is a section: `section.key=value`. `--key value`, `--key=value` and,
 where the key is true or false, `--key` say the same.
 
 `--help` shows the values of the command line it is asked with, so that `model=llama3_8b --help` shows that model's. It
@@ -14,8 +15,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, get_type_hints
 
 from gpt_pretrain.config.errors import ConfigError, read_value, written
 from gpt_pretrain.config.keys import Key, did_you_mean, nearest_name, schema_sections, section_keys
@@ -104,8 +105,16 @@ def print_help(
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """The values of the fields that may be left out."""
-    return {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    """The values of the keys that may be left out."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.default_factory is not MISSING:
+            # A section; its values may be left out one by one.
+            section = field.default_factory()
+            values |= {f"{field.name}.{each.name}": getattr(section, each.name) for each in fields(section)}
+        elif field.default is not MISSING:
+            values[field.name] = field.default
+    return values
 
 
 def _pairs(
@@ -163,4 +172,17 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
     ]
     if problems:
         raise ConfigError(problems)
-    return kind(**values)
+    return _build(kind, defaults | values)
+
+
+def _build[Arguments](kind: type[Arguments], values: Mapping[str, Any]) -> Arguments:
+    """The dataclass from its keys; those of a section have its name before a dot."""
+    arguments: dict[str, Any] = {}
+    for name, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            inside = {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{name}.")}
+            arguments[name] = _build(hint, inside)
+        else:
+            arguments[name] = values[name]
+    return kind(**arguments)

@@ -89,18 +89,19 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
 
 
 def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """What a run does not tell of what has to be equal, where another does."""
+    """What runs do not tell of what has to be equal."""
     told = {
         what: [any(run.setting(key) is not None for key in keys) for run in runs] for what, keys in IDENTITY.items()
     }
+    silent: dict[str, list[str]] = {}
     for index, run in enumerate(runs):
-        silent = [what for what, tells in told.items() if not tells[index]]
-        if silent and len(runs) > 1:
-            yield f"{run.name} does not tell its {', '.join(silent)}: taken as the baseline's, check it yourself"
+        what = ", ".join(what for what, tells in told.items() if not tells[index])
+        if what:
+            silent.setdefault(what, []).append(run.name)
+    for what, names in silent.items():
+        yield f"not told by {', '.join(names)}: {what}; taken for equal, check it yourself"
 
 
 def same_variant(run: RunRecord) -> tuple[tuple[str, str], ...]:
-    """What runs of one variant share: all settings but seed and microbatches; for other codes' logs, their source."""
-    if run.format != "gpt_pretrain":
-        return (("source", f"{run.source} {run.name}"),)
+    """What our runs of one variant share: all settings but seed and microbatches."""
     return tuple(sorted(item for item in settings_of(run).items() if item[0] not in (SEED, MICROBATCH)))

@@ -7,6 +7,7 @@ costs 0.25 s. OmegaConf's structured configs stop at the first error.
 """
 
 import contextlib
+import csv
 import math
 from collections.abc import Sequence
 from enum import Enum
@@ -176,12 +177,15 @@ def convert(value: Any, key: Key) -> Any:
 
 
 def read_value(text: str, key: Key) -> Any:
-    """The value of a command's argument; a string is taken to the letter.
+    """The value of a command's argument; a string is taken to the letter, and a list's strings, too.
 
     Raises:
         ConfigError: The value does not fit.
     """
+    value: str | list[str] | None = None if text == "null" and key.optional else text
+    if key.kind is list and text.startswith("[") and text.endswith("]"):
+        value = next(csv.reader([text[1:-1]], skipinitialspace=True), [])
     try:
-        return convert(None if text == "null" and key.optional else text, key)
+        return convert(value, key)
     except WrongValue as wrong:
         raise ConfigError([f"{key.path}={text} {wrong}"]) from None

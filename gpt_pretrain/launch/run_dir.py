@@ -126,7 +126,7 @@ def check_run_dir(config: Config) -> None:
     place = Path(config.run_dir or "outputs").absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
-    _probe(config, place)
+    _probe(config.run_dir, place)
 
 
 def make_run_dir(config: Config) -> Path:
@@ -135,30 +135,43 @@ def make_run_dir(config: Config) -> Path:
     Raises:
         UserError: It cannot be made or written.
     """
+    return make_directory(config.run_dir, config.name)
+
+
+def make_directory(given: str | None, name: str) -> Path:
+    """`make_run_dir` of a command without a configuration.
+
+    Args:
+        given: The value of run_dir.
+        name: What ends the name of a directory that is not given.
+
+    Raises:
+        UserError: It cannot be made or written.
+    """
     try:
-        if config.run_dir is None:
-            run_dir = _new_directory(Path(f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{config.name}").absolute())
+        if given is None:
+            run_dir = _new_directory(Path(f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{name}").absolute())
         else:
-            run_dir = Path(config.run_dir).absolute()
+            run_dir = Path(given).absolute()
             run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(_refusal(config, error)) from error
-    _probe(config, run_dir)
+        raise UserError(_refusal(given, error)) from error
+    _probe(given, run_dir)
     return run_dir
 
 
-def _probe(config: Config, directory: Path) -> None:
+def _probe(given: str | None, directory: Path) -> None:
     # Permission bits do not tell of read-only mounts, quotas or file systems that take no files: a nameless file does.
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise UserError(_refusal(config, error, directory)) from error
+        raise UserError(_refusal(given, error, directory)) from error
 
 
-def _refusal(config: Config, error: OSError, place: Path | None = None) -> str:
-    given = "run_dir=null (outputs/DATE/TIME_NAME)" if config.run_dir is None else f"run_dir={config.run_dir}"
+def _refusal(given: str | None, error: OSError, place: Path | None = None) -> str:
+    key = "run_dir=null (outputs/DATE/TIME_NAME)" if given is None else f"run_dir={given}"
     reason = f"{error.strerror or error} at {place or error.filename}"
-    return f"{given} cannot be written: {reason}; give another one with run_dir=DIRECTORY"
+    return f"{key} cannot be written: {reason}; give another one with run_dir=DIRECTORY"
 
 
 def _new_directory(path: Path) -> Path:

@@ -131,7 +131,11 @@ def load_metrics(run_dir: str | Path) -> Metrics:
     Raises:
         UserError: `metrics.jsonl` is missing, or one of its lines is not a record. A torn last line is ignored.
     """
-    path = metrics_path(run_dir)
+    return load_records(metrics_path(run_dir))
+
+
+def load_records(path: Path) -> Metrics:
+    """`load_metrics` of a file of any name."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:

@@ -1,0 +1,244 @@
+"""From what a log tells, point by point, to a run's record: tokens, GPU-seconds, rates, and bounds on what is read."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpt_pretrain.compare.document import Curve, Format, RunRecord, Setting
+from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.report.records import Fp8Record
+
+# Logs are not ours to trust: beyond these a file is refused, not read.
+MAX_BYTES = 1 << 29
+MAX_POINTS = 1_000_000
+# Points of a curve in the document; neighbours of longer ones are averaged.
+KEPT_POINTS = 5_000
+_MAX_TEXT = 1_000
+NO_CURVE = Curve(steps=(), losses=(), tokens=(), gpu_seconds=())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One logged step; None where the log does not tell."""
+
+    step: int
+    loss: float
+    samples: int | None = None
+    tokens: int | None = None
+    """Seen so far."""
+    step_s: float | None = None
+    """Seconds per step since the point before."""
+    tokens_per_s_per_gpu: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Series:
+    """What one log tells of one run, in the order of its lines."""
+
+    source: str
+    format: Format
+    label: str = ""
+    """What tells the run from the others of its file; empty where it is the only one."""
+    points: list[Point] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)
+    """Step to loss."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """In our keys."""
+    num_gpus: int | None = None
+    memory_gib: float | None = None
+    skipped_steps: int | None = None
+    max_steps: int | None = None
+    """Steps of the whole run."""
+    starts: list[int] = field(default_factory=list)
+    """Steps after which a process started: the next point has its warm-up."""
+
+    def add(self, point: Point, place: str) -> None:
+        """Takes a point in; one that goes back begins again there, as a resumed run does.
+
+        Raises:
+            UserError: There are too many.
+        """
+        if self.points and point.step <= self.points[-1].step:
+            while self.points and self.points[-1].step >= point.step:
+                self.points.pop()
+            self.starts.append(point.step - 1)
+        self.points.append(point)
+        if len(self.points) > MAX_POINTS:
+            raise UserError(f"{place}: more than {MAX_POINTS:,} logged steps; log fewer, or cut the file")
+
+    def build(self) -> RunRecord:
+        """The record; its name, variant and role are given later, by what tells it from others."""
+        points = self.points
+        tokens = self._tokens()
+        rates = self._gpu_s_per_step(tokens)
+        steps = tuple(point.step for point in points)
+        per_s = None
+        if rates and tokens:
+            # Tokens of a step over the GPU-seconds of the median step.
+            per_step = (tokens[-1] - tokens[0]) / (steps[-1] - steps[0]) if steps[-1] > steps[0] else tokens[0]
+            per_s = per_step / statistics.median(rates) * self.num_gpus if self.num_gpus else None
+        validation = sorted(self.validation.items())
+        return RunRecord(
+            name=printable(self.label),
+            variant="",
+            role="seed",
+            seed=read_seed(self.settings),
+            source=self.source,
+            format=self.format,
+            state="finished" if self.max_steps is not None and steps[-1] >= self.max_steps else "end unknown",
+            num_gpus=self.num_gpus,
+            training=thinned(
+                Curve(
+                    steps=steps,
+                    losses=tuple(point.loss for point in points),
+                    tokens=tokens,
+                    gpu_seconds=accumulated(steps, rates),
+                )
+            ),
+            validation=Curve(
+                steps=tuple(step for step, _ in validation),
+                losses=tuple(loss for _, loss in validation),
+                tokens=(),
+                gpu_seconds=(),
+            ),
+            tokens_per_s=per_s,
+            memory_gib=self.memory_gib,
+            skipped_steps=self.skipped_steps,
+            fp8_share=None,
+            fp8=(),
+            configuration=as_settings(self.settings),
+            versions=None,
+            command=None,
+        )
+
+    def _tokens(self) -> tuple[int, ...]:
+        """Tokens at each point: as told, by samples, or by steps of a batch; empty where none of them is known."""
+        length, batch = (read_number(self.settings.get(f"model.{key}")) for key in _SIZES)
+        told = [
+            point.tokens
+            if point.tokens is not None
+            else _times(point.samples, length)
+            if point.samples is not None
+            else _times(_times(point.step, batch), length)
+            for point in self.points
+        ]
+        known = [each for each in told if each is not None]
+        return tuple(known) if len(known) == len(told) else ()
+
+    def _gpu_s_per_step(self, tokens: Sequence[int]) -> list[float]:
+        """GPU-seconds per step at each point, the warm-up of each start at the pace of the others; empty if unknown."""
+        rates: list[float | None] = []
+        before = previous_step([point.step for point in self.points])
+        for index, point in enumerate(self.points):
+            steps, before = point.step - before, point.step
+            if point.tokens_per_s_per_gpu and tokens:
+                seen = tokens[index] - tokens[index - 1] if index else tokens[0] * steps / point.step
+                rates.append(seen / steps / point.tokens_per_s_per_gpu if point.step else None)
+            else:
+                rates.append(_times(point.step_s, self.num_gpus))
+        warm_ups = {0, *(self._after(step) for step in self.starts)}
+        usual = [rate for index, rate in enumerate(rates) if rate is not None and index not in warm_ups]
+        if not usual or any(rate is None for rate in rates[1:]):
+            return []
+        pace = statistics.median(usual)
+        return [pace if index in warm_ups or rate is None else rate for index, rate in enumerate(rates)]
+
+    def _after(self, step: int) -> int:
+        return next((index for index, point in enumerate(self.points) if point.step > step), 0)
+
+
+_SIZES = ("encoder_seq_length", "global_batch_size")
+
+
+def _times[Number: (int, float)](value: Number | None, factor: Number | None) -> Number | None:
+    return None if value is None or factor is None else value * factor
+
+
+def read_number(text: str | None) -> int | None:
+    """A whole number above zero, if it is one."""
+    return int(text) if text is not None and text.isdecimal() and 0 < int(text) < 1 << 40 else None
+
+
+def read_seed(settings: Mapping[str, str]) -> int | None:
+    """The seed, if it is known."""
+    text = settings.get("model.seed", "")
+    return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
+
+
+def printable(text: str) -> str:
+    """Text of a log as it may be shown: a log must steer no terminal, and fill no screen."""
+    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:_MAX_TEXT])
+    return f"{shown}…" if len(text) > _MAX_TEXT else shown
+
+
+def as_settings(values: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Key and value, as the document has them."""
+    return tuple(Setting(key=printable(key), value=printable(value)) for key, value in values.items())
+
+
+def previous_step(steps: Sequence[int]) -> int:
+    """The step before the first point's interval: as far back as the next point is ahead, and not before the start."""
+    spacing = steps[1] - steps[0] if len(steps) > 1 else 1
+    # A log that begins at step 0 counts steps begun, not done.
+    return max(steps[0] - spacing, min(0, steps[0] - 1))
+
+
+def accumulated(steps: Sequence[int], gpu_s_per_step: Sequence[float]) -> tuple[float, ...]:
+    """GPU-seconds from the start of training to each point."""
+    if not gpu_s_per_step:
+        return ()
+    total, sums, before = 0.0, [], previous_step(steps)
+    for step, rate in zip(steps, gpu_s_per_step, strict=True):
+        total += (step - before) * rate
+        sums.append(total)
+        before = step
+    return tuple(sums)
+
+
+def thinned(curve: Curve) -> Curve:
+    """At most `KEPT_POINTS` points: the mean loss of as many neighbours, at the last one's place."""
+    per_point = math.ceil(len(curve.steps) / KEPT_POINTS)
+    if per_point <= 1:
+        return curve
+    ends = [*range(per_point, len(curve.steps), per_point), len(curve.steps)]
+    groups = [curve.losses[max(0, end - per_point) : end] for end in ends]
+    return Curve(
+        steps=tuple(curve.steps[end - 1] for end in ends),
+        losses=tuple(_finite_mean(group) for group in groups),
+        tokens=tuple(curve.tokens[end - 1] for end in ends) if curve.tokens else (),
+        gpu_seconds=tuple(curve.gpu_seconds[end - 1] for end in ends) if curve.gpu_seconds else (),
+    )
+
+
+def _finite_mean(losses: Sequence[float]) -> float:
+    """Of the finite losses: one skipped step does not spoil its neighbours. Not finite where all are not."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return math.fsum(finite) / len(finite) if finite else losses[-1]
+
+
+def thinned_records(records: Sequence[Fp8Record], kept: int = 60) -> tuple[Fp8Record, ...]:
+    """At most `kept` steps of FP8 statistics, evenly spread, the last among them."""
+    with_tensors = [record for record in records if record.tensors]
+    every = math.ceil(len(with_tensors) / kept) or 1
+    return tuple(reversed(with_tensors[::-1][::every]))
+
+
+def check_size(path: Path) -> None:
+    """Refuses a file that is too large to be read.
+
+    Raises:
+        UserError: It is, or cannot be read at all.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    if size > MAX_BYTES:
+        raise UserError(f"{path} has {format_bytes(size)}; at most {format_bytes(MAX_BYTES)} are read, so cut it")
+
+
+def first_known(names: Iterable[str], values: Mapping[str, str]) -> str | None:
+    """The first of several names that a log uses."""
+    return next((name for name in names if name in values), None)

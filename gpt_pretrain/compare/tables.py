@@ -1,0 +1,281 @@
+"""Metrics by name and step: TensorBoard's event files, and tables that W&B, MLflow or a script exported.
+
+    W&B      a chart's export: `"Step","RUN - train/loss","RUN - train/loss__MIN",…`, several runs side by side
+    MLflow   a chart's export: `"Run","Run ID","metric","step","timestamp","value"`, one row a value
+    others   one run: a column of steps, and columns that are named like a metric of a known code
+
+Which metric is the loss is told by its name; `_NAMES` has those of our runs, Megatron-LM, NeMo, torchtitan,
+transformers and nanoGPT.
+"""
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import NoReturn
+
+from gpt_pretrain.compare.document import Format
+from gpt_pretrain.compare.series import MAX_BYTES, MAX_POINTS, Point, Series, check_size, first_known
+from gpt_pretrain.config.errors import UserError, format_bytes
+
+type Columns = dict[str, dict[int, float]]
+"""Metric to its values by step."""
+
+_NAMES = {
+    "loss": (
+        "train/loss",
+        "lm loss",
+        "loss_metrics/global_avg_loss",
+        "reduced_train_loss",
+        "train_loss",
+        "training_loss",
+        "loss",
+    ),
+    "validation": (
+        "validation/loss",
+        "lm loss validation",
+        "validation_metrics/loss",
+        "val_loss",
+        "val/loss",
+        "eval/loss",
+        "eval_loss",
+        "validation_loss",
+    ),
+    "tokens": ("train/consumed_tokens", "ntokens_seen", "consumed_tokens", "train/tokens"),
+    "samples": ("train/consumed_samples", "consumed_samples"),
+    "rate": ("train/tokens_per_s_per_gpu", "throughput(tps)"),
+    "all GPUs": ("train/tokens_per_s",),
+    "step_s": ("train/step_time_s", "train_step_timing in s", "train_step_timing", "iteration-time"),
+    "memory": ("train/memory_gib", "memory/max_reserved(GiB)"),
+    "skipped": ("train/skipped_steps",),
+}
+_STEPS = ("step", "_step", "global_step", "trainer/global_step", "train/global_step", "iteration", "iter")
+_MAX_FILES, _MAX_DEPTH, _MAX_COLUMNS = 1000, 4, 10_000
+EVENTS = "*tfevents*"
+_EXPECTED = f"a column of steps ({', '.join(_STEPS[:3])}, …) and one of losses ({', '.join(_NAMES['loss'])})"
+
+
+def _column(columns: Columns, what: str) -> dict[int, float]:
+    """The column of a measurement, whatever it is called; empty where there is none."""
+    by_lower = {name.lower(): name for name in columns}
+    name = first_known((each.lower() for each in _NAMES[what]), by_lower)
+    return {} if name is None else columns[by_lower[name]]
+
+
+def _series(columns: Columns, source: Path, format_: Format, label: str = "") -> Series | None:
+    """A run from its columns; None without a loss."""
+    losses = _column(columns, "loss")
+    if not losses:
+        return None
+    series = Series(source=str(source), format=format_, label=label)
+    tokens, samples, rates, step_s = (_column(columns, what) for what in ("tokens", "samples", "rate", "step_s"))
+    for step in sorted(losses):
+        series.add(
+            Point(
+                step=step,
+                loss=losses[step],
+                samples=_whole(samples.get(step)),
+                tokens=_whole(tokens.get(step)),
+                step_s=_positive(step_s.get(step)),
+                tokens_per_s_per_gpu=_positive(rates.get(step)),
+            ),
+            str(source),
+        )
+    series.validation = _column(columns, "validation")
+    together = _column(columns, "all GPUs")
+    if both := [step for step in together if _positive(rates.get(step))]:
+        series.num_gpus = max(1, round(together[both[0]] / rates[both[0]]))
+    finite = [value for value in _column(columns, "memory").values() if math.isfinite(value)]
+    series.memory_gib = max(finite, default=None)
+    if skipped := [value for value in _column(columns, "skipped").values() if math.isfinite(value)]:
+        series.skipped_steps = round(math.fsum(skipped))
+    return series
+
+
+def _whole(value: float | None) -> int | None:
+    return round(value) if value is not None and 0 <= value < 1 << 53 else None
+
+
+def _positive(value: float | None) -> float | None:
+    return value if value is not None and 0 < value < math.inf else None
+
+
+def find_event_files(directory: Path) -> list[Path]:
+    """TensorBoard's files in a directory and the folders in it.
+
+    Raises:
+        UserError: There are too many.
+    """
+    found = []
+    for depth in range(_MAX_DEPTH):
+        for path in directory.glob("*/" * depth + EVENTS):
+            found.append(path)
+            if len(found) > _MAX_FILES:
+                raise UserError(f"{directory} has more than {_MAX_FILES} event files; give one run's folder")
+    return sorted(found)
+
+
+def read_event_files(directory: Path, paths: Sequence[Path]) -> list[Series]:
+    """The runs of TensorBoard's files, one a folder, as TensorBoard itself sees them.
+
+    Args:
+        directory: What was given.
+        paths: Its event files, or itself.
+
+    Raises:
+        UserError: A file is too large, or none has a loss.
+    """
+    for path in paths:
+        check_size(path)
+    if sum(path.stat().st_size for path in paths) > MAX_BYTES:
+        raise UserError(f"{directory}: its event files have more than {format_bytes(MAX_BYTES)}; give one run's folder")
+    found = []
+    names: set[str] = set()
+    # A writer that makes its own folder for each tag, as add_scalars does, is not one run.
+    for place in dict.fromkeys(path.parent for path in paths) if directory.is_dir() else paths:
+        columns = _event_columns(place)
+        names |= set(columns)
+        label = str(place.relative_to(directory)) if place != directory else ""
+        series = _series(columns, directory, "tensorboard", label)
+        if series is not None:
+            found.append(series)
+    if not found:
+        scalars = ", ".join(sorted(names)[:12]) or "none; the files are empty or damaged"
+        raise UserError(
+            f"{directory} has no scalar of a training loss; expected one of {', '.join(_NAMES['loss'])}; it has: "
+            f"{scalars}"
+        )
+    return found
+
+
+def _event_columns(place: Path) -> Columns:
+    # Imported late: it takes a third of a second.
+    from tensorboard.backend.event_processing.event_accumulator import (
+        DEFAULT_SIZE_GUIDANCE,
+        SCALARS,
+        TENSORS,
+        EventAccumulator,
+    )
+
+    # 0 keeps all; of pictures and histograms one is enough.
+    events = EventAccumulator(str(place), {**dict.fromkeys(DEFAULT_SIZE_GUIDANCE, 1), SCALARS: 0, TENSORS: 0})
+    events.Reload()
+    columns: Columns = {}
+    for tag in events.Tags()["scalars"]:
+        columns[tag] = {int(event.step): float(event.value) for event in events.Scalars(tag)}
+    # TensorFlow 2's writers store scalars as tensors of one number.
+    for tag in events.Tags()["tensors"]:
+        numbers = {}
+        for event in events.Tensors(tag):
+            proto = event.tensor_proto
+            values = [*proto.float_val, *proto.double_val]
+            if len(values) == 1:
+                numbers[int(event.step)] = float(values[0])
+        if numbers:
+            columns.setdefault(tag, numbers)
+    return columns
+
+
+def read_table(path: Path) -> list[Series] | None:
+    """The runs of an exported table; None where the file's first line is no heading of one.
+
+    Raises:
+        UserError: A row is damaged, or no column is a loss; names the file, the line and what was expected.
+    """
+    check_size(path)
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    rows = csv.reader(StringIO(text, newline=""))
+    try:
+        heading = next(rows, [])
+        lower = [name.strip().lower() for name in heading]
+        if not 2 <= len(heading) <= _MAX_COLUMNS:
+            return None
+        if {"metric", "step", "value"} <= set(lower) or {"key", "step", "value"} <= set(lower):
+            return _mlflow(path, lower, rows)
+        if not {*_STEPS} & set(lower):
+            if any(name.endswith("loss") for name in lower):
+                _refuse(path, 1, _EXPECTED)
+            return None
+        return _wide(path, [name.strip() for name in heading], rows)
+    except csv.Error as error:
+        _refuse(path, rows.line_num, f"a row of a table ({error})")
+
+
+def _refuse(path: Path, line: int, expected: str) -> NoReturn:
+    raise UserError(f"{path}:{line}: expected {expected}; remove the line, or export the table again")
+
+
+def _cell(path: Path, line: int, name: str, text: str) -> float | None:
+    """A number, None for an empty cell."""
+    if not text.strip():
+        return None
+    try:
+        # JavaScript's spellings, among others.
+        return float(text)
+    except ValueError:
+        raise UserError(
+            f"{path}:{line}: {name!r} is {text[:40]!r}; expected a number; remove the line, or export the table again"
+        ) from None
+
+
+def _rows(path: Path, width: int, rows: Iterator[list[str]]) -> Iterator[tuple[int, list[str]]]:
+    for line, row in enumerate(rows, start=2):
+        if not any(cell.strip() for cell in row):
+            continue
+        if len(row) != width:
+            _refuse(path, line, f"{width} columns as in the heading, not {len(row)}")
+        if line > MAX_POINTS:
+            _refuse(path, line, f"at most {MAX_POINTS:,} rows")
+        yield line, row
+
+
+def _wide(path: Path, heading: Sequence[str], rows: Iterator[list[str]]) -> list[Series]:
+    """A column a metric; where headings are `RUN - METRIC`, several runs side by side."""
+    axis = next(index for index, name in enumerate(heading) if name.lower() in _STEPS)
+    by_run: dict[str, dict[str, int]] = {}
+    for index, name in enumerate(heading):
+        run, dash, metric = name.rpartition(" - ")
+        if index != axis and not metric.endswith(("__MIN", "__MAX")):
+            by_run.setdefault(run if dash else "", {})[metric] = index
+    columns: dict[str, Columns] = {run: {name: {} for name in metrics} for run, metrics in by_run.items()}
+    for line, row in _rows(path, len(heading), rows):
+        step = _cell(path, line, heading[axis], row[axis])
+        if step is None or _whole(step) != step:
+            _refuse(path, line, f"a whole number in {heading[axis]!r}, not {row[axis][:40]!r}")
+        for run, metrics in by_run.items():
+            for name, index in metrics.items():
+                # Only what is read: other columns may hold anything.
+                if name.lower() in _KNOWN and (value := _cell(path, line, name, row[index])) is not None:
+                    columns[run][name][int(step)] = value
+    is_wandb = any(by_run) or "_step" in heading or "_runtime" in heading
+    return _found(path, columns, "wandb" if is_wandb else "csv", heading)
+
+
+_KNOWN = {name.lower() for names in _NAMES.values() for name in names}
+
+
+def _mlflow(path: Path, lower: Sequence[str], rows: Iterator[list[str]]) -> list[Series]:
+    """A row a value."""
+    place = {name: index for index, name in enumerate(lower)}
+    metric = place.get("metric", place.get("key", 0))
+    run = place.get("run", place.get("run_id", place.get("run id", place.get("group"))))
+    columns: dict[str, Columns] = {}
+    for line, row in _rows(path, len(lower), rows):
+        if row[metric].lower() not in _KNOWN:
+            continue
+        step, value = (_cell(path, line, name, row[place[name]]) for name in ("step", "value"))
+        if step is None or value is None or _whole(step) != step:
+            _refuse(path, line, "a whole step and a value")
+        label = "" if run is None else row[run]
+        columns.setdefault(label, {}).setdefault(row[metric], {})[int(step)] = value
+    return _found(path, columns, "mlflow", sorted({name for each in columns.values() for name in each}))
+
+
+def _found(path: Path, columns: Mapping[str, Columns], format_: Format, names: Sequence[str]) -> list[Series]:
+    several = len(columns) > 1
+    found = [_series(each, path, format_, run if several else "") for run, each in columns.items()]
+    runs = [series for series in found if series is not None]
+    if not runs:
+        _refuse(path, 1, f"{_EXPECTED} with numbers; it has: {', '.join(names[:12])}")
+    return runs

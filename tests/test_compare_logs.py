@@ -1,0 +1,418 @@
+"""Logs of other codes, with lines as they printed them, and our own runs' directories."""
+
+import json
+import math
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from gpt_pretrain.compare import series
+from gpt_pretrain.compare.document import Curve
+from gpt_pretrain.compare.series import Point, Series, thinned
+from gpt_pretrain.compare.sources import read_runs
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.report.metrics_file import TensorBoardSink
+from gpt_pretrain.report.records import (
+    Fp8CoverageRecord,
+    Fp8Record,
+    SkippedStepRecord,
+    StartRecord,
+    SummaryRecord,
+    TrainRecord,
+    ValidationRecord,
+)
+from tests.test_compare_document import TENSOR
+
+
+def log(name):
+    """Lines as these codes' users posted them; NeMo 1's bar draws its lines over each other."""
+    return (Path(__file__).parent / "logs" / name).read_bytes().decode()
+
+
+MEGATRON, TITAN = log("megatron_lm.txt"), log("torchtitan.txt")
+NEMO_BAR, NEMO_LINES = log("nemo_1.txt"), log("nemo_2.txt")
+WANDB, MLFLOW = log("wandb.csv"), log("mlflow.csv")
+
+
+def read(tmp_path, content, name="log"):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_runs([str(path)])
+
+
+def test_megatron_lms_lines(tmp_path):
+    (run,) = read(tmp_path, MEGATRON)
+    training = run.training
+
+    assert (run.format, run.num_gpus, run.skipped_steps, run.seed, run.state) == ("megatron", 8, 1, 1234, "end unknown")
+    assert (training.steps, training.losses) == ((1, 2, 3), (10.43863, 10.44022, 10.435))
+    assert training.tokens == tuple(128 * 4096 * step for step in (1, 2, 3))
+    # The first step's compilation counts as the median of the others, on eight GPUs.
+    assert training.gpu_seconds == pytest.approx([8 * 12.46805, 8 * (12.46805 + 12.9361), 8 * (12.46805 + 24.9361)])
+    assert run.memory_gib == pytest.approx(15754.88818359375 / 1024)
+    assert (run.setting("model.num_layers"), run.setting("model.encoder_seq_length")) == ("32", "4096")
+    assert (run.validation.steps, run.validation.losses) == ((3,), (10.4,))
+    assert run.tokens_per_s == pytest.approx(128 * 4096 / 12.46805, rel=0.03)
+
+
+def test_nemos_progress_bar(tmp_path):
+    (run,) = read(tmp_path, NEMO_BAR)
+    assert (run.format, run.num_gpus) == ("nemo", 4)
+    assert (run.training.steps, run.training.losses) == ((1, 2, 3), (11.6, 11.5, 11.4))
+    assert run.training.gpu_seconds == pytest.approx([198.0, 396.0, 594.0])
+    assert run.training.tokens == ()
+
+
+def test_nemos_progress_lines(tmp_path):
+    (run,) = read(tmp_path, NEMO_LINES)
+    assert (run.format, run.num_gpus, run.memory_gib) == ("nemo", None, pytest.approx(115792977920 / 2**30))
+    assert (run.training.steps, run.training.losses) == ((1, 2, 3), (1.436, 1.483, 1.58))
+    assert (run.validation.steps, run.validation.losses) == ((3,), (2.861,))
+    assert run.setting("model.global_batch_size") == "16"
+    # On how many GPUs is not told.
+    assert run.training.gpu_seconds == ()
+
+
+def test_torchtitans_lines_with_and_without_colors(tmp_path):
+    (run,) = read(tmp_path, TITAN)
+    assert (run.format, run.num_gpus, run.memory_gib, run.state) == ("torchtitan", 8, 1.34, "finished")
+    assert (run.training.steps, run.training.losses) == ((1, 10, 20), (8.0277, 7.7082, 6.9532))
+    assert run.training.tokens == tuple(64 * 2048 * step for step in (1, 10, 20))
+    # Tokens per second and GPU: the GPU-seconds of a step are its tokens over them; the first step is a warm-up.
+    first, second = (64 * 2048 / rate for rate in (301_092, 359_546))
+    pace = (first + second) / 2
+    assert run.training.gpu_seconds == pytest.approx([pace, pace + 9 * first, pace + 9 * first + 10 * second])
+    assert run.validation.losses == (7.71,)
+
+
+def test_one_gpus_torchtitan_without_its_header_tells_no_tokens(tmp_path):
+    (run,) = read(tmp_path, "\n".join(line for line in TITAN.splitlines() if "loss:" in line))
+    assert (run.training.tokens, run.training.gpu_seconds, run.num_gpus) == ((), (), None)
+    assert run.training.losses == (8.0277, 7.7082, 6.9532)
+
+
+def test_a_resumed_log_goes_back(tmp_path):
+    again = MEGATRON.splitlines()[-3].replace("1.044022E+01", "9.0")
+    (run,) = read(tmp_path, MEGATRON + again + "\n")
+    assert (run.training.steps, run.training.losses) == ((1, 2), (10.43863, 9.0))
+
+
+def test_a_wandb_chart_has_a_run_for_each_of_its_curves(tmp_path):
+    bf16, fp8 = read(tmp_path, WANDB, "export.csv")
+    assert [run.format for run in (bf16, fp8)] == ["wandb", "wandb"]
+    assert [run.variant for run in (bf16, fp8)] == ["bf16", "fp8"]
+    assert bf16.training.steps == (10, 20, 30)
+    assert bf16.training.losses[:2] == (5.5, 4.5)
+    assert math.isnan(bf16.training.losses[2])
+    assert (fp8.training.steps, fp8.training.losses) == ((10, 30), (5.6, 4.4))
+
+
+def test_mlflows_rows_are_gathered_by_run(tmp_path):
+    ant, bee = read(tmp_path, MLFLOW, "metrics.txt")
+    assert (ant.variant, bee.variant, ant.format) == ("skillful-ant-1", "bold-bee-2", "mlflow")
+    assert (ant.training.steps, ant.training.losses) == ((10, 20), (5.5, 4.5))
+
+
+def test_a_table_of_columns(tmp_path):
+    rows = ["step,train/loss,val/loss,train/tokens_per_s,train/tokens_per_s_per_gpu,train/consumed_tokens,note"]
+    rows += [f"{step},{5 - step / 10},{'' if step < 3 else 4.8},400,100,{step * 1000},x" for step in (1, 2, 3)]
+    (run,) = read(tmp_path, "\ufeff" + "\n".join(rows), "nano.csv")
+    assert (run.format, run.variant, run.num_gpus) == ("csv", "nano", 4)
+    assert run.training.gpu_seconds == pytest.approx([10, 20, 30])
+    assert (run.validation.steps, run.validation.losses) == ((3,), (4.8,))
+    assert run.tokens_per_s == pytest.approx(400)
+
+
+def train_record(step, loss=4.0, **fields):
+    given = {"consumed_samples": 8 * step, "consumed_tokens": 512 * step, "loss": loss, "lr": 1e-3, "grad_norm": 1.0}
+    given |= {"skipped_steps": 0, "step_time_s": 2.0, "tokens_per_s": 256.0, "tokens_per_s_per_gpu": 128.0}
+    given |= {"tflops_per_gpu": None, "mfu": None, "memory_gib": 1.5, "eta_s": None, "time_unix": 0.0}
+    return TrainRecord(step=step, **(given | fields))
+
+
+def summary(reason="max_steps"):
+    open_fields = dict.fromkeys(field for field in SummaryRecord.__dataclass_fields__ if field != "kind")
+    numbers = {"step": 3, "consumed_samples": 24, "consumed_tokens": 1536, "end_reason": reason, "wall_time_s": 6.0}
+    return SummaryRecord(**(open_fields | numbers))
+
+
+def write_run(directory, *records, config="model:\n  seed: 1\n"):
+    directory.mkdir(parents=True)
+    lines = [StartRecord(step=0, time_unix=0.0), *records]
+    (directory / "metrics.jsonl").write_text("".join(record.to_line() + "\n" for record in lines))
+    if config is not None:
+        (directory / "config.yaml").write_text(config)
+    return str(directory)
+
+
+CONFIG = """\
+run_dir: {name}
+model:
+  seed: {seed}
+  micro_batch_size: {micro}
+  fp8: {fp8}
+  fp8_recipe: null
+  hidden_size: 64
+  num_attention_heads: 4
+  ffn_hidden_size: null
+  data: {{data_prefix: [/a/web, /b/code]}}
+trainer: {{precision: bf16}}
+"""
+
+
+def config(name, *, seed=1, micro=2, fp8="false"):
+    return CONFIG.format(name=name, seed=seed, micro=micro, fp8=fp8)
+
+
+def test_our_own_runs(tmp_path):
+    records = [
+        # The first step of a start compiles: it counts as the others.
+        train_record(1, 5.0, step_time_s=50.0, tokens_per_s=10.24, tokens_per_s_per_gpu=5.12),
+        Fp8CoverageRecord(step=1, gemm_flops_share=0.8, parameter_bytes_share=0.7, time_s=0.1),
+        Fp8Record(step=1, tensors=(TENSOR,), warnings=()),
+        Fp8Record(step=2, tensors=(), warnings=("only a warning",)),
+        train_record(2, 4.5, memory_gib=2.5),
+        SkippedStepRecord(step=2, loss=math.inf, grad_norm=1.0, in_a_row=1, first_sample=9, num_samples=8),
+        ValidationRecord(step=3, loss=4.2, perplexity=66.7, num_samples=8, time_s=1.0),
+        train_record(3, 4.0),
+        summary(),
+    ]
+    (run,) = read_runs([write_run(tmp_path / "a", *records, config=config("a", fp8="true"))])
+
+    assert (run.name, run.variant, run.role, run.seed) == ("fp8_delayed", "fp8_delayed", "seed", 1)
+    assert (run.format, run.state, run.num_gpus, run.memory_gib) == ("gpt_pretrain", "finished", 2, 2.5)
+    assert (run.skipped_steps, run.fp8_share) == (1, 0.8)
+    assert run.training == Curve(
+        steps=(1, 2, 3), losses=(5.0, 4.5, 4.0), tokens=(512, 1024, 1536), gpu_seconds=(4.0, 8.0, 12.0)
+    )
+    assert run.validation.losses == (4.2,)
+    assert run.tokens_per_s == pytest.approx(256)
+    assert [record.step for record in run.fp8] == [1]
+    assert run.setting("model.ffn_hidden_size") == "256"
+    assert run.setting("model.data.data_prefix") == "['/a/web', '/b/code']"
+
+
+@pytest.mark.parametrize(
+    ("records", "lock", "state"),
+    [
+        ([], True, "running"),
+        ([], False, "ended without a summary"),
+        ([summary("interrupted")], False, "ended early: interrupted"),
+    ],
+)
+def test_a_run_need_not_be_finished(tmp_path, records, lock, state):
+    place = write_run(tmp_path / "a", train_record(1), train_record(2), *records)
+    if lock:
+        (tmp_path / "a" / "lock").write_text("{}")
+    (run,) = read_runs([place])
+    assert run.state == state
+
+
+def test_a_copy_of_the_metrics_is_enough(tmp_path):
+    place = write_run(tmp_path / "a", train_record(1), config=None)
+    copy = tmp_path / "metrics_7.txt"
+    (tmp_path / "a" / "metrics.jsonl").rename(copy)
+    (run,) = read_runs([str(copy)])
+    assert (run.format, run.variant, run.configuration) == ("gpt_pretrain", "metrics_7", ())
+    assert place
+
+
+def test_runs_that_differ_in_seeds_are_one_variant(tmp_path):
+    places = [
+        write_run(tmp_path / name, train_record(1), config=config(name, **fields))
+        for name, fields in {
+            "a": {"seed": 1},
+            "b": {"seed": 2},
+            "c": {"seed": 1, "micro": 4},
+            "d": {"seed": 1, "fp8": "true"},
+        }.items()
+    ]
+    runs = read_runs(places)
+    assert [(run.name, run.variant, run.role) for run in runs] == [
+        ("bf16 seed 1", "bf16", "seed"),
+        ("bf16 seed 2", "bf16", "seed"),
+        ("bf16 seed 1 again", "bf16", "repeat"),
+        ("fp8_delayed", "fp8_delayed", "seed"),
+    ]
+
+
+def test_namesakes_are_told_apart_by_what_differs(tmp_path):
+    places = [
+        write_run(tmp_path / name, train_record(1), config=config(name) + f"extra: {{lr: {name}}}\n") for name in "ab"
+    ]
+    logs = [tmp_path / "x" / "log.txt", tmp_path / "y" / "log.txt"]
+    for log in logs:
+        log.parent.mkdir()
+        log.write_text(TITAN)
+    assert [run.variant for run in read_runs([*places, *map(str, logs)])] == ["bf16 lr=a", "bf16 lr=b", "log", "log 2"]
+
+
+def test_tensorboards_files_of_our_runs(tmp_path):
+    sink = TensorBoardSink(tmp_path / "tensorboard", start_step=0)
+    for step in (1, 2, 3):
+        sink.write(train_record(step, 5 - step / 2))
+    sink.close()
+    (event_file,) = (tmp_path / "tensorboard").iterdir()
+    for place in (tmp_path, tmp_path / "tensorboard", event_file):
+        (run,) = read_runs([str(place)])
+        assert (run.format, run.num_gpus) == ("tensorboard", 2)
+        assert (run.training.steps, run.training.losses) == ((1, 2, 3), (4.5, 4.0, 3.5))
+        assert run.training.tokens == (512, 1024, 1536)
+        assert run.training.gpu_seconds == pytest.approx([4, 8, 12])
+
+
+def test_a_real_file_of_torchs_summary_writer(tmp_path):
+    writers = pytest.importorskip("torch.utils.tensorboard")
+    for name, tag in (("bf16", "lm loss"), ("fp8", "loss_metrics/global_avg_loss")):
+        with writers.SummaryWriter(tmp_path / name) as writer:
+            for step in range(100):
+                writer.add_scalar(tag, 5 - step / 100, step)
+                writer.add_histogram("weights", numpy.ones(2), step)
+    bf16, fp8 = read_runs([str(tmp_path)])
+    assert [run.variant for run in (bf16, fp8)] == ["bf16", "fp8"]
+    # None of them is left out, as TensorBoard's own page does.
+    assert bf16.training.steps == fp8.training.steps == tuple(range(100))
+    assert bf16.training.losses[50] == pytest.approx(4.5)
+
+
+def lines_of(text, number, old, new):
+    lines = text.splitlines(keepends=True)
+    assert old in lines[number - 1]
+    lines[number - 1] = lines[number - 1].replace(old, new)
+    return "".join(lines)
+
+
+BROKEN = {
+    "no log": ("hello\nworld\n", ":1:", "Megatron-LM"),
+    "empty": ("", " is empty", "metrics.jsonl"),
+    "binary": (bytes(range(256)) * 20, ":1:", "TensorBoard"),
+    "megatron's loss": (lines_of(MEGATRON, 12, "1.044022E+01", "1.04x"), ":12:", "lm loss: N"),
+    "megatron, cut inside": (
+        lines_of(MEGATRON, 11, "| elapsed time per iteration (ms): 19138.8 ", ""),
+        ":11:",
+        "(ms): N",
+    ),
+    "nemo's step": (lines_of(NEMO_LINES, 3, "global_step: 1", "global_step: one"), ":3:", "reduced_train_loss: N"),
+    "titan's rate": (lines_of(TITAN, 7, "tps: 301,092", "tps: "), ":7:", "tps: N"),
+    "only a torn line": (TITAN.splitlines()[4][:120], "torchtitan", "tps: N"),
+    "a cell of words": (lines_of(WANDB, 3, "4.5", "four"), ":3:", "a number"),
+    "a row too short": (lines_of(WANDB, 2, ',"5.6"', ""), ":2:", "7 columns"),
+    "a step that is none": (lines_of(WANDB, 4, '"30"', '"3.5"'), ":4:", "'Step'"),
+    "no loss": ("Step,accuracy\n1,2\n", ":1:", "train/loss"),
+    "no steps": ("Relative Time (Process),run - train/loss\n1.5,2\n", ":1:", "step, _step"),
+    "mlflow's value": (lines_of(MLFLOW, 3, "4.5", ""), ":3:", "a whole step and a value"),
+    "a line of ours": (StartRecord(step=0, time_unix=0.0).to_line() + "\nnonsense\n{}\n", ":2 ", "record"),
+    "none of our steps": (StartRecord(step=0, time_unix=0.0).to_line() + "\n", " has no record", "train"),
+    "deep JSON": ('{"kind": "start", "step": 0, "time_unix": 0.0}\n' + "[" * 200_000 + "\n{}\n", "log", "record"),
+    "events without an end": (
+        struct.pack("<QI", 24, 0) + b"\x09\0\0\0\0\0\0\0\0\x1a\x0dbrain.Event:2",
+        "log",
+        "lm loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_damaged_file_is_named_with_its_line_and_what_was_expected(tmp_path, case):
+    content, place, expected = BROKEN[case]
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, content)
+    message = str(caught.value)
+    assert f"{tmp_path / 'log'}" in message
+    assert place in message
+    assert expected in message
+
+
+def test_the_last_line_of_a_running_log_may_be_torn(tmp_path):
+    lines = MEGATRON.splitlines()
+    (run,) = read(tmp_path, "\n".join([*lines[:12], lines[12][:150]]))
+    assert run.training.steps == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "expected"),
+    [
+        ("a: &a [1, 1]\nb: [*a, *a]\n", "aliases"),
+        ("- 1\n", "no keys"),
+        ("a: [\n", "flow"),
+        ("[" * 5000, "config.yaml"),
+    ],
+)
+def test_a_damaged_configuration_is_named(tmp_path, yaml, expected):
+    place = write_run(tmp_path / "a", train_record(1), config=yaml)
+    with pytest.raises(UserError, match=r"a/config\.yaml") as caught:
+        read_runs([place])
+    assert expected in str(caught.value)
+
+
+def test_places_without_runs_are_refused_with_a_way_out(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    place = write_run(tmp_path / "sweep" / "0", train_record(1))
+    with pytest.raises(UserError) as caught:
+        read_runs([str(tmp_path / "sweep")])
+    assert f"runs=[{place}]" in str(caught.value)
+    with pytest.raises(UserError, match="missing"):
+        read_runs([str(tmp_path / "missing")])
+
+
+def test_what_is_too_large_is_refused_unread(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.truncate(series.MAX_BYTES + 1)
+    with pytest.raises(UserError, match="512 MiB"):
+        read_runs([str(path)])
+
+
+def test_a_log_steers_no_terminal(tmp_path):
+    (run,) = read(tmp_path, lines_of(MLFLOW, 4, "bold-bee-2", "\x1b]0;owned\x07"), "m.csv")[1:]
+    assert run.variant.isprintable()
+    evil = MEGATRON.replace(
+        "seq_length ...................................... 4096", "data_path ... \x1b[2J" + "x" * 5000
+    )
+    (run,) = read(tmp_path, evil)
+    assert run.setting("model.data.data_prefix").isprintable()
+    assert len(run.setting("model.data.data_prefix")) < 1100
+
+
+def test_long_curves_are_thinned_by_means():
+    steps = tuple(range(1, 12_001))
+    curve = thinned(Curve(steps=steps, losses=tuple(map(float, steps)), tokens=steps, gpu_seconds=()))
+    assert len(curve.steps) == 4000
+    assert (curve.steps[0], curve.losses[0], curve.steps[-1], curve.losses[-1]) == (3, 2.0, 12_000, 11_999.0)
+
+
+def test_times_need_a_number_of_gpus_or_a_rate():
+    run = Series(source="", format="csv", settings={"model.encoder_seq_length": "10", "model.global_batch_size": "5"})
+    for step in (2, 4, 6):
+        run.add(Point(step=step, loss=1.0, step_s=3.0), "")
+    assert run.build().training.gpu_seconds == ()
+    run.num_gpus = 2
+    record = run.build()
+    assert record.training.tokens == (100, 200, 300)
+    assert record.training.gpu_seconds == pytest.approx([12, 24, 36])
+    assert record.tokens_per_s == pytest.approx(50 / 3)
+    assert replace(record, num_gpus=None).tokens_per_s_per_gpu is None
+
+
+def test_event_files_of_tensorflow_2_hold_scalars_as_tensors(tmp_path):
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+    writer = EventFileWriter(str(tmp_path))
+    for step in (1, 2):
+        tensor = TensorProto(dtype=1, float_val=[5.0 - step])
+        writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag="train_loss", tensor=tensor)])))
+    writer.close()
+    (run,) = read_runs([str(tmp_path)])
+    assert run.training.losses == (4.0, 3.0)
+
+
+def test_every_record_is_json(tmp_path):
+    for name, content in {"m": MEGATRON, "n": NEMO_BAR, "t": TITAN, "w": WANDB}.items():
+        for run in read(tmp_path, content, name):
+            json.dumps(run.to_json(), allow_nan=False)
