@@ -71,6 +71,18 @@ BAD_INPUTS = {
         [("model.normalization='LayerNorm' ", "layernorm, rmsnorm;", "layernorm?")],
     ),
     "null": (["model.hidden_size=null"], [("model.hidden_size=null ", "integer")]),
+    "a word for a recipe": (["fp8=True"], [("fp8=True:", "use fp8=delayed")]),
+    "a format for a recipe": (["fp8=hybrid"], [("fp8=hybrid:", "use fp8=delayed")]),
+    "two options of a group": (["fp8=[delayed,none]"], [("fp8=[delayed,none]:", "fp8=OPTION")]),
+    "another code's flag": (
+        ["--fp8-format", "hybrid"],
+        [("--fp8-format:", "model.fp8=true with model.fp8_hybrid=true")],
+    ),
+    "another code's switch": (["--fp8-param-gather"], [("--fp8-param-gather:", "model.fp8_params=true")]),
+    "another code's flag with a value": (
+        ["--micro-batch-size=4"],
+        [("--micro-batch-size=4:", "model.micro_batch_size=4")],
+    ),
     "open values": (
         [
             "model=base",

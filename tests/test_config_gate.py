@@ -81,6 +81,8 @@ def test_unknown_keys_in_a_mapping_are_refused():
     "override",
     [
         "++model.num_layers=2",
+        "+model.num_layers=2",
+        "+benchmark.overrides.mine='fp8=delayed'",
         "model={num_layers: 2}",
         "model.optim.betas.0=0.5",
         "~experiment",

@@ -19,7 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import Program, print_help
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_keys, schema_sections
+from gpt_pretrain.config.keys import (
+    UNSUPPORTED,
+    did_you_mean,
+    flatten,
+    is_known,
+    key_named,
+    nearest_name,
+    schema_keys,
+    schema_sections,
+)
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem, find_conf_dir
 from gpt_pretrain.launch.ranks import Launch
@@ -65,6 +74,14 @@ def _unknown_option(argument: str, known: Sequence[str]) -> str:
     name, _, value = argument.lstrip("-").partition("=")
     if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
+    # A flag of another code: --micro-batch-size=4.
+    meant = name.replace("-", "_").lower()
+    if meant in UNSUPPORTED:
+        return f"{argument}: there is no such option: {UNSUPPORTED[meant]}"
+    key = key_named(meant)
+    if key is not None:
+        value = value or ("true" if schema_keys()[key].kind is bool else "…")
+        return f"{argument}: there is no such option; keys stand without dashes: {key}={value}"
     nearest = nearest_name(argument, known)
     return f"{argument}: there is no such option{did_you_mean(None if nearest == _REFUSED else nearest)}"
 
@@ -103,7 +120,17 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         config_path=find_conf_dir() if options.config_path is None else Path(options.config_path),
         config_dir=None if options.config_dir is None else Path(options.config_dir),
     )
-    return Request(options=options, loader=Loader(source), overrides=tuple(options.overrides))
+    return Request(
+        options=options, loader=Loader(source), overrides=tuple(map(_with_two_plus_signs, options.overrides))
+    )
+
+
+def _with_two_plus_signs(override: str) -> str:
+    """`+key` as `++key`: Hydra refuses to add what is there, and every key is."""
+    key = override.partition("=")[0]
+    return (
+        f"+{override}" if key.startswith("+") and is_known(key[1:]) and key[1:] not in schema_sections() else override
+    )
 
 
 def check_request(request: Request, launch: Launch, rules: Callable[[Config], list[str]] | None = None) -> list[Job]:

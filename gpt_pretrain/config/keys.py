@@ -88,8 +88,8 @@ _NO_E5M2 = "no library multiplies E5M2 in the forward pass"
 # What other guides set and this application has no key for: why, and what to do instead.
 UNSUPPORTED = {
     "fp8_format": (
-        "use model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients) or model.fp8_e4m3=true (E4M3 in both); "
-        f"{_NO_E5M2}"
+        f"{_NO_E5M2}; use model.fp8=true with model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or "
+        "model.fp8=true with model.fp8_e4m3=true (E4M3 in both)"
     ),
     "reduce_amax": (
         "amaxes are always reduced over the ranks of a group, which would quantise with different scales otherwise; "
@@ -111,6 +111,10 @@ UNSUPPORTED_VALUES = {
     ("model.fp8_recipe", "e4m3"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
     ("model.fp8_recipe", "hybrid"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
     ("model.fp8_recipe", "current"): "did you mean tensorwise?",
+    ("fp8", "hybrid"): "use fp8=delayed or tensorwise, whose format is hybrid",
+    ("fp8", "e4m3"): "use fp8=delayed with model.fp8_e4m3=true, or fp8=blockwise",
+    ("fp8", "true"): "use fp8=delayed, tensorwise, blockwise or mxfp8",
+    ("fp8", "false"): "use fp8=none",
     ("model.fp8_recipe", "custom"): "recipes of one's own could not be checked before the run",
 }
 
@@ -239,18 +243,24 @@ def _similarity(wrong: str, known: str) -> float:
     return max(score, difflib.SequenceMatcher(None, wrong, known).ratio() if "." in wrong else 0.0)
 
 
+def key_named(path: str) -> str | None:
+    """The key with the same last part elsewhere, or that other codes call so; None where there is none."""
+    leaf = path.rpartition(".")[2]
+    elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
+    if elsewhere:
+        return max(elsewhere, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio())
+    return ALIASES.get(leaf.lower())
+
+
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
     """The key that was probably meant by an unknown one, written without `+`, `++` or `~`; None when nothing is near.
 
     The same last part elsewhere comes first (`optim.lr` is `model.optim.lr`), then what other codes call it, then the
     closest spelling, also among `more`: other names that are possible in its place, such as groups.
     """
-    leaf = path.rpartition(".")[2]
-    elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return max(elsewhere, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio())
-    if leaf.lower() in ALIASES:
-        return ALIASES[leaf.lower()]
+    named = key_named(path)
+    if named is not None:
+        return named
     known_names = [*schema_keys(), *schema_sections(), *more]
     best = max(known_names, key=lambda known: _similarity(path, known))
     return best if _similarity(path, best) >= 0.7 else None

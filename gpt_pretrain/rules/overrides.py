@@ -9,7 +9,15 @@ from typing import Any
 from hydra.core.override_parser.types import Override, Transformer
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.keys import did_you_mean, flatten, is_known, nearest_name, schema_sections, unknown_key
+from gpt_pretrain.config.keys import (
+    UNSUPPORTED_VALUES,
+    did_you_mean,
+    flatten,
+    is_known,
+    nearest_name,
+    schema_sections,
+    unknown_key,
+)
 from gpt_pretrain.config.load import section_problem
 from gpt_pretrain.config.source import Loader, parse_override
 
@@ -68,9 +76,12 @@ class CommandLine:
         else:
             chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
             options = self.loader.options(group)
-            for option in [item for entry in chosen for item in (entry if isinstance(entry, list) else [entry])]:
-                if str(option) not in options:
-                    nearest = did_you_mean(nearest_name(str(option), options))
+            for option in chosen:
+                if isinstance(option, list):
+                    self.problems.append(f"{line}: a run has one option of {group}; write {group}=OPTION")
+                elif str(option) not in options:
+                    instead = UNSUPPORTED_VALUES.get((group, str(option).lower()))
+                    nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
                     known = f"; known: {', '.join(options)}" if options else ""
                     self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")
 
