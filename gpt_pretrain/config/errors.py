@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from gpt_pretrain.config.keys import TYPE_NAMES, Key, did_you_mean, nearest_name
+from gpt_pretrain.config.limits import largest_value
 
 # What YAML 1.1 and other programs write for a boolean.
 _OTHER_SPELLINGS = {"true": ("1", "yes", "on", "y", "t"), "false": ("0", "no", "off", "n", "f")}
@@ -24,6 +25,10 @@ _MISFITS = {
     str: "is not a string",
     Any: "is neither a string nor a number",
 }
+
+
+# Of seconds, rates and shares; a thread waits no longer.
+_LARGEST_NUMBER = 1e9
 
 
 class UserError(ValueError):
@@ -173,7 +178,12 @@ def convert(value: Any, key: Key) -> Any:
         if not isinstance(value, dict):
             raise WrongValue(f"is not a mapping; write {key.path}.NAME=… with a {TYPE_NAMES[key.item]}")
         return {str(name): _member(item, key, f"an entry that does not fit: {name}") for name, item in value.items()}
-    return _choice(value, key) if key.choices else _scalar(value, key.kind, " or null" if key.optional else "")
+    converted = _choice(value, key) if key.choices else _scalar(value, key.kind, " or null" if key.optional else "")
+    if key.kind is int and abs(converted) > (largest := largest_value(key.path)):
+        raise WrongValue(f"is beyond any run; use {largest} or less")
+    if key.kind is float and abs(converted) > _LARGEST_NUMBER:
+        raise WrongValue(f"is beyond any run; use {_LARGEST_NUMBER:g} or less")
+    return converted
 
 
 def read_value(text: str, key: Key) -> Any:

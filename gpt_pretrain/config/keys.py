@@ -111,11 +111,15 @@ UNSUPPORTED_VALUES = {
     ("model.fp8_recipe", "e4m3"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
     ("model.fp8_recipe", "hybrid"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
     ("model.fp8_recipe", "current"): "did you mean tensorwise?",
+    ("model.fp8_recipe", "custom"): "recipes of one's own could not be checked before the run",
+}
+
+# The same of a group's options.
+UNSUPPORTED_OPTIONS = {
     ("fp8", "hybrid"): "use fp8=delayed or tensorwise, whose format is hybrid",
     ("fp8", "e4m3"): "use fp8=delayed with model.fp8_e4m3=true, or fp8=blockwise",
     ("fp8", "true"): "use fp8=delayed, tensorwise, blockwise or mxfp8",
     ("fp8", "false"): "use fp8=none",
-    ("model.fp8_recipe", "custom"): "recipes of one's own could not be checked before the run",
 }
 
 

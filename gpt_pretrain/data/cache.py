@@ -35,7 +35,7 @@ _POLL_S = 0.2
 _PUBLISH_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 5.0
 # What a full disk answers: no space, no quota left, or a file-size limit.
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Progress:
@@ -240,7 +240,7 @@ def write_entry(entry: Path, fill: Callable[[Path], None]) -> None:
             # Here, where the bytes can still be counted.
             fsync_tree(unfinished)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in DISK_FULL:
                 raise
             written = sum(path.stat().st_size for path in unfinished.iterdir())
             free = shutil.disk_usage(entry.parent).free

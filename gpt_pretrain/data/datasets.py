@@ -11,6 +11,7 @@ resumed with another `trainer.max_steps` sees another order once it needs more t
 """
 
 import io
+import math
 import pickle
 import shutil
 from collections import OrderedDict
@@ -21,18 +22,21 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy
+import psutil
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, format_bytes
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
+from gpt_pretrain.data.cache import DISK_FULL, Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
+# A document and an offset in it, and a number in the order of samples (megatron-core's GPTDataset).
+_INDEX_BYTES = 16
 # megatron-core's own default.
 _MIN_SURPLUS = 0.005
 
@@ -144,13 +148,15 @@ def build_datasets(
         At least as many samples as asked for; None for validation if none were.
 
     Raises:
-        UserError: The cache directory is not shared by all nodes, or what it holds of this run is damaged.
+        UserError: The cache directory is not shared by all nodes, its disk is full, or what it holds of this run is
+            damaged; or no memory holds the index of so many samples.
     """
     model = config.model
     if corpus.is_mock:
         train: SampleDataset = _random_tokens(model, num_train_samples, split=0)
         return train, _random_tokens(model, num_valid_samples, split=1) if num_valid_samples else None
     sizes = [num_train_samples, num_valid_samples, 0]
+    _check_index_fits(config, corpus, num_train_samples)
     cache = cache_directory(model.data)
     index = cache / "index" / _index_key(model, corpus, sizes)[:32]
     builder = BlendedMegatronDatasetBuilder(
@@ -173,12 +179,35 @@ def build_datasets(
             f"this rank does not see the sample index that rank 0 wrote ({error.filename}): model.data.cache_dir "
             f"(now {cache}) must be a directory that all nodes share"
         ) from error
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        free = format_bytes(shutil.disk_usage(cache).free)
+        raise UserError(
+            f"no space left while writing {index} ({error.strerror}): {free} are free; free space there or set "
+            "model.data.cache_dir to another disk"
+        ) from error
     except (pickle.UnpicklingError, ValueError, EOFError) as error:
         raise UserError(f"{index} holds no indices of samples: {error}; remove it, and it is built again") from error
     train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0))
     if valid_dataset is None:
         return train, None
     return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1))
+
+
+def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
+    """The builder holds an index in memory: of each sample, where it begins and its place in the order."""
+    epochs = plan_epochs(config.model, corpus, num_samples, split=0)
+    documents = max(splits[0].num_documents for splits in corpus.splits)
+    needed = num_samples * _INDEX_BYTES + math.ceil(epochs) * documents * 4
+    there = psutil.virtual_memory().total
+    if needed > there:
+        steps = config.trainer.max_steps
+        raise UserError(
+            f"trainer.max_steps={steps} with model.global_batch_size={config.model.global_batch_size}: the index of "
+            f"{num_samples:,} samples takes {format_bytes(needed)}, and this machine has {format_bytes(there)}; use "
+            f"{steps * there // needed // 2} or fewer"
+        )
 
 
 def plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: int) -> float:

@@ -10,7 +10,7 @@ from hydra.core.override_parser.types import Override, Transformer
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import (
-    UNSUPPORTED_VALUES,
+    UNSUPPORTED_OPTIONS,
     did_you_mean,
     flatten,
     is_known,
@@ -80,7 +80,7 @@ class CommandLine:
                 if isinstance(option, list):
                     self.problems.append(f"{line}: a run has one option of {group}; write {group}=OPTION")
                 elif str(option) not in options:
-                    instead = UNSUPPORTED_VALUES.get((group, str(option).lower()))
+                    instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
                     nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
                     known = f"; known: {', '.join(options)}" if options else ""
                     self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")
