@@ -142,7 +142,8 @@ def summary(reason="max_steps"):
 
 def write_run(directory, *records, config="model:\n  seed: 1\n"):
     directory.mkdir(parents=True)
-    lines = [StartRecord(step=0, time_unix=0.0), *records]
+    start = StartRecord(step=0, time_unix=0.0, command="python -m gpt_pretrain", versions="Python 3.12, torch 2.11")
+    lines = [start, *records]
     (directory / "metrics.jsonl").write_text("".join(record.to_line() + "\n" for record in lines))
     if config is not None:
         (directory / "config.yaml").write_text(config)
@@ -186,6 +187,7 @@ def test_our_own_runs(tmp_path):
     assert (run.name, run.variant, run.role, run.seed) == ("fp8_delayed", "fp8_delayed", "seed", 1)
     assert (run.format, run.state, run.num_gpus, run.memory_gib) == ("gpt_pretrain", "finished", 2, 2.5)
     assert (run.skipped_steps, run.fp8_share) == (1, 0.8)
+    assert (run.command, run.versions) == ("python -m gpt_pretrain", "Python 3.12, torch 2.11")
     assert run.training == Curve(
         steps=(1, 2, 3), losses=(5.0, 4.5, 4.0), tokens=(512, 1024, 1536), gpu_seconds=(4.0, 8.0, 12.0)
     )

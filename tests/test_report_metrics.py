@@ -109,6 +109,7 @@ REWIND = RewindRecord(
     "record",
     [
         StartRecord(step=0, time_unix=1.0),
+        StartRecord(step=0, time_unix=1.0, command="python -m gpt_pretrain 'a b'", versions="Python 3.12"),
         train(10),
         train(10, grad_norm=None, loss=math.inf),
         validation(100, 4.25),

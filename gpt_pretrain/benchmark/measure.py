@@ -16,7 +16,6 @@ keeps under load, so a run's use of the machine is told against what square prod
 of its own as the measured runs are.
 """
 
-import importlib.metadata
 import platform as python_platform
 import statistics
 import time
@@ -38,7 +37,7 @@ from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
-from gpt_pretrain.launch.environment import ask_driver
+from gpt_pretrain.launch.environment import ask_driver, library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.model import build_model, translate_optimizer
 from gpt_pretrain.megatron.optimizer import StepResult
@@ -125,7 +124,6 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
 _SIDE_GPU, _SIDE_CPU = 8192, 1024
 # Products between two readings of the clock, and readings, of which the first warms up.
 _PRODUCTS, _READINGS = 20, 6
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "hydra-core")
 # Kernels that are listed.
 _MOST = 15
 
@@ -324,12 +322,10 @@ def _processor() -> str:
 
 def describe_machine(platform: Platform) -> Machine:
     """Device, driver and versions, and the ceilings of its products."""
-    installed = {distribution.name.lower().replace("_", "-") for distribution in importlib.metadata.distributions()}
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES if name in installed]
     return Machine(
         device=platform.device_name if platform.cuda else _processor(),
         memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if platform.cuda else None,
         driver=_driver() if platform.cuda else None,
-        versions=(f"Python {python_platform.python_version()}", *versions),
+        versions=tuple(library_versions()),
         gemms=measure_gemms(platform),
     )

@@ -102,6 +102,6 @@ def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
         yield f"not told by {', '.join(names)}: {what}; taken for equal, check it yourself"
 
 
-def same_variant(run: RunRecord) -> tuple[tuple[str, str], ...]:
-    """What our runs of one variant share: all settings but seed and microbatches."""
-    return tuple(sorted(item for item in settings_of(run).items() if item[0] not in (SEED, MICROBATCH)))
+def variant_settings(run: RunRecord) -> dict[str, str]:
+    """What makes one of our runs a variant: all settings but seed and microbatches."""
+    return {key: value for key, value in settings_of(run).items() if key not in (SEED, MICROBATCH)}

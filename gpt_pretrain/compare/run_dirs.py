@@ -101,6 +101,7 @@ def read_run_dir(
     train = metrics.train
     gpus = max(1, round(train[-1].tokens_per_s / train[-1].tokens_per_s_per_gpu)) if _has_rates(metrics) else None
     steps = tuple(record.step for record in train)
+    last = metrics.starts[-1] if metrics.starts else None
     memory = [record.memory_gib for record in train if record.memory_gib is not None]
     return RunRecord(
         name=name,
@@ -131,8 +132,8 @@ def read_run_dir(
         fp8_share=None if metrics.fp8_coverage is None else metrics.fp8_coverage.gemm_flops_share,
         fp8=thinned_records(metrics.fp8),
         configuration=as_settings(settings),
-        versions=None,
-        command=None,
+        versions=last.versions if last else None,
+        command=last.command if last else None,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gpt_pretrain.compare.comparability import same_variant, settings_of
+from gpt_pretrain.compare.comparability import variant_settings
 from gpt_pretrain.compare.console_logs import read_console_log
 from gpt_pretrain.compare.document import RunRecord
 from gpt_pretrain.compare.run_dirs import read_run_dir
@@ -71,7 +71,8 @@ def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
     groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
     # Two logs of one name are two variants: a place tells them apart.
     for index, run in enumerate(runs):
-        key = same_variant(run) if run.format == "gpt_pretrain" and run.configuration else (("", str(index)),)
+        is_ours = run.format == "gpt_pretrain" and run.configuration
+        key = tuple(sorted(variant_settings(run).items())) if is_ours else (("", str(index)),)
         groups.setdefault(key, []).append(run)
     names = _variant_names([members[0] for members in groups.values()])
     variants = {id(run): name for name, members in zip(names, groups.values(), strict=True) for run in members}
@@ -103,8 +104,8 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
     plain = [_plain_name(run) for run in firsts]
     names = []
     for run, name in zip(firsts, plain, strict=True):
-        namesakes = [settings_of(other) for other, same in zip(firsts, plain, strict=True) if same == name]
-        own = settings_of(run)
+        namesakes = [variant_settings(other) for other, same in zip(firsts, plain, strict=True) if same == name]
+        own = variant_settings(run)
         differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
         names.append(" ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])]))
     taken: Counter[str] = Counter()

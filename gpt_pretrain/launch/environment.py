@@ -6,13 +6,15 @@ torch warn of their own deprecations and missing extras while they are imported.
 """
 
 import getpass
+import importlib.metadata
 import logging
 import os
+import platform
 import signal
 import subprocess
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -24,6 +26,15 @@ REQUEUE = 75
 NVIDIA_SMI = "nvidia-smi"
 # nvidia-smi answers in a second or two; in minutes, or never, where a GPU has fallen off the bus.
 _DRIVER_TIMEOUT_S = 60
+
+
+def library_versions() -> list[str]:
+    """Python and the installed libraries that decide what a run computes: "torch 2.11.0"."""
+    versions = [f"Python {platform.python_version()}"]
+    for name in ("torch", "megatron-core", "transformer-engine", "hydra-core"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return versions
 
 
 def ask_driver() -> tuple[str, list[str]]:

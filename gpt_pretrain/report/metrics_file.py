@@ -315,6 +315,8 @@ class MetricsSinks:
         run_name: Name of the run, for W&B.
         start_step: Optimizer steps done before this start: 0, or the step of the checkpoint it resumes from.
         config: The resolved configuration, for W&B.
+        command: The command line, for the start's record.
+        versions: Of what runs it, likewise.
 
     Raises:
         UserError: W&B is asked for and not installed.
@@ -328,6 +330,8 @@ class MetricsSinks:
         *,
         start_step: int,
         config: Mapping[str, object] | None = None,
+        command: str | None = None,
+        versions: str | None = None,
     ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -338,7 +342,7 @@ class MetricsSinks:
         if logging.tensorboard:
             self._sinks.append(TensorBoardSink(run_dir / "tensorboard", start_step=start_step))
         self._sinks.append(MetricsFile(run_dir))
-        self.write(StartRecord(step=start_step, time_unix=time.time()))
+        self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))
 
     def write(self, record: Record) -> None:
         """Writes a record to every sink."""

@@ -84,6 +84,10 @@ class StartRecord(Record):
     kind: ClassVar[str] = "start"
     time_unix: float
     """Seconds since 1970-01-01 UTC."""
+    command: str | None = None
+    """The process's command line; null in files of earlier versions, as what follows."""
+    versions: str | None = None
+    """Of Python and of the libraries that matter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

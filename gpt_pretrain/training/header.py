@@ -28,7 +28,7 @@ from gpt_pretrain.training.setup import Setup
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8
 # They differ between the starts of one run without a change of what it trains.
-_OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.")
+_OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.", "compare.")
 
 
 def open_console(setup: Setup, lock_note: str | None) -> RunConsole:

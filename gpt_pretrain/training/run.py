@@ -1,6 +1,8 @@
 """A run from start to end: refuse what cannot work, set up, train, sum up."""
 
 import gc
+import shlex
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,6 +19,7 @@ from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
+from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import make_run_dir, run_lock
 from gpt_pretrain.megatron.layers import release_graphs
@@ -127,7 +130,13 @@ def _open_sinks(setup: Setup) -> MetricsSinks:
         # Exports and text from a checkpoint need it where the corpus is not.
         write_file(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())
     return MetricsSinks(
-        run_dir, config.logging, config.name, start_step=setup.progress.step, config=config_to_dict(config)
+        run_dir,
+        config.logging,
+        config.name,
+        start_step=setup.progress.step,
+        config=config_to_dict(config),
+        command=shlex.join(["python", *sys.orig_argv[1:]]),
+        versions=", ".join(library_versions()),
     )
 
 
