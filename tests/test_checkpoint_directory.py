@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 
 import pytest
 
@@ -11,7 +12,9 @@ from gpt_pretrain.checkpoint.directory import (
     Retention,
     complete_checkpoints,
     earlier_checkpoints,
+    find_checkpoints,
     latest_checkpoint,
+    time_after,
 )
 from gpt_pretrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest, check_files, deal, read_manifest
 from gpt_pretrain.config.errors import UserError
@@ -69,6 +72,70 @@ def test_what_a_run_came_from_leaves_out_attempts_that_were_given_up(tmp_path):
     newest = publish(tmp_path, 60, saved_at=9.0, given_up=[[11, 4.0], [31, 7.0]])
     (newest / MANIFEST).write_text("{")
     assert earlier_checkpoints(newest) == [paths[50], paths[30], paths[10]]
+
+
+def missing_target(directory):
+    directory.symlink_to(directory.parent / "unmounted")
+
+
+def a_file(directory):
+    directory.write_text("")
+
+
+def a_pointer_alone(directory):
+    directory.mkdir()
+    (directory / "latest").write_text("step_00000010\n")
+
+
+def a_pointer_to_nowhere(directory):
+    directory.mkdir()
+    (directory / "latest").symlink_to(directory / "unmounted")
+
+
+def a_pointer_that_is_a_directory(directory):
+    publish(directory, 10)
+    (directory / "latest").unlink()
+    (directory / "latest").mkdir()
+
+
+def a_checkpoint_without_its_manifest(directory):
+    (publish(directory, 10) / MANIFEST).unlink()
+    (directory / "latest").unlink()
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        missing_target,
+        a_file,
+        a_pointer_alone,
+        a_pointer_to_nowhere,
+        a_pointer_that_is_a_directory,
+        a_checkpoint_without_its_manifest,
+    ],
+)
+def test_what_is_left_of_checkpoints_is_no_fresh_start(left, tmp_path):
+    left(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match=f"^{tmp_path / 'checkpoints'}"):
+        find_checkpoints(tmp_path / "checkpoints")
+
+
+def test_no_directory_of_checkpoints_and_an_empty_one_are_a_fresh_start(tmp_path):
+    assert find_checkpoints(tmp_path / "checkpoints").paths == []
+    (tmp_path / "checkpoints").mkdir()
+    assert find_checkpoints(tmp_path / "checkpoints").paths == []
+
+
+def test_what_is_saved_later_comes_later_whatever_the_clock_says(tmp_path):
+    ahead = time.time() + 1e6
+    publish(tmp_path, 10, saved_at=ahead)
+    publish(tmp_path, 20, saved_at=time_after(tmp_path))
+    given_up = time_after(tmp_path)
+    publish(tmp_path, 15, saved_at=time_after(tmp_path, [[11, given_up]]), given_up=[[11, given_up]])
+    assert steps(tmp_path) == [10, 20, 15]
+    publish(tmp_path, 20, saved_at=time_after(tmp_path, [[11, given_up]]), given_up=[[11, given_up]])
+    assert steps(tmp_path) == [10, 15, 20]
+    assert [path.name[-2:] for path in earlier_checkpoints(tmp_path / "step_00000020")] == ["15", "10"]
 
 
 def test_a_clock_that_was_set_back_does_not_cost_the_new_checkpoint(tmp_path):

@@ -44,6 +44,14 @@ def test_training_and_validation_read_their_own_documents(tmp_path):
     assert set(tokens_of(valid).flatten().tolist()) <= set(range(18 * 40, 19 * 40))
 
 
+def test_a_complete_cache_is_only_read(tmp_path):
+    prefix = write_token_file(tmp_path / "web", DOCUMENTS)
+    build(tmp_path, prefix=prefix)
+    before = {path: path.lstat().st_ctime_ns for path in (tmp_path / "cache").rglob("*")}
+    build(tmp_path, prefix=prefix)
+    assert {path: path.lstat().st_ctime_ns for path in (tmp_path / "cache").rglob("*")} == before
+
+
 def test_no_validation_builds_no_validation_split(tmp_path):
     assert build(tmp_path, "trainer.limit_val_batches=0", "model.data.splits_string='1'", num_valid=0)[1] is None
 

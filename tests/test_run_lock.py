@@ -55,6 +55,16 @@ def write_lock(directory, holder, age_s=0.0):
     return path
 
 
+@pytest.mark.parametrize("name", ["lock", ".lock"])
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to(path.parent / "gone"), os.mkfifo, os.mkdir])
+def test_a_lock_that_is_no_file_is_refused_at_once(name, make, tmp_path):
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=f"^{tmp_path / name} "):
+        check_run_lock(tmp_path)
+    with pytest.raises(UserError, match=f"^{tmp_path / name} "), run_lock(tmp_path):
+        pass
+
+
 def test_the_lock_is_there_for_as_long_as_the_run(tmp_path):
     with run_lock(tmp_path) as note:
         assert note is None

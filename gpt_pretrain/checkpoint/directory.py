@@ -5,6 +5,7 @@ Names that begin with a dot belong to what is being written or removed: nothing 
 what a killed process has left of them. None of this needs torch.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from gpt_pretrain.config.files import fsync, publish_directory, unfinished_path,
 
 POINTER = "latest"
 _REMOVED = ".removed"
+# What is saved at the same time by the clock is this far apart.
+_TICK_S = 1e-3
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -34,8 +37,34 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
     That is not the order of their steps: a run that was taken back has newer checkpoints of lower steps.
     """
-    complete = [path for path in directory.glob("step_*") if _is_step(path.name) and (path / MANIFEST).is_file()]
+    complete = [path for path in _steps(directory) if (path / MANIFEST).is_file()]
     return sorted(complete, key=lambda path: (_saved_at(path), step_of(path)))
+
+
+def _steps(directory: Path) -> list[Path]:
+    """Everything that is named as a checkpoint; nothing where the directory is not there yet.
+
+    Raises:
+        UserError: The directory is there and cannot be read, or it is a link to what is not.
+    """
+    try:
+        return [directory / name for name in os.listdir(directory) if _is_step(name)]
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not os.path.lexists(directory):
+            return []
+        raise UserError(
+            f"{directory} cannot be read as a directory of checkpoints ({error.strerror}): is a disk missing? Put it "
+            "back, or start anew with another run_dir"
+        ) from error
+
+
+def time_after(directory: Path, given_up: Iterable[Sequence[float]] = ()) -> float:
+    """The time by which what is saved now is ordered: later than of all that a run has saved or given up before.
+
+    Seconds since 1970-01-01 UTC, by a clock that may have been set back in the meantime.
+    """
+    before = [*map(_saved_at, complete_checkpoints(directory)), *(moment for _, moment in given_up)]
+    return max([time.time(), *(moment + _TICK_S for moment in before)])
 
 
 def _saved_at(path: Path) -> float:
@@ -63,7 +92,7 @@ def is_given_up(path: Path, given_up: Iterable[Sequence[float]]) -> bool:
         given_up: Pairs of a step and a time in seconds since 1970-01-01 UTC: checkpoints of that step or a later one
             that were saved before that time are given up (`Manifest.given_up`).
     """
-    return any(step_of(path) >= step and _saved_at(path) < time for step, time in given_up)
+    return any(step_of(path) >= step and _saved_at(path) < moment for step, moment in given_up)
 
 
 def earlier_checkpoints(path: Path) -> list[Path]:
@@ -126,20 +155,24 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
     A checkpoint newer than the named one was given up: a user changes `latest` to go back behind it.
 
     Raises:
-        UserError: `latest` is there, and no checkpoint at all.
+        UserError: `latest` is there, or a directory of a checkpoint, and no complete one at all; `latest` is no file;
+            the directory cannot be read.
     """
-    newest, complete = latest_checkpoint(directory), complete_checkpoints(directory)[::-1]
+    complete, pointer = complete_checkpoints(directory)[::-1], directory / POINTER
+    if os.path.lexists(pointer) and not pointer.is_file():
+        raise UserError(f"{pointer} is no file, which the next save could not write; remove it")
+    newest = latest_checkpoint(directory)
     if newest is not None:
         return FoundCheckpoints(paths=[newest, *earlier_checkpoints(newest)], problem=None)
-    pointer = directory / POINTER
     if not complete:
-        if pointer.exists():
+        there = [path for path in (pointer, *_steps(directory)) if os.path.lexists(path)]
+        if there:
             raise UserError(
-                f"{pointer} is there, and no checkpoint is: they were deleted, or are kept elsewhere; put them back, "
-                "or start anew with another run_dir"
+                f"{there[0]} is there, and no complete checkpoint is: they were deleted, or are kept elsewhere; put "
+                "them back, or start anew with another run_dir"
             )
         return FoundCheckpoints(paths=[], problem=None)
-    problem = f"{pointer} names no checkpoint that is there" if pointer.exists() else f"{pointer} is missing"
+    problem = f"{pointer} names no checkpoint that is there" if os.path.lexists(pointer) else f"{pointer} is missing"
     return FoundCheckpoints(paths=complete, problem=problem)
 
 

@@ -37,7 +37,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from gpt_pretrain.checkpoint.directory import KEEP_ALL, Destination, Retention, checkpoint_path, latest_checkpoint
+from gpt_pretrain.checkpoint.directory import (
+    KEEP_ALL,
+    Destination,
+    Retention,
+    checkpoint_path,
+    latest_checkpoint,
+    time_after,
+)
 from gpt_pretrain.checkpoint.manifest import Manifest, installed_versions
 from gpt_pretrain.checkpoint.state import (
     METADATA,
@@ -318,7 +325,8 @@ class CheckpointSaver:
         self, destination: Destination, progress: Progress, share: Share | str, written: "Future[tuple[int, float]]"
     ) -> None:
         try:
-            manifest = Manifest(time_unix=time.time(), files={}, **asdict(progress), **self._described)
+            now = time_after(destination.directory, progress.given_up)
+            manifest = Manifest(time_unix=now, files={}, **asdict(progress), **self._described)
             num_bytes = write_checkpoint(destination, share, manifest, self._writers)
         except BaseException as error:  # it is raised again by `wait`, in the loop's thread
             written.set_exception(error)

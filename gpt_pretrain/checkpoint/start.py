@@ -10,7 +10,6 @@ three is done, and after it with those that the rewind itself would have gone on
 """
 
 import shutil
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from gpt_pretrain.checkpoint.directory import (
     is_given_up,
     out_of_the_way,
     step_of,
+    time_after,
 )
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest, write_manifest
 from gpt_pretrain.checkpoint.state import Progress
@@ -123,7 +123,7 @@ def _give_up_others(start: Start, directory: Path) -> Start:
 
     def now_if_there_are() -> float | None:
         there = any(step_of(other) >= first for other in complete_checkpoints(directory))
-        return time.time() if there else None
+        return time_after(directory, manifest.given_up) if there else None
 
     now = on_rank_zero(now_if_there_are)
     if now is None:

@@ -141,10 +141,10 @@ class Progress:
 
 
 def cache_directory(data: DataConfig) -> Path:
-    """Directory of all caches, created if missing.
+    """Directory of all caches, created if missing; one that holds all that a run needs may be on a read-only disk.
 
     Raises:
-        UserError: It cannot be created or written to.
+        UserError: It cannot be created.
     """
     if data.cache_dir is not None:
         path = Path(data.cache_dir).expanduser()
@@ -155,15 +155,15 @@ def cache_directory(data: DataConfig) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"the cache directory {path} cannot be created ({error.strerror}); "
-            "set model.data.cache_dir to a directory that can be written"
-        ) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(
-            f"the cache directory {path} cannot be written; set model.data.cache_dir to a directory that can be"
-        )
+        raise _unwritable(path, error) from error
     return path
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the cache {path} cannot be written ({error.strerror or error}), and lacks something that this run needs; "
+        "set model.data.cache_dir to a directory that can be written"
+    )
 
 
 def fingerprint(value: Any) -> str:
@@ -184,13 +184,16 @@ def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
     Args:
         entry: The entry's path; the lock and the holder's status stand beside it.
         progress: Where the wait is shown, and whose own state is published to those that wait.
+
+    Raises:
+        UserError: The cache cannot be written.
     """
-    entry.parent.mkdir(parents=True, exist_ok=True)
     status_path = entry.with_name(entry.name + ".status.json")
     lock = FileLock(entry.with_name(entry.name + ".lock"))
     announced = ""
     while True:
         try:
+            entry.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
             break
         except Timeout:
@@ -202,6 +205,8 @@ def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
                     announced = who
                 progress.mirror(holder["stage"], holder["done"], holder["total"])
             time.sleep(_POLL_S)
+        except OSError as error:
+            raise _unwritable(entry.parent, error) from error
     try:
         with progress.publish_to(lambda state: _write_status(status_path, state)):
             yield

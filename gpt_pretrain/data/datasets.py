@@ -163,6 +163,8 @@ def build_datasets(
         GPTDataset, sizes, lambda: True, _megatron_config(model, corpus, sizes, index)
     )
     writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    # One that is complete may be on a read-only disk.
+    writes = writes and not (index / _COMPLETE).exists()
     lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
     try:
         with lock:

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import socket
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -195,6 +196,7 @@ def check_run_lock(run_dir: Path) -> None:
     Raises:
         UserError: One does; names its host and process.
     """
+    _check_no_link(run_dir)
     with suppress(FileNotFoundError):
         _check_left_over(lock_path(run_dir), this_process())
 
@@ -207,6 +209,7 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
         UserError: A living run holds it; names its host and process.
     """
     path, note = lock_path(run_dir), None
+    _check_no_link(run_dir)
     with _judging(path):
         with suppress(FileNotFoundError):
             note = f"took over {_check_left_over(path, this_process())}"
@@ -236,6 +239,14 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
                 path.unlink()
                 _guard_path(path).unlink(missing_ok=True)
         os.close(file)
+
+
+def _check_no_link(run_dir: Path) -> None:
+    """A link would be followed to a lock elsewhere, or to nothing, which no start can take; a pipe is never read."""
+    for path in (lock_path(run_dir), _guard_path(lock_path(run_dir))):
+        with suppress(OSError):
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise UserError(f"{path} is no file, and a run holds its directory by one; delete it")
 
 
 def _guard_path(path: Path) -> Path:
