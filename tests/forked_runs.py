@@ -7,8 +7,10 @@ import atexit
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -211,6 +213,45 @@ def run_parent(env: Mapping[str, str] | None = None, *, has_imported: bool = Tru
         yield parent
     finally:
         parent.close()
+
+
+@contextmanager
+def forked_python(parent: RunParent, folder: Path) -> Iterator[Path]:
+    """An executable in the place of Python's whose processes are forks of `parent`: for code that starts Python itself.
+
+    Meanwhile nothing else may ask the parent; one process runs at a time.
+    """
+    executable, place = folder / "python", folder / "socket"
+    program = REPOSITORY / "tests" / "programs" / "forked_python.py"
+    # Without site: it needs none of the packages, and starts at once.
+    executable.write_text(f'#!/bin/sh\nFORKED_PYTHON={place} exec {sys.executable} -S -E {program} "$@"\n')
+    executable.chmod(0o755)
+
+    def serve() -> None:
+        while True:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rw") as stream:
+                order = stream.readline()
+                if not order:
+                    return
+                pid = parent.ask(json.loads(order))
+                stream.write(f"{pid}\n")
+                stream.flush()
+                while (code := parent.ask({"poll": pid})) is None:
+                    time.sleep(0.02)
+                stream.write(f"{code}\n")
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(place))
+        server.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield executable
+        finally:
+            with socket.socket(socket.AF_UNIX) as last:
+                last.connect(str(place))
+            thread.join()
 
 
 @cache

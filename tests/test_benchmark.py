@@ -39,7 +39,7 @@ from gpt_pretrain.benchmark.results import (
     kernel_kind,
     with_ratios,
 )
-from gpt_pretrain.benchmark.variants import Loop, Variant, read_variants, run_overrides
+from gpt_pretrain.benchmark.variants import Loop, Variant, benchmark_variants, run_overrides
 from gpt_pretrain.benchmark.worker import forecast
 from gpt_pretrain.commands.benchmark import main
 from gpt_pretrain.commands.picture import main as draw_picture
@@ -84,7 +84,7 @@ APP = Variant(name="app", loop=Loop.app, overrides=())
 
 def variants_of(compose_config, *entries, more=()):
     written = ",".join(f'"{entry}"' for entry in entries)
-    return read_variants(compose_config(f"benchmark.variants=[{written}]", *more).benchmark)
+    return benchmark_variants(compose_config(f"benchmark.variants=[{written}]", *more).benchmark)
 
 
 def test_variants_are_names_overrides_and_the_bare_loop_of_either(compose_config):

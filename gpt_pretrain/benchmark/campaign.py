@@ -1,6 +1,5 @@
 """A benchmark from start to end: the machine's ceiling, the variants in turns, round after round, the tables."""
 
-import re
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -20,15 +19,21 @@ from gpt_pretrain.benchmark.document import (
     write_documents,
 )
 from gpt_pretrain.benchmark.results import Forecast, Machine, Measured, Row, build_row, compute_figures, with_ratios
-from gpt_pretrain.benchmark.variants import Variant, own_key_problems, read_variants, run_overrides, variant_problems
+from gpt_pretrain.benchmark.variants import (
+    Variant,
+    benchmark_variants,
+    load_variants,
+    own_key_problems,
+    run_overrides,
+    variant_problems,
+)
 from gpt_pretrain.benchmark.worker import run_task
-from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import make_run_dir
 from gpt_pretrain.plan.hardware import GPUS
-from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import resolve
 
 # The first folder that a benchmark makes.
@@ -57,8 +62,9 @@ class Campaign:
         self._source = source
         self._arguments = tuple(arguments)
         self._console = console
-        self._variants = read_variants(config.benchmark)
-        self._configs = self._load_configs()
+        self._variants = benchmark_variants(config.benchmark)
+        problems = own_key_problems(overrides)
+        self._configs = load_variants(self._variants, source, overrides, variant_problems, problems)
         self._measured: dict[Variant, list[tuple[Measured, ...]]] = {variant: [] for variant in self._variants}
         self._problems: dict[Variant, str] = {}
 
@@ -94,26 +100,6 @@ class Campaign:
         for path in write_documents(benchmark, run_dir):
             self._note(f"written: {path}")
         return not self._problems
-
-    def _load_configs(self) -> dict[Variant, Config]:
-        problems = own_key_problems(self._overrides)
-        configs = {}
-        for variant in self._variants:
-            try:
-                config = load_config(
-                    [*self._overrides, *variant.overrides],
-                    config_name=self._source.config_name,
-                    config_path=self._source.config_path,
-                    config_dir=self._source.config_dir,
-                )
-            except ConfigError as error:
-                problems += [f"{problem} [{variant.name}]" for problem in error.problems]
-                continue
-            problems += [f"{problem} [{variant.name}]" for problem in variant_problems(variant, config)]
-            configs[variant] = config
-        if problems:
-            raise ConfigError(problems)
-        return configs
 
     def _num_processes(self, variant: Variant) -> int:
         return self._configs[variant].trainer.devices or 1
@@ -177,9 +163,8 @@ class Campaign:
         return forecasts
 
     def _folder(self, variant: Variant, run_dir: Path) -> Path:
-        """A folder that names the variant as far as file systems like it; its number tells it from the others."""
-        name = re.sub(r"[^\w.-]+", "_", variant.name)[:60]
-        return run_dir / f"{self._variants.index(variant) + 1}_{name}"
+        """A folder whose number tells the variant from the others."""
+        return run_dir / f"{self._variants.index(variant) + 1}_{variant.file_name}"
 
     def _print(self, benchmark: Benchmark) -> None:
         for name, text in facts(benchmark).items():

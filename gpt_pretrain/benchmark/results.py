@@ -116,6 +116,13 @@ class Forecast(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingDone(JsonObject):
+    """What one rank hands back that has trained to the end; the run directory has the rest."""
+
+    max_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Failure(JsonObject):
     """Why one rank measured nothing."""
 

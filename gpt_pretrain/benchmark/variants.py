@@ -1,13 +1,13 @@
-"""Which runs a benchmark compares: entries of `benchmark.variants` become overrides that follow the command line's own.
+"""Which runs are compared: entries of `benchmark.variants` or `compare.variants` become overrides.
 
-An entry is a name of `benchmark.overrides` or the overrides themselves; `bare` and `bare:ENTRY` run megatron-core's
-own loop instead of the application's. Overrides that come later win, so a variant also changes what the command line
-has chosen. Needs no torch: what is misspelt is refused before anything runs.
+An entry is a name of `benchmark.overrides` or the overrides themselves. In a benchmark, `bare` and `bare:ENTRY` run
+megatron-core's own loop instead of the application's. Overrides that come later win, so a variant also changes what the
+command line has chosen. Needs no torch: what is misspelt is refused before anything runs.
 """
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,7 +16,8 @@ from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
-from gpt_pretrain.config.source import parse_override
+from gpt_pretrain.config.source import Source, parse_override
+from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import single_value
 
@@ -52,23 +53,41 @@ class Variant:
     """One of the runs that are compared."""
 
     name: str
-    """As `benchmark.variants` has it."""
+    """As the key has it that names the variants."""
     loop: Loop
     overrides: tuple[str, ...]
     """What it adds to the command line."""
 
+    @property
+    def file_name(self) -> str:
+        """The name as far as file systems like it; two variants may share it."""
+        return re.sub(r"[^\w.-]+", "_", self.name)[:60]
 
-def read_variants(benchmark: BenchmarkConfig) -> list[Variant]:
+
+def read_variants(
+    entries: Sequence[str], named: Mapping[str, str], key: str, *, repeats: str, with_bare: bool
+) -> list[Variant]:
     """The variants, in their order.
 
+    Args:
+        entries: Names, or overrides.
+        named: `benchmark.overrides`.
+        key: The key that holds the entries.
+        repeats: The key that runs them several times.
+        with_bare: Whether they may ask for the bare loop.
+
     Raises:
-        ConfigError: A name is unknown.
+        ConfigError: There are none, a name is unknown, or an entry stands twice.
     """
     problems: list[str] = []
     variants = []
-    for entry in benchmark.variants:
+    if not entries:
+        problems.append(f"{key}=[] compares nothing; give names, such as [bf16,fp8_delayed]")
+    for entry in dict.fromkeys(entries):
+        if entries.count(entry) > 1:
+            problems.append(f"{key} has {entry!r} twice; {repeats} runs all of them several times")
         try:
-            variants.append(_read_variant(entry, benchmark.overrides))
+            variants.append(_read_variant(entry, named, key, with_bare=with_bare))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -76,25 +95,70 @@ def read_variants(benchmark: BenchmarkConfig) -> list[Variant]:
     return variants
 
 
-def _read_variant(entry: str, named: Mapping[str, str]) -> Variant:
+def benchmark_variants(benchmark: BenchmarkConfig) -> list[Variant]:
+    """The variants of a benchmark; raises what `read_variants` does."""
+    key, repeats = "benchmark.variants", "benchmark.rounds"
+    return read_variants(benchmark.variants, benchmark.overrides, key, repeats=repeats, with_bare=True)
+
+
+def _read_variant(entry: str, named: Mapping[str, str], key: str, *, with_bare: bool) -> Variant:
     prefix, colon, rest = entry.partition(":")
-    if entry == _BARE:
+    if entry == _BARE and with_bare:
         return Variant(name=entry, loop=Loop.bare, overrides=())
-    loop, what = (Loop.bare, rest) if colon and prefix == _BARE else (Loop.app, entry)
+    loop, what = (Loop.bare, rest) if with_bare and colon and prefix == _BARE else (Loop.app, entry)
     text = named.get(what)
     if text is None and "=" not in what:
-        nearest = did_you_mean(nearest_name(what, [*named, _BARE]))
-        known = ", ".join([*named, _BARE, f"{_BARE}:NAME"])
+        bare = [_BARE] if with_bare else []
+        nearest = did_you_mean(nearest_name(what, [*named, *bare]))
+        known = ", ".join([*named, *bare, *(f"{name}:NAME" for name in bare)])
         raise ConfigError(
             [
-                f"benchmark.variants: {entry!r} is not a variant{nearest}; use one of {known}, or overrides such as "
+                f"{key}: {entry!r} is not a variant{nearest}; use one of {known}, or overrides such as "
                 '"fp8=delayed model.fp8_params=true"'
             ]
         )
     try:
         return Variant(name=entry, loop=loop, overrides=tuple(shlex.split(what if text is None else text)))
     except ValueError as error:
-        raise ConfigError([f"benchmark.variants: the overrides of {entry!r} cannot be split: {error}"]) from None
+        raise ConfigError([f"{key}: the overrides of {entry!r} cannot be split: {error}"]) from None
+
+
+def load_variants(
+    variants: Sequence[Variant],
+    source: Source,
+    overrides: Sequence[str],
+    refuse: Callable[[Variant, Config], Iterable[str]],
+    problems: Sequence[str] = (),
+) -> dict[Variant, Config]:
+    """What each variant makes of a command line; the rules about runs are not asked.
+
+    Args:
+        variants: The variants.
+        source: Where the YAML is.
+        overrides: The command line's.
+        refuse: Problems of a variant.
+        problems: Those of the command line itself.
+
+    Raises:
+        ConfigError: Those problems; and unknown keys, wrong values and what `refuse` found, each with its variant.
+    """
+    all_problems, configs = list(problems), {}
+    for variant in variants:
+        found: Iterable[str]
+        try:
+            configs[variant] = load_config(
+                [*overrides, *variant.overrides],
+                config_name=source.config_name,
+                config_path=source.config_path,
+                config_dir=source.config_dir,
+            )
+            found = refuse(variant, configs[variant])
+        except ConfigError as error:
+            found = error.problems
+        all_problems += [f"{problem} [{variant.name}]" for problem in found]
+    if all_problems:
+        raise ConfigError(all_problems)
+    return configs
 
 
 def benchmark_problems(config: Config) -> list[str]:
@@ -112,22 +176,18 @@ def _problems(config: Config) -> Iterator[str]:
             f"benchmark.steps={benchmark.steps} is not a multiple of benchmark.interval={benchmark.interval}; use "
             f"{max(1, benchmark.steps // benchmark.interval) * benchmark.interval}, or another interval"
         )
-    if not benchmark.variants:
-        yield "benchmark.variants=[] compares nothing; give names, such as [app,bare]"
-    for entry in dict.fromkeys(benchmark.variants):
-        if benchmark.variants.count(entry) > 1:
-            yield f"benchmark.variants has {entry!r} twice; benchmark.rounds runs all of them several times"
-    yield from _process_problems(config)
+    yield from process_problems(config)
     try:
-        read_variants(benchmark)
+        benchmark_variants(benchmark)
     except ConfigError as error:
         yield from error.problems
 
 
-def _process_problems(config: Config) -> Iterator[str]:
+def process_problems(config: Config) -> Iterator[str]:
+    """What is wrong with the processes that a variant is given on this machine."""
     trainer = config.trainer
     if trainer.num_nodes not in (None, 1):
-        yield f"trainer.num_nodes={trainer.num_nodes}: a benchmark runs on one node; use 1 or null"
+        yield f"trainer.num_nodes={trainer.num_nodes}: variants run on one node; use 1 or null"
     if trainer.devices is not None and trainer.devices < 1:
         yield f"trainer.devices={trainer.devices} is too small; use 1 or more, or null for one process"
 
@@ -137,7 +197,7 @@ def own_key_problems(overrides: Sequence[str]) -> list[str]:
     return [
         f"{key} has no effect: the benchmark sets it, and only trains, for benchmark.warmup_steps and benchmark.steps; "
         "leave it out"
-        for key in _keys(overrides)
+        for key in override_keys(overrides)
         if key in _OWN_KEYS
     ]
 
@@ -149,15 +209,21 @@ def variant_problems(variant: Variant, config: Config) -> list[str]:
         variant: The variant.
         config: What it makes of the command line.
     """
-    common = [
-        f"{key} is the same for all variants; give it beside benchmark.variants"
-        for key in _keys(variant.overrides)
-        if key == "run_dir" or key.startswith("benchmark.")
+    common = common_key_problems(variant, "benchmark")
+    return [*own_key_problems(variant.overrides), *common, *process_problems(config)]
+
+
+def common_key_problems(variant: Variant, section: str, keys: Sequence[str] = ()) -> list[str]:
+    """Problems of keys of a variant that all variants share: `run_dir`, those of a section, and `keys`."""
+    return [
+        f"{key} is the same for all variants; give it beside {section}.variants"
+        for key in override_keys(variant.overrides)
+        if key in ("run_dir", *keys) or key.startswith(f"{section}.")
     ]
-    return [*own_key_problems(variant.overrides), *common, *_process_problems(config)]
 
 
-def _keys(overrides: Sequence[str]) -> list[str]:
+def override_keys(overrides: Sequence[str]) -> list[str]:
+    """The dotted keys that overrides set."""
     parsed = [parse_override(override) for override in overrides]
     return [path for override in parsed for path, _ in flatten(single_value(override), override.key_or_group)]
 
@@ -172,13 +238,17 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
     """
     benchmark = config.benchmark
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
-    # Hydra's quotes: backslashes count only before a quote.
     key = "model.optim.sched.decay_steps"
-    quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
     return [
-        f"run_dir='{quoted}'",
+        run_dir_override(run_dir),
         f"trainer.max_steps={steps}",
         # The learning rates stay as they are when the steps become fewer.
         *([] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]),
         *(f"{key}={value}" for key, value in _OWN_VALUES.items()),
     ]
+
+
+def run_dir_override(run_dir: Path) -> str:
+    """`run_dir=…` in Hydra's quotes, where backslashes count only before a quote."""
+    quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
+    return f"run_dir='{quoted}'"

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: `run_task` starts them, waits for them and reads what they left.
+"""The processes of a benchmark or a comparison: `run_task` starts them, waits for them and reads what they left.
 
 Each process, or rank, is `python -m gpt_pretrain.benchmark.worker TASK.json`, never started by hand. It does what the
 task says and writes what came of it, or why nothing did, beside the task; what it prints is kept in a file.
@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured
+from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured, TrainingDone
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.schema import Config
@@ -27,6 +27,7 @@ from gpt_pretrain.rules.check import check_config
 from gpt_pretrain.rules.gate import load_config
 
 TASK, OUTPUT, TRACE = "task.json", "output.txt", "trace.json.gz"
+WATCH_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,8 @@ class Task:
     """What a process is started for."""
 
     kind: str
-    """app or bare (see `variants.Loop`): train; gemm: measure the machine's products; forecast: plan."""
+    """app or bare (see `variants.Loop`): train and measure; train: as `python -m gpt_pretrain` does; gemm: measure
+    the machine's products; forecast: plan."""
     overrides: list[str]
     config_name: str
     config_path: str
@@ -77,6 +79,7 @@ def run_task[Result: JsonObject](
     overrides: Sequence[str],
     num_processes: int = 1,
     profiled: bool = False,
+    watch: Callable[[], None] | None = None,
 ) -> Outcome[Result]:
     """Runs one task in processes of its own and waits for them.
 
@@ -88,6 +91,7 @@ def run_task[Result: JsonObject](
         overrides: The command line of the run.
         num_processes: Ranks; several are started with torchrun.
         profiled: Whether to profile a few steps.
+        watch: Called every `WATCH_S` seconds meanwhile.
     """
     folder.mkdir(parents=True)
     path = folder / TASK
@@ -101,7 +105,7 @@ def run_task[Result: JsonObject](
         launched_unix=time.time(),
     )
     path.write_text(json.dumps(asdict(task), indent=2, ensure_ascii=False), encoding="utf-8")
-    code = _run_processes(path, folder / OUTPUT, num_processes)
+    code = _run_processes(path, folder / OUTPUT, num_processes, watch)
     failures = _read_all(Failure, [_answer_path(path, "failure", rank) for rank in range(num_processes)])
     results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
     if failures:
@@ -116,18 +120,33 @@ def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> 
     return [kind.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()]
 
 
-def _run_processes(task: Path, output: Path, num_processes: int) -> int:
+def _run_processes(task: Path, output: Path, num_processes: int, watch: Callable[[], None] | None) -> int:
     command = [*start_command(num_processes), "-m", "gpt_pretrain.benchmark.worker", str(task)]
     env = without_launcher(os.environ)
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
         try:
-            return process.wait()
+            while True:
+                try:
+                    return process.wait(None if watch is None else WATCH_S)
+                except subprocess.TimeoutExpired:
+                    assert watch is not None
+                    watch()
         except BaseException:
             # Only torchrun itself can end its ranks, which are sessions of their own.
             process.terminate()
             process.wait()
             raise
+
+
+def _train_run(config: Config, launch: Launch) -> TrainingDone:
+    """Trains, or goes on from the newest checkpoint of the run directory."""
+    from gpt_pretrain.training.run import train
+
+    reason = train(config, launch)
+    if reason != "max_steps":
+        raise RunError(f"the run ended early: {reason}")
+    return TrainingDone(max_steps=config.trainer.max_steps)
 
 
 def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
@@ -183,9 +202,9 @@ def forecast(config: Config) -> Forecast:
     )
 
 
-def _do(task: Task, folder: Path, launch: Launch) -> Measured | Machine | Forecast:
+def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | Machine | Forecast:
     config = task.load_config()
-    trains = task.kind in ("app", "bare")
+    trains = task.kind in ("app", "bare", "train")
     if trains:
         check_config(config, launch)
     set_environment(config)
@@ -201,7 +220,7 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | Machine | Foreca
 
         return describe_machine(detect_platform())
     try:
-        return _measure_run(task, folder, config, launch)
+        return _train_run(config, launch) if task.kind == "train" else _measure_run(task, folder, config, launch)
     except Exception as error:
         from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
 

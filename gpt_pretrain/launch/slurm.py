@@ -21,6 +21,8 @@ from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 _LAUNCHER = "hydra.launcher"
 # A busy controller takes its time; sbatch itself gives up after a while.
 _SUBMISSION_TIMEOUT_S = 300
+# States of jobs that nothing comes of any more.
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 # Options of sbatch that say how many nodes, tasks and GPUs a job has; long ones may be cut short.
 _COUNTS = re.compile(r"-[NnG]|--(nodes|ntask|gpus)|--gres(=.*gpu|$)")
 # Variables that say it, set for what the user submits elsewhere.
@@ -128,3 +130,20 @@ def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> s
         raise UserError(f"sbatch refuses the run of {run_dir}: {done.stderr.strip()}")
     # "JOB", or "JOB;CLUSTER" where there are several clusters.
     return done.stdout.strip().partition(";")[0]
+
+
+def has_job(number: str) -> bool:
+    """Whether Slurm has a job in its queue or runs it.
+
+    Raises:
+        UserError: Slurm does not answer.
+    """
+    command = ["squeue", "--noheader", f"--jobs={number}", "--format=%T"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SUBMISSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"whether job {number} still runs is not known: squeue does not answer ({error})") from error
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise UserError(f"whether job {number} still runs is not known: {done.stderr.strip()}")
+    # A job that has ended stays in the list for some minutes.
+    return done.stdout.strip() not in {"", *_ENDED}

@@ -1,0 +1,223 @@
+"""Which runs a comparison trains: variants × seeds, each with a run directory that tells how far it has come.
+
+Run k of every variant has `model.seed` + k, and so the same initial weights, data order and dropout as run k of the
+others: what they differ in is the variant. With one seed the baseline runs once more with other microbatches, whose
+sums are rounded in another order and otherwise the same; that is the noise a single seed can tell.
+
+A run is a directory as any other run's. It is finished when its summary says so; what is unfinished goes on from its
+newest checkpoint. A directory that was trained with other values is refused rather than taken for an answer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpt_pretrain.benchmark.variants import (
+    Variant,
+    common_key_problems,
+    load_variants,
+    process_problems,
+    read_variants,
+    run_dir_override,
+)
+from gpt_pretrain.compare.document import Role
+from gpt_pretrain.compare.gate import gate_problems
+from gpt_pretrain.config.derived import data_parallel_size
+from gpt_pretrain.config.errors import ConfigError, UserError, show
+from gpt_pretrain.config.keys import flatten
+from gpt_pretrain.config.load import config_to_dict, load_saved_config
+from gpt_pretrain.config.schema import CompareConfig, Config
+from gpt_pretrain.config.source import Loader, Source
+from gpt_pretrain.launch.ranks import Launch, rank_zero_of
+from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
+from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.rules.check import config_problems
+
+RUNS = "runs"
+# Sections whose values make a run's losses and times; of the trainer's keys, those that change neither.
+_COUNTING, _IDLE = ("model", "trainer"), ("trainer.max_time", "trainer.hang_timeout")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRun:
+    """One run of a comparison."""
+
+    variant: Variant
+    role: Role
+    seed: int
+    run_dir: Path
+    overrides: tuple[str, ...]
+    """The whole command line of the run."""
+    config: Config
+    """What the variant makes of the command line; seed, microbatches and directory are the run's own."""
+    problems: tuple[str, ...]
+    """The rules about runs that it breaks: it cannot be trained."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.variant.name}, seed {self.seed}" + (", other microbatches" if self.role == "repeat" else "")
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.trainer.max_steps
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done.
+
+        Raises:
+            UserError: The run's records are damaged.
+        """
+        if not metrics_path(self.run_dir).exists():
+            return False
+        summary = load_metrics(self.run_dir).summary
+        return summary is not None and summary.end_reason == "max_steps"
+
+
+def compare_problems(config: Config) -> list[str]:
+    """The rules about `compare` itself; each run checks the rules about runs."""
+    return list(_problems(config))
+
+
+def _problems(config: Config) -> Iterator[str]:
+    compare = config.compare
+    if compare.seeds < 1:
+        yield f"compare.seeds={compare.seeds} is too small; use 1 or more"
+    yield from gate_problems(compare)
+    try:
+        if len(_read_variants(compare, config)) == 1:
+            yield "compare.variants has one entry, and nothing to compare it with; put the baseline before it: [bf16,…]"
+    except ConfigError as error:
+        yield from error.problems
+
+
+def _read_variants(compare: CompareConfig, config: Config) -> list[Variant]:
+    key, repeats = "compare.variants", "compare.seeds"
+    return read_variants(compare.variants, config.benchmark.overrides, key, repeats=repeats, with_bare=False)
+
+
+def find_submission(source: Source, overrides: Sequence[str]) -> Submission | None:
+    """How runs are handed to Slurm, where the command line says `hydra/launcher=slurm`.
+
+    Raises:
+        ConfigError: A key of the launcher is wrong.
+    """
+    launcher = Loader(source).compose(list(overrides)).hydra.launcher
+    return read_submission(launcher) if is_submission(launcher) else None
+
+
+def plan_runs(
+    config: Config, source: Source, overrides: Sequence[str], run_dir: Path, submission: Submission | None = None
+) -> list[PlannedRun]:
+    """The runs in the order of training: all variants of the first seed, then of the next.
+
+    So a comparison that was cut short compares what it has.
+
+    Args:
+        config: Of the command line, without `compare_problems`.
+        source: Where its YAML is.
+        overrides: Its `key=value` arguments.
+        run_dir: The comparison's directory.
+        submission: How each is handed to Slurm; None: it runs in processes of this machine.
+
+    Raises:
+        ConfigError: A variant adds unknown keys, wrong values, or keys that are the same for all; the baseline breaks a
+            rule about runs.
+        UserError: A run directory holds a run with other values.
+    """
+
+    def refuse(variant: Variant, config: Config) -> Iterator[str]:
+        yield from common_key_problems(variant, "compare", ["model.seed"])
+        if submission is None:
+            yield from process_problems(config)
+
+    variants = _read_variants(config.compare, config)
+    configs = load_variants(variants, source, overrides, refuse)
+    folders: dict[Variant, str] = {}
+    for variant in variants:
+        name, taken = variant.file_name, [*folders.values()]
+        folders[variant] = f"{name}_{taken.count(name) + 1}" if name in taken else name
+
+    def plan(variant: Variant, seed: int, micro_batch_size: int | None = None) -> PlannedRun:
+        whole = configs[variant]
+        role: Role = "seed" if micro_batch_size is None else "repeat"
+        path = run_dir / RUNS / f"{folders[variant]}_seed_{seed}{'' if micro_batch_size is None else '_repeat'}"
+        model, logging, own = replace(whole.model, seed=seed), whole.logging, [f"model.seed={seed}"]
+        if micro_batch_size is not None:
+            model = replace(model, micro_batch_size=micro_batch_size)
+            own.append(f"model.micro_batch_size={micro_batch_size}")
+        if not model.fp8 and logging.fp8_statistics_interval is not None:
+            # Meant for the other variants; a run without FP8 refuses it.
+            logging = replace(logging, fp8_statistics_interval=None)
+            own.append("logging.fp8_statistics_interval=null")
+        loaded = replace(whole, model=model, logging=logging, run_dir=str(path))
+        return PlannedRun(
+            variant=variant,
+            role=role,
+            seed=seed,
+            run_dir=path,
+            overrides=(*overrides, *variant.overrides, *own, run_dir_override(path)),
+            config=loaded,
+            problems=tuple(config_problems(loaded, launch_of(loaded, submission))),
+        )
+
+    first, baseline = config.model.seed, variants[0]
+    runs = [plan(variant, first + number) for number in range(config.compare.seeds) for variant in variants]
+    if runs[0].problems:
+        raise ConfigError([f"{problem} [{baseline.name}]" for problem in runs[0].problems])
+    if config.compare.seeds == 1:
+        other = other_micro_batch_size(runs[0].config, launch_of(runs[0].config, submission))
+        runs += [] if other is None else [plan(baseline, first, other)]
+    for run in runs:
+        check_same_values(run)
+    return runs
+
+
+def launch_of(config: Config, submission: Submission | None) -> Launch:
+    """Rank 0 of a run, here or in its job."""
+    if submission is not None:
+        return submission.launch
+    num_processes = config.trainer.devices or 1
+    launcher = "none" if num_processes == 1 else "torchrun"
+    return rank_zero_of(num_processes, local_world_size=num_processes, launcher=launcher)
+
+
+def other_micro_batch_size(config: Config, launch: Launch) -> int | None:
+    """Microbatches of about half the size, or of twice where they are single samples; None where there are none."""
+    model = config.model
+    size = model.micro_batch_size
+    smaller = [divisor for divisor in range(1, size) if size % divisor == 0]
+    if smaller:
+        return smaller[-1]
+    samples = model.global_batch_size // data_parallel_size(model, launch.world_size)
+    return 2 if samples % 2 == 0 else None
+
+
+def check_same_values(run: PlannedRun) -> None:
+    """Whether what the run's directory holds was trained with the values of this command line.
+
+    Raises:
+        UserError: It was not; names the keys and both values.
+    """
+    saved_path = run.run_dir / "config.yaml"
+    if not saved_path.exists():
+        return
+    saved, now = (_counting_values(config) for config in (load_saved_config(saved_path), run.config))
+    different = [
+        f"{key}={show(saved.get(key))} there, {show(now.get(key))} here"
+        for key in dict.fromkeys([*saved, *now])
+        if saved.get(key) != now.get(key)
+    ]
+    if different:
+        raise UserError(
+            f"{run.run_dir} holds a run with other values ({'; '.join(different)}); give the values that it was "
+            "started with, or another run_dir"
+        )
+
+
+def _counting_values(config: Config) -> dict[str, object]:
+    whole = config_to_dict(config)
+    values = dict(flatten({section: whole[section] for section in _COUNTING}))
+    return {key: value for key, value in values.items() if key not in _IDLE}

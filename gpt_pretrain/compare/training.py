@@ -1,0 +1,222 @@
+"""Trains what a comparison compares: each run in processes of its own, here one after another or as jobs of Slurm.
+
+    planned.plan_runs → finished ones are left alone → benchmark.worker (torchrun) or sbatch → run directories
+
+Ctrl-C and SIGTERM reach the run, which saves a checkpoint and leaves; the same command goes on from there. A run that
+fails does not keep the others from being trained.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from gpt_pretrain.benchmark.results import TrainingDone
+from gpt_pretrain.benchmark.worker import run_task
+from gpt_pretrain.compare.document import Role
+from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
+from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import Loader, Source
+from gpt_pretrain.launch.run_dir import run_lock
+from gpt_pretrain.launch.slurm import Submission, has_job, submit
+from gpt_pretrain.report.columns import format_duration, format_loss, format_rate
+from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.report.records import TrainRecord
+from gpt_pretrain.rules.gate import check_command
+
+# Where each start of a run keeps its task and what it prints, and the number of its job.
+_STARTS, _JOB = "starts", "job"
+# Between two lines of a log.
+_LINE_EVERY_S = 60.0
+
+State = Literal["finished", "failed", "waiting"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What became of a run of a comparison."""
+
+    run_dir: Path
+    """May hold a part of the run whatever the state, or nothing."""
+    variant: str
+    role: Role
+    seed: int
+    state: State
+    """waiting: a job of Slurm has it, running or in the queue."""
+    problem: str | None
+    """Why it failed, or what it waits for; None when finished."""
+
+
+def train_variants(
+    config: Config, source: Source, overrides: Sequence[str], run_dir: Path, console: Console
+) -> list[Trained]:
+    """Trains all runs that are not finished yet, or hands them to Slurm.
+
+    Args:
+        config: Of the command line, which has no `compare_problems`.
+        source: Where its YAML is.
+        overrides: Its `key=value` arguments.
+        run_dir: The comparison's directory, which exists.
+        console: Where to tell the progress.
+
+    Returns:
+        The runs, variant by variant with the baseline first, seeds rising.
+
+    Raises:
+        ConfigError: A variant has unknown keys, wrong values or keys that all share; the baseline breaks a rule.
+        UserError: A run was started with other values, its records are damaged, or another comparison trains here.
+    """
+    submission = find_submission(source, overrides)
+    runs = plan_runs(config, source, overrides, run_dir, submission)
+    with run_lock(run_dir) as note:
+        if note is not None:
+            _print(console, f"note: {note}")
+        progress = _Progress(runs, console)
+        try:
+            trained = _train(runs, source, run_dir, progress, submission)
+        except (KeyboardInterrupt, SystemExit):
+            progress.close()
+            _print(console, f"stopped; the same command with run_dir={run_dir} goes on from here")
+            raise
+        finally:
+            progress.close()
+    order = list(dict.fromkeys(run.variant.name for run in runs))
+    return sorted(trained, key=lambda run: (order.index(run.variant), run.role == "repeat", run.seed))
+
+
+def _train(
+    runs: Sequence[PlannedRun], source: Source, run_dir: Path, progress: "_Progress", submission: Submission | None
+) -> list[Trained]:
+    trained = []
+    for number, run in enumerate(runs, start=1):
+        state: State = "finished"
+        problem, starts = None, run_dir / _STARTS / run.run_dir.name
+        if run.problems:
+            state, problem = "failed", "\n".join(run.problems)
+        elif run.is_finished:
+            progress.tell(number, "was finished before")
+        elif submission is not None:
+            state, problem = "waiting", _hand_over(run, source, starts)
+        else:
+            problem = _train_here(run, source, starts, partial(progress.watch, number))
+            if problem is None:
+                progress.tell(number, "finished")
+            else:
+                state = "failed"
+        if problem is not None:
+            progress.tell(number, f"{state}: {problem}")
+        trained.append(
+            Trained(
+                run_dir=run.run_dir,
+                variant=run.variant.name,
+                role=run.role,
+                seed=run.seed,
+                state=state,
+                problem=problem,
+            )
+        )
+    return trained
+
+
+def _train_here(run: PlannedRun, source: Source, starts: Path, watch: Callable[[], None]) -> str | None:
+    """Trains a run in processes of this machine, from where it stands; answers why it failed."""
+    earlier = [int(path.name) for path in starts.glob("*") if path.name.isdecimal()]
+    outcome = run_task(
+        "train",
+        TrainingDone,
+        starts / str(1 + max(earlier, default=0)),
+        source=source,
+        overrides=run.overrides,
+        num_processes=run.config.trainer.devices or 1,
+        watch=watch,
+    )
+    return outcome.problem
+
+
+def _hand_over(run: PlannedRun, source: Source, starts: Path) -> str:
+    """Submits a run to Slurm, unless a job has it already; answers which job that is.
+
+    Raises:
+        UserError: Slurm refuses it, or its directory cannot be a job's.
+    """
+    job = starts / _JOB
+    if job.exists() and has_job(number := job.read_text(encoding="utf-8").strip()):
+        return f"job {number} has it"
+    (planned,) = check_command(Loader(source), run.overrides, multirun=True)
+    assert planned.submission is not None, "the command line hands its runs to Slurm"
+    number = submit(planned.submission, run.run_dir, planned.arguments)
+    starts.mkdir(parents=True, exist_ok=True)
+    write_file(job, f"{number}\n")
+    return f"submitted as job {number}; its log: {run.run_dir}/slurm-{number}.out"
+
+
+class _Progress:
+    """Which run of how many trains, how far it is, and when it and all others will be done.
+
+    On a terminal a line that is redrawn; anywhere else a line a minute.
+    """
+
+    def __init__(self, runs: Sequence[PlannedRun], console: Console) -> None:
+        self._runs = runs
+        self._console = console
+        self._status: Status | None = None
+        self._told_at, self._told_step = 0.0, -1
+
+    def watch(self, number: int) -> None:
+        """Shows the newest record of a run, counted from 1."""
+        if not self._console.is_terminal and time.monotonic() - self._told_at < _LINE_EVERY_S:
+            return
+        run = self._runs[number - 1]
+        record = _newest_record(run)
+        if record is None or record.step == self._told_step:
+            return
+        self._told_at, self._told_step = time.monotonic(), record.step
+        text = (
+            f"step {record.step}/{run.max_steps}, loss {format_loss(record.loss)}, "
+            f"{format_rate(1 / record.step_time_s)} steps/s, {format_duration(record.eta_s)} left"
+        )
+        steps_to_come = sum(later.max_steps for later in self._runs[number:] if not later.problems)
+        if steps_to_come and record.eta_s is not None:
+            # As if all were as fast as this one, and none had begun.
+            text += f", about {format_duration(record.eta_s + steps_to_come * record.step_time_s)} for all"
+        if not self._console.is_terminal:
+            self.tell(number, text)
+            return
+        line = escape(self._line(number, text))
+        if self._status is None:
+            self._status = self._console.status(line)
+            self._status.start()
+        self._status.update(line)
+
+    def tell(self, number: int, text: str) -> None:
+        """Prints what became of a run."""
+        self.close()
+        _print(self._console, self._line(number, text))
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _line(self, number: int, text: str) -> str:
+        return f"run {number} of {len(self._runs)} ({self._runs[number - 1].name}): {text}"
+
+
+def _newest_record(run: PlannedRun) -> TrainRecord | None:
+    """None before the first one."""
+    if not metrics_path(run.run_dir).exists():
+        return None
+    train = load_metrics(run.run_dir).train
+    return train[-1] if train else None
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)

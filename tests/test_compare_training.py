@@ -1,0 +1,223 @@
+"""How a comparison trains its variants: which runs, in which order, stopped and resumed, and what is refused."""
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
+from gpt_pretrain.compare.training import train_variants
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.load import load_saved_config
+from gpt_pretrain.config.source import Source
+from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.rules.gate import load_config
+from tests.forked_runs import forked_python
+
+DELAYED = "fp8=delayed model.fp8_emulate=true"
+TENSORWISE = "fp8=tensorwise model.fp8_emulate=true"
+STEPS = 12
+SMALL = (
+    "data=mock",
+    "model.num_layers=1",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.encoder_seq_length=64",
+    "model.micro_batch_size=4",
+    "trainer.log_every_n_steps=1",
+    "trainer.limit_val_batches=0",
+    f"trainer.max_steps={STEPS}",
+    "logging.tensorboard=false",
+)
+
+
+def variants(*entries):
+    return f"compare.variants=[{','.join(f'"{entry}"' for entry in entries)}]"
+
+
+def planned(run_dir, *overrides):
+    overrides = [*SMALL, *overrides]
+    return plan_runs(load_config(overrides), Source(), overrides, run_dir)
+
+
+def trained(run_dir, *overrides):
+    """The runs, and what was printed."""
+    overrides = [*SMALL, f"run_dir={run_dir}", *overrides]
+    output = Console(file=io.StringIO(), width=200)
+    run_dir.mkdir(exist_ok=True)
+    try:
+        return train_variants(load_config(overrides), Source(), overrides, run_dir, output), output.file.getvalue()
+    except KeyboardInterrupt:
+        return None, output.file.getvalue()
+
+
+def places(runs):
+    return [run.run_dir.name for run in runs]
+
+
+def test_runs_are_variants_times_seeds_and_all_variants_of_a_seed_come_first(tmp_path):
+    runs = planned(tmp_path, variants("bf16", DELAYED), "compare.seeds=2", "model.seed=7")
+
+    delayed = "fp8_delayed_model.fp8_emulate_true"
+    assert places(runs) == ["bf16_seed_7", f"{delayed}_seed_7", "bf16_seed_8", f"{delayed}_seed_8"]
+    assert {run.run_dir.parent for run in runs} == {tmp_path / RUNS}
+    assert {run.role for run in runs} == {"seed"}
+    for run in runs:
+        # What a run is checked with is what its own command line says.
+        loaded = load_config(run.overrides)
+        assert loaded == run.config
+        assert loaded.model.seed == run.seed
+        assert run.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [((2, 8), 1), ((6, 12), 3), ((3, 9), 1), ((1, 8), 2), ((1, 1), None), ((1, 9), None)]
+)
+def test_one_seed_is_joined_by_the_baseline_with_other_microbatches(tmp_path, sizes, expected):
+    micro, whole = sizes
+    overrides = [f"model.micro_batch_size={micro}", f"model.global_batch_size={whole}", "compare.seeds=1"]
+    runs = planned(tmp_path, variants("bf16", DELAYED), *overrides)
+
+    assert [run.role for run in runs] == ["seed", "seed"] + ["repeat"] * (expected is not None)
+    if expected is not None:
+        assert runs[-1].variant == runs[0].variant
+        assert runs[-1].seed == runs[0].seed
+        assert load_config(runs[-1].overrides).model.micro_batch_size == expected
+        assert runs[-1].run_dir not in [run.run_dir for run in runs[:-1]]
+
+
+def test_variants_whose_names_look_alike_have_directories_of_their_own(tmp_path):
+    runs = planned(tmp_path, variants("model.optim.lr=1e-3", "model.optim.lr=1e+3"), "compare.seeds=2")
+    assert len(set(places(runs))) == 4
+
+
+def test_statistics_of_fp8_that_the_command_line_asks_for_are_for_fp8(tmp_path):
+    runs = planned(tmp_path, variants("bf16", DELAYED), "logging.fp8_statistics_interval=5", "compare.seeds=2")
+    assert [run.config.logging.fp8_statistics_interval for run in runs] == [None, 5, None, 5]
+    assert [load_config(run.overrides).logging.fp8_statistics_interval for run in runs] == [None, 5, None, 5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["compare.seeds=0"], ("compare.seeds=0", "1")),
+        (["compare.variants=[]"], ("compare.variants=[]",)),
+        (["compare.variants=[bf16]"], ("compare.variants",)),
+        (["compare.variants=[bf16,bare]"], ("compare.variants", "'bare'")),
+        (["compare.variants=[bf16,fp8_delaid]"], ("'fp8_delaid'", "fp8_delayed")),
+        (["compare.variants=[bf16,bf16]"], ("'bf16' twice", "compare.seeds")),
+        (["compare.max_loss_gap=0.5"], ("compare.max_loss_gap=0.5%",)),
+    ],
+)
+def test_what_is_wrong_with_the_keys_of_compare_is_named(compose_config, overrides, named):
+    (problem,) = compare_problems(compose_config(*overrides))
+    assert all(part in problem for part in named)
+
+
+@pytest.mark.parametrize(
+    ("variant", "named"),
+    [
+        ("model.seed=3", ("model.seed", "compare.variants")),
+        ("run_dir=/tmp", ("run_dir",)),
+        ("compare.seeds=3", ("compare.seeds",)),
+        ("model.hiden_size=3", ("model.hiden_size", "model.hidden_size")),
+        ("trainer.num_nodes=2", ("trainer.num_nodes=2", "1")),
+    ],
+)
+def test_a_variant_with_keys_that_all_share_is_refused_before_anything_runs(tmp_path, variant, named):
+    with pytest.raises(ConfigError) as refused:
+        planned(tmp_path, variants("bf16", variant))
+    assert all(part in str(refused.value) for part in [*named, f"[{variant}]"])
+
+
+def test_a_baseline_that_breaks_a_rule_ends_the_comparison_and_another_variant_does_not(tmp_path):
+    broken = "model.micro_batch_size=3"
+    with pytest.raises(ConfigError, match=r"global_batch_size=8 .*\[model\.micro_batch_size=3\]"):
+        planned(tmp_path, variants(broken, "bf16"))
+    good, bad = planned(tmp_path, variants("bf16", broken), "compare.seeds=2")[:2]
+    assert good.problems == ()
+    assert "model.micro_batch_size=3" in bad.problems[0]
+
+
+def interrupt_at(path, step):
+    """Presses Ctrl-C once a run has logged a step."""
+
+    def press():
+        while not (metrics_path(path).exists() and len(load_metrics(path).train) >= step):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+
+
+def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_finished(tmp_path, monkeypatch, parent):
+    run_dir = tmp_path / "comparison"
+    three = [variants("app", DELAYED, TENSORWISE), "compare.seeds=2"]
+    refused = variants("app", DELAYED, TENSORWISE, "model.micro_batch_size=3")
+    with forked_python(parent, tmp_path) as executable:
+        monkeypatch.setattr(sys, "executable", str(executable))
+        stopped = planned(run_dir, *three)[1].run_dir
+        interrupt_at(stopped, 3)
+        assert trained(run_dir, *three)[0] is None
+        (first, second), rest = places(planned(run_dir, *three))[:2], places(planned(run_dir, *three))[2:]
+        assert load_metrics(run_dir / RUNS / first).summary.end_reason == "max_steps"
+        at = load_metrics(run_dir / RUNS / second).summary
+        assert at.end_reason == "terminated"
+        assert 3 <= at.step < STEPS
+        assert not any((run_dir / RUNS / name).exists() for name in rest)
+        before = metrics_path(run_dir / RUNS / first).read_bytes()
+
+        # A variant more, which the rules refuse.
+        runs, printed = trained(run_dir, refused, "compare.seeds=2")
+
+    assert [(run.variant, run.seed) for run in runs] == [
+        (name, seed) for name in ("app", DELAYED, TENSORWISE, "model.micro_batch_size=3") for seed in (1234, 1235)
+    ]
+    assert [run.state for run in runs] == ["finished"] * 6 + ["failed"] * 2
+    assert "model.micro_batch_size=3" in runs[-1].problem
+    assert runs[-1].problem in printed
+    # Neither started again nor touched.
+    assert metrics_path(run_dir / RUNS / first).read_bytes() == before
+    resumed = load_metrics(run_dir / RUNS / second)
+    assert [start.step for start in resumed.starts] == [0, at.step]
+    curves = {}
+    for run in runs[:6]:
+        metrics = load_metrics(run.run_dir)
+        assert [record.step for record in metrics.train] == list(range(1, STEPS + 1))
+        assert load_saved_config(run.run_dir / "config.yaml").model.seed == run.seed
+        curves[run.variant, run.seed] = [record.loss for record in metrics.train]
+    # The first batch under the same weights: FP8 rounds it, another seed is another model and other data.
+    for seed in (1234, 1235):
+        starts = [curves[name, seed][0] for name in ("app", DELAYED, TENSORWISE)]
+        assert starts == pytest.approx([starts[0]] * 3, rel=1e-3)
+        assert len(set(starts)) == 3
+    assert abs(curves["app", 1234][0] - curves["app", 1235][0]) > 1e-3
+
+
+def test_a_directory_with_a_run_of_other_values_is_refused(tmp_path, parent):
+    (run, _) = planned(tmp_path, variants("app", DELAYED), "compare.seeds=2", "trainer.max_steps=2")[:2]
+    codes, printed = parent.run([*run.overrides], tmp_path / "out")
+    assert codes == [0], printed
+    assert run.is_finished
+
+    with pytest.raises(UserError) as refused:
+        planned(tmp_path, variants("app", DELAYED), "trainer.max_steps=3", "model.optim.lr=0.5")
+    told = str(refused.value)
+    assert all(part in told for part in (str(run.run_dir), "trainer.max_steps=2 there, 3 here", "model.optim.lr="))
+    # What counts neither for losses nor for times may change.
+    same = ["trainer.max_steps=2", "trainer.max_time=00:01:00:00", "checkpoint.save_interval=5"]
+    assert planned(tmp_path, variants("app", DELAYED), *same)[0].is_finished
+
+
+def test_a_run_whose_records_are_damaged_is_named(tmp_path):
+    run = planned(tmp_path, variants("app", DELAYED))[0]
+    run.run_dir.mkdir(parents=True)
+    Path(metrics_path(run.run_dir)).write_text("{}\n{}\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1"):
+        _ = run.is_finished
