@@ -82,7 +82,8 @@ def read_variants(
     problems: list[str] = []
     variants = []
     if not entries:
-        problems.append(f"{key}=[] compares nothing; give names, such as [bf16,fp8_delayed]")
+        example = "[app,bare]" if with_bare else "[bf16,fp8_delayed]"
+        problems.append(f"{key}=[] compares nothing; give names, such as {example}")
     for entry in dict.fromkeys(entries):
         if entries.count(entry) > 1:
             problems.append(f"{key} has {entry!r} twice; {repeats} runs all of them several times")

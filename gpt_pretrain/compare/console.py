@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.compare.document import Answer, Comparison, Figures, Interval
-from gpt_pretrain.report.columns import UNKNOWN, format_count, format_gib, format_loss, format_share
+from gpt_pretrain.compare.columns import table_of_variants
+from gpt_pretrain.compare.document import Comparison
+from gpt_pretrain.report.columns import format_share
 
 # Rows of a log, where no terminal says how wide it is.
 WIDTH = 120
@@ -59,34 +61,11 @@ def _obstacle_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def _table(comparison: Comparison) -> Table:
+    headings, rows = table_of_variants(comparison)
     table = Table(title=f"against {comparison.baseline}", title_justify="left", show_edge=False)
-    table.add_column("variant", overflow="fold")
-    for heading in ("runs", "loss", "gap", "time to loss", "tokens/s per GPU", "memory", "skipped", "FP8"):
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
         table.add_column(heading, justify="right")
-    answers = {answer.variant: answer for answer in comparison.answers}
-    for figures in comparison.figures:
-        table.add_row(*_cells(figures, answers.get(figures.variant)))
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
-
-
-def _cells(figures: Figures, answer: Answer | None) -> Iterator[str]:
-    yield figures.variant
-    yield str(figures.num_runs)
-    yield format_loss(figures.last_loss)
-    gap = None if answer is None else answer.loss_gap
-    yield UNKNOWN if gap is None else f"{100 * gap.value:+.2f}%{_width(gap)}"
-    speedup = None if answer is None else answer.speedup
-    yield UNKNOWN if speedup is None else f"{speedup.value:.2f}×{_range(speedup)}"
-    ratio = None if answer is None else answer.throughput_ratio
-    yield format_count(figures.tokens_per_s_per_gpu) + ("" if ratio is None else f" ({ratio:.2f}×)")
-    yield format_gib(figures.memory_gib)
-    yield UNKNOWN if figures.skipped_steps is None else str(figures.skipped_steps)
-    yield format_share(figures.fp8_share)
-
-
-def _width(gap: Interval) -> str:
-    return "" if gap.low is None or gap.high is None else f" ±{50 * (gap.high - gap.low):.2f}%"
-
-
-def _range(ratio: Interval) -> str:
-    return "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
