@@ -76,12 +76,12 @@ def test_the_rules_are_asked_about_the_ranks_that_a_job_will_have():
             for option in ("--nodes=2", "-N2", "--gpus=8", "--gpus-per-task=2", "--gres=gpu:2", "--ntasks-per-node=3")
         ),
         (
-            ["run_dir='/tmp/a(b)${hydra:job.num}'"],
-            "run_dir=/tmp/a(b)0 has characters that a job of Slurm cannot be given",
+            [r"run_dir='/tmp/\'b\'${hydra:job.num}'"],
+            "run_dir=\"/tmp/'b'0\" has characters that a job of Slurm cannot be given",
         ),
         (
-            ["hydra.sweep.dir='/tmp/a,b'"],
-            "run_dir=/tmp/a,b/1 has characters that a job of Slurm cannot be given",
+            ["hydra.sweep.dir='/tmp/a\tb'"],
+            r"run_dir='/tmp/a\tb/1' has characters that a job of Slurm cannot be given",
         ),
         (
             ["hydra.launcher.script=none.sbatch"],

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from gpt_pretrain.config.source import parse_override
 from tests.launching import REPOSITORY, clean_environment
 
 # Writes its arguments and its environment down, does what a run would have done, and ends as one.
@@ -102,9 +103,27 @@ def test_every_gpu_of_every_node_gets_a_task_and_its_share_of_the_processors(scr
 )
 def test_a_run_is_in_fp8_unless_something_is_said_of_it(overrides, added, script, compose_config):
     assert script.run(*overrides).returncode == 0
-    run_dir = f"run_dir={script.run_dir}"
-    assert script.srun[script.srun.index("gpt_pretrain") + 1 :] == [*added, *overrides, run_dir, run_dir]
+    assert script.srun[script.srun.index("gpt_pretrain") + 1 :] == [*added, *overrides, f"run_dir='{script.run_dir}'"]
     assert compose_config(*added, *overrides).model.fp8 is (overrides != ["fp8=none"])
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "a,b", "1e3", "null", "ü", "[x]", 'a"b', "a%tb", "a=b", "$x", "#a", "(b)", "~c", " d"]
+)
+def test_script_and_run_read_a_run_directory_alike(name, script):
+    script.run_dir = script.folder / name
+    assert script.run().returncode == 0
+    assert (script.folder / name / "logs" / "77_0").is_dir()
+    assert parse_override(script.srun[-1]).value() == str(script.folder / name)
+
+
+@pytest.mark.parametrize("name", ["'a b'", "a\\,b", "${name}", "a\nb"])
+def test_a_run_directory_that_they_would_read_otherwise_is_refused(name, script):
+    script.run_dir = f"run/{name}"
+    done = script.run()
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: run_dir=run/{name} ")
+    assert not (script.folder / "srun").exists()
 
 
 @pytest.mark.parametrize("name", ["fp8_gpt.sbatch", "prepare_data.sbatch"])

@@ -1,6 +1,7 @@
 """One seed is one run: every parallel layout trains the same model on the same samples as one process."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,13 +117,17 @@ def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
     [
         (run_ranks, "model.tensor_model_parallel_size=2", "model.tensor_model_parallel_size=1 on rank 0 and 2 on"),
         (fork_ranks, "trainer.val_check_interval=null", "trainer.val_check_interval=10 on rank 0 and null on"),
+        (fork_ranks, "run_dir=elsewhere", '/run" on rank 0 and "elsewhere" on'),
     ],
 )
 def test_ranks_that_were_told_different_things_end_at_once(tmp_path, cache_dir, launch, extra, expected):
     arguments = small_run_arguments(tmp_path / "run", cache_dir, ["parallelism=dp"])
     done = launch(2, ["tests/programs/disagreeing_ranks.py", extra, *arguments[2:]])
     assert done.returncode != 0
-    assert f"error: the ranks do not run the same configuration: {expected} rank 1. Give" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "the ranks do not run the same configuration" in line
+    assert f"{expected} rank 1. Give" in line
+    assert not Path("elsewhere").exists()
 
 
 def test_ranks_of_a_context_parallel_group_share_out_the_whole_sequence(tmp_path):

@@ -111,7 +111,13 @@ def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> s
     Raises:
         UserError: Slurm is not here or refuses the job, or the run directory cannot be made.
     """
-    command = ["sbatch", "--parsable", f"--output={run_dir}/slurm-%j.out", *submission.options, submission.script]
+    command = [
+        "sbatch",
+        "--parsable",
+        f"--output={str(run_dir).replace('%', '%%')}/slurm-%j.out",
+        *submission.options,
+        submission.script,
+    ]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +35,8 @@ from gpt_pretrain.spec.run_spec import RunSpec
 
 # Differences between ranks that an error names.
 _KEYS_SHOWN = 5
+# A busy machine lets a process wait so long.
+_FAREWELL_S = 20.0
 _STANDARD_OUTPUT = 1
 
 
@@ -101,12 +104,23 @@ def check_ranks_agree(values: Mapping[str, Any]) -> None:
         return
     everybody: list[Mapping[str, Any]] = [{}] * world_size
     torch.distributed.all_gather_object(everybody, values)
+    _wait_until_all_know()
     different = list(_differences(everybody))
     more = f" and {len(different) - _KEYS_SHOWN} more" if len(different) > _KEYS_SHOWN else ""
     raise UserError(
         f"the ranks do not run the same configuration: {'; '.join(different[:_KEYS_SHOWN])}{more}. Give all of them "
         "the same command line, and the same files where --config-dir or --config-path names some"
     )
+
+
+def _wait_until_all_know() -> None:
+    """Rank 0 may hold the store, and a rank that leaves breaks off an exchange that others have not finished yet."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + _FAREWELL_S
+    known = store.add("ranks that know they differ", 1)
+    while known < torch.distributed.get_world_size() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        known = store.add("ranks that know they differ", 0)
 
 
 def _differences(everybody: list[Mapping[str, Any]]) -> Iterator[str]:

@@ -198,16 +198,13 @@ def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
 
 
 def _run_dir_of_a_job(config: Config) -> list[str]:
-    """The batch script takes the path as it is, and hands it to Hydra on the job's own command line."""
-    try:
-        override = parse_override(f"run_dir={config.run_dir}")
-        if not override.is_sweep_override() and str(override.value()) == config.run_dir:
-            return []
-    except ConfigError:
-        pass
+    """The batch script takes the path to the letter, and hands it to Hydra in single quotes."""
+    assert config.run_dir is not None, "a sweep's jobs have directories of their own"
+    if not re.search(r"['\\\x00-\x1f\x7f]|\$\{", config.run_dir):
+        return []
     return [
-        f"run_dir={config.run_dir} has characters that a job of Slurm cannot be given (quotes, brackets, commas); give "
-        "another one with run_dir=… or hydra.sweep.dir=…"
+        f"run_dir={show(config.run_dir)} has characters that a job of Slurm cannot be given (single quotes, "
+        "backslashes, ${…}); give another one with run_dir=… or hydra.sweep.dir=…"
     ]
 
 

@@ -5,7 +5,6 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,8 +67,7 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     check_prompt(config, corpus)
     with process_groups(config.model, launch, platform), user_buffers(spec), ExitStack() as stack:
-        # A default run directory is named by the clock, and rank 0's counts.
-        check_ranks_agree(dict(flatten(config_to_dict(replace(config, run_dir=None)))))
+        check_ranks_agree(dict(flatten(config_to_dict(config))))
         run_dir, lock_note = on_rank_zero(lambda: _hold_run_dir(config, stack))
         # The host waits for the GPU where a step is logged: two of those show how long a step takes.
         learning_steps = max(LEARNING_STEPS, 2 * config.trainer.log_every_n_steps)
