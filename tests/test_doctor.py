@@ -486,7 +486,7 @@ def test_blackwell_runs_every_recipe():
             ),
             {
                 "transformer layers": "megatron-core's local layers",
-                "attention": "PyTorch with apex's softmax",
+                "attention": "PyTorch's fused kernels",
                 "layer norm": "apex",
                 "weight gradient sums": "PyTorch, in the product",
             },

@@ -41,7 +41,7 @@ TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, QKV, GRADIENT, LOSS = (
     "gradient_accumulation_fusion",
     "cross_entropy_loss_fusion",
 )
-CAST, ROWS = "activation_cast_fusion", "embedding_gradient_fusion"
+CAST, ROWS, ATTENTION = "activation_cast_fusion", "embedding_gradient_fusion", "torch_attention"
 NATIVE, LINEAR = (f"model.cross_entropy_fusion_impl={name}" for name in ("native", "linear"))
 
 
@@ -120,14 +120,23 @@ def active(kernels: Kernels) -> set[str]:
             {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, LOSS},
         ),
         # Emulated layers compute their weight gradients themselves.
-        (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, LOSS}),
-        (GPU, ["model=llama3_8b", "model.transformer_engine=false"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, ATTENTION, LOSS}),
+        (
+            GPU,
+            ["model=llama3_8b", "model.transformer_engine=false"],
+            {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS},
+        ),
         (GPU, ["model=llama3_8b", f"model.{GRADIENT}=false"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, LOSS}),
-        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
-        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
-        # TE has its own attention, so apex's softmax serves layers without TE alone.
+        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS}),
+        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS}),
+        # PyTorch's attention has no softmax of its own; megatron-core's, for references, is apex's.
         (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
-        (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, SOFTMAX, GRADIENT, ROWS, LOSS}),
+        (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS}),
+        (
+            APEX_WITHOUT_TE,
+            ["model=llama3_8b", "trainer.deterministic=true"],
+            {ACTIVATION, DROPOUT, SOFTMAX, GRADIENT, ROWS},
+        ),
     ],
 )
 def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[str], expected: set[str]) -> None:
@@ -343,7 +352,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
         (
             APEX_WITHOUT_TE,
             "megatron-core local",
-            "bias_activation_fusion, bias_dropout_add_fusion, masked_softmax_fusion, gradient_accumulation_fusion, "
+            "bias_activation_fusion, bias_dropout_add_fusion, torch_attention, gradient_accumulation_fusion, "
             "embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
             "layer norm, optimizer, softmax, weight gradient",
         ),

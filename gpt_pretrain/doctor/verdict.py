@@ -128,11 +128,11 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
                     "else Transformer Engine: cuDNN or flash-attn",
                 ),
                 (has_te, "Transformer Engine: cuDNN or flash-attn"),
-                (platform.apex_softmax, "PyTorch with apex's softmax"),
-                otherwise="PyTorch",
+                (platform.cuda, "PyTorch's fused kernels"),
+                otherwise="PyTorch, in separate operations",
             ),
-            order="FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch with apex's "
-            "softmax; PyTorch",
+            order="FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch's fused "
+            "kernels; separate operations, with apex's softmax where it is installed",
         ),
         Part(
             name="layer norm",

@@ -45,6 +45,7 @@ from megatron.core.transformer.transformer_layer import (
 from gpt_pretrain.megatron.fused_layers import CastingMLP
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
 from gpt_pretrain.megatron.patches import GRAPH_MEMORY, GRAPH_RECORDING, patch
+from gpt_pretrain.megatron.torch_attention import TorchAttention
 from gpt_pretrain.spec.kernels import Kernels
 
 # megatron-core's own; and the pool that it took memory from, listed once per call.
@@ -110,6 +111,8 @@ def build_layer_spec(
         norm = TENorm
     else:
         layer = _local_layer_spec(config, local_layers)
+        if kernels.torch_attention:
+            layer.submodules.self_attention.submodules.core_attention = TorchAttention
         # Left to megatron-core, the final norm is TE's wherever TE is installed.
         norm = local_layers.layer_norm(rms_norm=config.normalization == "RMSNorm")
     first = get_transformer_layer_offset(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())

@@ -25,7 +25,8 @@ class Storage:
     """Bytes of a value in the run's precision: 2 or 4."""
     fp8: Fp8Settings | None
     """FP8 as Transformer Engine stores it; None also where it is emulated, in the run's precision."""
-    transformer_engine: bool
+    fused_attention: bool
+    """Attention keeps a number for each token and head; otherwise the softmax of all scores."""
     fused_activation: bool
     fused_softmax: bool
 
@@ -87,7 +88,7 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
     # Attention keeps its output; the projection's input is the same tensor, or an FP8 copy beside it.
     projection_input = attended * storage.input_bytes(proj)
     shares_output = storage.fp8 is None or proj.wgrad_precision != "fp8"
-    if storage.transformer_engine:
+    if storage.fused_attention:
         softmax = 4 * heads * tokens
     else:
         # [b, heads, s, s]: the softmax in fp32 and what is multiplied with v; the fused kernel keeps the latter alone.

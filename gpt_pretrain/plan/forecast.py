@@ -89,8 +89,8 @@ def emulation_verdict() -> str:
 def unknown_speed() -> str:
     """Why there is no prediction on local layers."""
     return (
-        "Speed: not predicted for layers without Transformer Engine, whose attention writes all scores to memory; "
-        "leave model.transformer_engine and trainer.precision out to train at full speed."
+        "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine and "
+        "trainer.precision out to train at full speed."
     )
 
 

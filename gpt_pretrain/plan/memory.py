@@ -230,7 +230,7 @@ def plan_storage(spec: RunSpec) -> Storage:
         element=4 if spec.config.trainer.precision is Precision.fp32 else 2,
         # Emulated layers hold rounded values in the run's precision.
         fp8=spec.te_fp8,
-        transformer_engine=spec.kernels.transformer_engine,
+        fused_attention=spec.kernels.transformer_engine or spec.kernels.torch_attention,
         fused_activation=spec.kernels.bias_activation_fusion,
         fused_softmax=spec.kernels.masked_softmax_fusion,
     )

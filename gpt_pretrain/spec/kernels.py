@@ -39,6 +39,8 @@ class Kernels:
     bias_dropout_add_fusion: bool
     masked_softmax_fusion: bool
     use_flash_attention: bool
+    torch_attention: bool
+    """Attention of local layers by PyTorch's fused kernels; False: megatron-core's, which writes all scores."""
     apply_rope_fusion: bool
     fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
@@ -65,6 +67,9 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
     rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
     rotary = model.position_embedding_type is PositionEmbedding.rope
+    # Deterministic and fp32 runs serve as references, and PyTorch's kernels draw dropout from another random state.
+    plain = config.trainer.deterministic or config.trainer.precision is Precision.fp32 or model.attention_dropout > 0
+    softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain)
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
     return Kernels(
@@ -87,7 +92,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and not any(activation_cast_obstacles(run, sizes_known=True)),
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
-        masked_softmax_fusion=choose(model.masked_softmax_fusion, platform.apex_softmax and not te),
+        masked_softmax_fusion=softmax,
         # Not measured with recomputed attention.
         use_flash_attention=choose(
             model.use_flash_attention,
@@ -99,6 +104,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and model.activations_checkpoint_granularity is None
             and not any(flash_attention_obstacles(model)),
         ),
+        torch_attention=platform.cuda and not te and not plain and not softmax,
         apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
