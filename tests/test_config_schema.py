@@ -34,6 +34,10 @@ PUBLISHED = {
     "llama3_70b": 70_553_706_496,
     "mistral_7b": 7_248_023_552,
     "qwen2_5_7b": 7_615_616_512,
+    "llama3_1_8b": 8_030_261_248,
+    "mistral_nemo_12b": 12_247_782_400,
+    "phi4": 14_659_507_200,
+    "qwen3_8b": 8_190_735_360,
 }
 
 NEMO_KEYS = (
@@ -60,13 +64,14 @@ def presets():
 def count_parameters(model):
     """Counted matrix by matrix, as the papers describe the layers."""
     width, heads = model.hidden_size, model.num_attention_heads
-    head = width // heads
+    head = model.kv_channels or width // heads
     groups = model.num_query_groups or heads
     inner = model.ffn_hidden_size or 4 * width
     qkv, up = (heads + 2 * groups) * head, (2 if model.activation is Activation.swiglu else 1) * inner
     norm = width * (2 if model.normalization is Normalization.layernorm else 1)
     layer = width * qkv + heads * head * width + width * up + inner * width + 2 * norm
     layer += qkv if model.bias or model.qkv_bias else 0
+    layer += 2 * head if model.qk_layernorm else 0
     layer += width + up + width if model.bias else 0
     embeddings = model.vocab_size * width * (1 if model.share_embeddings_and_output_weights else 2)
     if model.position_embedding_type is PositionEmbedding.learned_absolute:

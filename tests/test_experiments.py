@@ -34,8 +34,16 @@ EXPERIMENTS = {
     "gpt_12_8b_1gpu": (1, True),
     "gpt_15_4b_1gpu": (1, True),
     "mixtral_8x7b_8gpu": (8, True),
+    "llama3_1_8b_8gpu": (8, True),
+    "mistral_7b_8gpu": (8, True),
+    "mistral_nemo_12b_8gpu": (8, True),
+    "qwen2_5_7b_8gpu": (8, True),
+    "qwen3_8b_8gpu": (8, True),
+    "phi4_8gpu": (8, True),
 }
 CLUSTER = ("llama3_8b_8gpu", "llama3_70b_64gpu", "gpt3_175b_512gpu")
+# The first is one of the cluster's.
+NOT_ON_H100 = ("llama3_8b_8gpu", "mixtral_8x7b_8gpu")
 GPUS_OF_A_NODE = 8
 # As the comments of the presets say it.
 OWN_CORPUS = ("data=mmap", "model.data.data_prefix=[web_text_document]")
@@ -59,9 +67,14 @@ def test_experiment_refuses_another_world_size(experiment, world_size, broken_ru
     assert f"torchrun --nproc-per-node {min(world_size, GPUS_OF_A_NODE)} " in "\n".join(problems)
 
 
-@pytest.mark.parametrize("fp8", ["none", "delayed", "tensorwise"])
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
-@pytest.mark.parametrize("experiment", CLUSTER)
+@pytest.mark.parametrize(
+    ("experiment", "gpu", "fp8"),
+    [
+        *itertools.product(CLUSTER, ["h100", "h200"], ["none", "delayed", "tensorwise"]),
+        # BF16 weights beside their FP8 copies take the most.
+        *((name, "h100", "delayed") for name in EXPERIMENTS if name.endswith("_8gpu") and name not in NOT_ON_H100),
+    ],
+)
 def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8, broken_rules):
     overrides = [f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"]
     assert broken_rules(*overrides, world_size=EXPERIMENTS[experiment][0], local_world_size=GPUS_OF_A_NODE) == []

@@ -198,9 +198,9 @@ def test_what_was_left_of_a_killed_export_is_replaced(llama, tmp_path):
             "heads (model.num_attention_heads=4)",
         ),
         (
-            ["model=llama3_8b", "model.num_query_groups=2", "model.rotary_percentage=0.5"],
+            ["model=llama3_8b", "model.num_query_groups=2", "model.rotary_percentage=0.5", "model.bias=true"],
             None,
-            "model.rotary_percentage=0.5 cannot be said by LlamaForCausalLM, which has 1.0",
+            "model.bias=true cannot be said by Phi3ForCausalLM, which has false",
         ),
         (
             ["model=llama3_8b", "model.num_query_groups=2", "model.activation=gelu"],

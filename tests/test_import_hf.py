@@ -20,14 +20,17 @@ from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from tests.launching import run_ranks
 from tests.saved_models import build_trainable, small_tokenizer
-from tests.transformers_reference import build_reference, gpt2, llama, make_tokens, reference_logits
+from tests.transformers_reference import RESCALED_ROPE, build_reference, gpt2, llama, make_tokens, reference_logits
 
-# By the class that publishes them; 250 tokens are padded to 256 rows.
+# By the class that publishes them, and what is special; 250 tokens are padded to 256 rows.
 CASES = {
     "gpt2": gpt2("gpt2_124m", vocab_size=250),
     "llama": llama("llama3_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, vocab_size=250),
     "mistral": llama("mistral_7b", "Mistral", groups=2, theta=1e6, epsilon=1e-5, head_width=24),
     "qwen2": llama("qwen2_5_7b", "Qwen2", groups=2, theta=1e6, epsilon=1e-6),
+    "qwen3": llama("qwen3_8b", "Qwen3", groups=2, theta=1e6, epsilon=1e-6, head_width=24),
+    "phi3": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5, rope={"partial_rotary_factor": 0.5}),
+    "llama, rescaled rope": llama("llama3_1_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, rope=RESCALED_ROPE),
 }
 SMALL_BATCH = ("model.micro_batch_size=2", "model.global_batch_size=2")
 
@@ -50,7 +53,8 @@ def published(tmp_path_factory):
 def test_import_and_export_give_every_bit_back(name, dtype, published, tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(published / name, dtype=dtype).save_pretrained(tmp_path / "hf")
     import_model(tmp_path / "hf", tmp_path / "ours")
-    arguments = [f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}", f"architecture={name}"]
+    architecture = name.partition(",")[0]
+    arguments = [f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}", f"architecture={architecture}"]
     assert export_main(arguments) == 0
     before, after = (load_file(tmp_path / part / "model.safetensors") for part in ("hf", "back"))
     assert before.keys() == after.keys()
@@ -145,8 +149,17 @@ def test_sharded_files_are_read_through_their_index(published, tmp_path):
         (
             "llama",
             {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "cannot be imported: rope is not rescaled here",
+            "cannot be imported: the only rescaled rope here is Llama 3.1's",
         ),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}}, "Llama 3.1's"),
+        (
+            "llama, rescaled rope",
+            {"rope_parameters": {**RESCALED_ROPE, "rope_theta": 5e5, "low_freq_factor": 2.0}},
+            "low_freq_factor=1.0",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "this class rotates whole heads"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=true cannot be imported"),
+        ("phi3", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true cannot be imported"),
         ("llama", {"quantization_config": {"bits": 4}}, "cannot be imported: import the model's unquantised weights"),
@@ -157,7 +170,11 @@ def test_sharded_files_are_read_through_their_index(published, tmp_path):
         ("llama", {"num_key_value_heads": 3}, "is not divisible by model.num_query_groups=3"),
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu' cannot be imported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true cannot be imported"),
-        ("gpt2", {"model_type": "bert"}, "model_type='bert' cannot be imported; known: gpt2, llama, mistral, qwen2"),
+        (
+            "gpt2",
+            {"model_type": "bert"},
+            "model_type='bert' cannot be imported; known: gpt2, llama, mistral, qwen2, qwen3, phi3",
+        ),
     ],
 )
 def test_what_would_not_be_the_same_model_is_refused(  # noqa: PLR0917 - a table's columns and pytest's fixtures

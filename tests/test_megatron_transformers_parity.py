@@ -7,6 +7,7 @@ import torch
 
 from tests.forked_runs import fork_ranks
 from tests.transformers_reference import (
+    RESCALED_ROPE,
     build_reference,
     built_model,
     built_training,
@@ -21,6 +22,7 @@ from tests.transformers_reference import (
 )
 
 TOLERANCE = 1e-4
+WIDTH = "model.kv_channels"
 
 CASES = {
     "gpt2": gpt2("gpt2_124m"),
@@ -34,6 +36,20 @@ CASES = {
         "mistral_7b", "Mistral", groups=2, theta=1e6, epsilon=1e-5, head_width=24, overrides=["model.kv_channels=24"]
     ),
     "qwen2_5": llama("qwen2_5_7b", "Qwen2", groups=2, theta=1e6, epsilon=1e-6),
+    "llama3_1": llama("llama3_1_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, rope=RESCALED_ROPE),
+    "mistral_nemo": llama(
+        "mistral_nemo_12b", "Mistral", groups=2, theta=1e6, epsilon=1e-5, head_width=8, overrides=[f"{WIDTH}=8"]
+    ),
+    "qwen3": llama("qwen3_8b", "Qwen3", groups=2, theta=1e6, epsilon=1e-6, head_width=24, overrides=[f"{WIDTH}=24"]),
+    "phi4": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5),
+    "phi3_partial_rotation": llama(
+        "phi4",
+        "Phi3",
+        theta=2.5e5,
+        epsilon=1e-5,
+        rope={"partial_rotary_factor": 0.5},
+        overrides=["model.rotary_percentage=0.5"],
+    ),
 }
 
 
@@ -86,6 +102,8 @@ def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax() -> None:
         ("llama3", "model.layernorm_epsilon=1.0e-6"),
         ("qwen2_5", "model.layernorm_epsilon=1.0e-5"),
         ("mistral", "model.rotary_base=10000"),
+        ("llama3_1", "model.rope_scaling_factor=null"),
+        ("phi3_partial_rotation", "model.rotary_percentage=1.0"),
     ],
 )
 def test_comparison_sees_a_setting_that_differs(name: str, override: str) -> None:

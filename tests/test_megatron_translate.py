@@ -111,6 +111,7 @@ ROWS = [
     ),
     Row(override="model.bias=true", transformer={"add_bias_linear": True}),
     Row(override="model.qkv_bias=true", transformer={"add_qkv_bias": True}),
+    Row(override="model.qk_layernorm=true", transformer={"qk_layernorm": True}),
     Row(
         override="model.init_method_std=0.01",
         transformer={
@@ -410,6 +411,7 @@ ELSEWHERE = {
         "model.position_embedding_type",
         "model.rotary_percentage",
         "model.rotary_base",
+        "model.rope_scaling_factor",
         "model.share_embeddings_and_output_weights",
     ),
     "spec/kernels.py": (

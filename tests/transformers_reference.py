@@ -86,12 +86,30 @@ def gpt2(preset: str, **kwargs: Any) -> Case:
     return Case(preset=preset, architecture="GPT2", published=published, **kwargs)
 
 
-def llama(preset: str, architecture: str, *, theta: float, epsilon: float, **kwargs: Any) -> Case:
+# Of Llama 3.1.
+RESCALED_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama(
+    preset: str,
+    architecture: str,
+    *,
+    theta: float,
+    epsilon: float,
+    rope: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Case:
     """A model of Llama's family; `groups` below the number of heads is grouped-query attention."""
     published = {
         "hidden_act": "silu",
         "rms_norm_eps": epsilon,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, **(rope or {})},
         "tie_word_embeddings": False,
     }
     return Case(preset=preset, architecture=architecture, published=published, **kwargs)
@@ -117,6 +135,8 @@ def build_reference(case: Case) -> torch.nn.Module:
             max_position_embeddings=case.length,
             **common,
             **({"sliding_window": None} if case.architecture == "Mistral" else {}),
+            # Its own default is beyond these vocabularies.
+            **({"pad_token_id": None} if case.architecture == "Phi3" else {}),
         )
         reference = getattr(transformers, f"{case.architecture}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(5)

@@ -23,6 +23,7 @@ from gpt_pretrain.checkpoint.state import (
     Progress,
     Trainable,
     architecture,
+    architecture_differences,
     differences,
     keeps_fp8_state,
     layout,
@@ -81,7 +82,8 @@ def load_checkpoint(
     """
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
     notes = _compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
-    different = differences(architecture(model, trainable.model.transformer_config), manifest.architecture)
+    current = architecture(model, trainable.model.transformer_config)
+    different = architecture_differences(current, manifest.architecture)
     if different:
         raise UserError(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
@@ -89,11 +91,11 @@ def load_checkpoint(
     restores_fp8 = keeps_fp8_state(
         path, trainable.model.spec.fp8, manifest.fp8, reset=config.checkpoint.reset_fp8_state
     )
-    current = layout(model)
-    restores_random_states = places_of_ranks(current) == places_of_ranks(manifest.layout)
+    places = places_of_ranks(layout(model))
+    restores_random_states = places == places_of_ranks(manifest.layout)
     if not restores_random_states:
         notes.append(
-            f"resharded: {differences(places_of_ranks(current), manifest.layout)}; random states are seeded anew from "
+            f"resharded: {differences(places, manifest.layout)}; random states are seeded anew from "
             "model.seed and the step"
         )
     wanted = sharded_state(trainable, is_loading=True)
@@ -150,7 +152,7 @@ def load_weights(
         allowed=config.checkpoint.allow_data_change,
     )
     current = architecture(model, trainable.model.transformer_config)
-    different = differences(
+    different = architecture_differences(
         {key: value for key, value in current.items() if key not in _NOT_OF_WEIGHTS}, manifest.architecture
     )
     if different:

@@ -60,13 +60,17 @@ _ARCHITECTURE_KEYS = (
     "position_embedding_type",
     "rotary_percentage",
     "rotary_base",
+    "rope_scaling_factor",
     "normalization",
     "layernorm_epsilon",
     "activation",
     "bias",
     "qkv_bias",
+    "qk_layernorm",
     "share_embeddings_and_output_weights",
 )
+# The values of checkpoints that are older than the key.
+_BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -218,6 +222,11 @@ def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
         for key, value in current.items()
         if value != saved.get(key)
     )
+
+
+def architecture_differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
+    """`differences` of two models, of which the saved one may be older than some keys."""
+    return differences(current, {**_BEFORE, **saved})
 
 
 def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:

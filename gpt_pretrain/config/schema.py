@@ -151,6 +151,8 @@ class ModelConfig:
     """Share of each head that rope rotates."""
     rotary_base: int
     """Base period (theta) of rope."""
+    rope_scaling_factor: float | None
+    """Stretches rope's periods beyond 8,192 tokens by this factor, as Llama 3.1 does with 8; null: as they are."""
     normalization: Normalization
     """layernorm or rmsnorm."""
     layernorm_epsilon: float
@@ -160,7 +162,9 @@ class ModelConfig:
     bias: bool
     """Biases in the linear layers."""
     qkv_bias: bool
-    """A bias in the query/key/value projection even where bias=false (Qwen)."""
+    """A bias in the query/key/value projection even where bias=false (Qwen2.5)."""
+    qk_layernorm: bool
+    """Normalise the queries and keys of each head before they are rotated (Qwen3)."""
     share_embeddings_and_output_weights: bool
     """The LM head reuses the embedding matrix (tied embeddings)."""
     init_method_std: float

@@ -1,11 +1,11 @@
 """Which class of `transformers` a model of ours is, and its config.json, both ways.
 
-Four classes are known. Their fields are the published ones, read where they stand in a `config.json` of
+Six classes are known. Their fields are the published ones, read where they stand in a `config.json` of
 `transformers` 4 and 5. What a class cannot say is refused with the field's name: a checkpoint that loads, and computes
 something else, would be found by nobody.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -22,6 +22,8 @@ class Architecture(Enum):
     llama = "LlamaForCausalLM"
     mistral = "MistralForCausalLM"
     qwen2 = "Qwen2ForCausalLM"
+    qwen3 = "Qwen3ForCausalLM"
+    phi3 = "Phi3ForCausalLM"
 
 
 _GPT2_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
@@ -39,18 +41,34 @@ _GPT2_FIELDS: dict[str, tuple[Any, ...]] = {
     "activation": tuple(_GPT2_ACTIVATIONS),
     "bias": (True,),
 }
-_LLAMA_FIELDS: dict[str, tuple[Any, ...]] = {
+_COMMON_FIELDS: dict[str, tuple[Any, ...]] = {
     "num_moe_experts": (None,),
     "position_embedding_type": (PositionEmbedding.rope,),
-    "rotary_percentage": (1.0,),
     "normalization": (Normalization.rmsnorm,),
     "activation": (Activation.swiglu,),
 }
+_WHOLE_HEADS: dict[str, tuple[Any, ...]] = {"rotary_percentage": (1.0,)}
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"bias": (False,), "qkv_bias": (False,)}
+_NO_QK_NORM: dict[str, tuple[Any, ...]] = {"qk_layernorm": (False,)}
 _FIELDS: dict[Architecture, dict[str, tuple[Any, ...]]] = {
-    Architecture.gpt2: _GPT2_FIELDS,
-    Architecture.llama: _LLAMA_FIELDS,
-    Architecture.mistral: {**_LLAMA_FIELDS, "bias": (False,), "qkv_bias": (False,)},
-    Architecture.qwen2: {**_LLAMA_FIELDS, "bias": (False,), "qkv_bias": (True,)},
+    Architecture.gpt2: {**_GPT2_FIELDS, **_NO_QK_NORM},
+    Architecture.llama: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM},
+    Architecture.mistral: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, **_NO_BIAS},
+    Architecture.qwen2: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, "bias": (False,), "qkv_bias": (True,)},
+    Architecture.qwen3: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_BIAS, "qk_layernorm": (True,)},
+    Architecture.phi3: {**_COMMON_FIELDS, **_NO_QK_NORM, **_NO_BIAS, "rope_scaling_factor": (None,)},
+}
+# Classes whose heads are hidden_size / num_attention_heads wide.
+_FIXED_HEADS = (Architecture.gpt2, Architecture.qwen2, Architecture.phi3)
+# What megatron-core's rescaling of rope has fixed (RotaryEmbedding._apply_scaling): Llama 3.1's.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+# Features that only one class has; Llama says the rest.
+_BY_FEATURE: Mapping[Architecture, Callable[[ModelConfig], bool]] = {
+    Architecture.qwen3: lambda model: model.qk_layernorm,
+    Architecture.qwen2: lambda model: model.qkv_bias and not model.bias,
+    Architecture.phi3: lambda model: model.rotary_percentage < 1,
 }
 
 
@@ -70,7 +88,7 @@ def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) 
     elif model.position_embedding_type is PositionEmbedding.learned_absolute:
         chosen = Architecture.gpt2
     else:
-        chosen = Architecture.qwen2 if model.qkv_bias and not model.bias else Architecture.llama
+        chosen = next((known for known in _BY_FEATURE if _BY_FEATURE[known](model)), Architecture.llama)
     problems = list(_inexpressible(model, chosen))
     if problems:
         raise ConfigError(problems)
@@ -88,8 +106,7 @@ def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[s
             f"model.num_query_groups={num_query_groups(model)} cannot be said by {architecture.value}, which has as "
             f"many key/value heads as query heads (model.num_attention_heads={model.num_attention_heads})"
         )
-    fixed_heads = architecture in (Architecture.gpt2, Architecture.qwen2)
-    if fixed_heads and kv_channels(model) * model.num_attention_heads != model.hidden_size:
+    if architecture in _FIXED_HEADS and kv_channels(model) * model.num_attention_heads != model.hidden_size:
         yield (
             f"model.kv_channels={model.kv_channels} cannot be said by {architecture.value}, whose heads are "
             f"model.hidden_size / model.num_attention_heads = {model.hidden_size} / {model.num_attention_heads} wide"
@@ -143,16 +160,28 @@ def to_hf_config(
         "hidden_act": "silu",
         "rms_norm_eps": model.layernorm_epsilon,
         "rope_theta": float(model.rotary_base),
+        "rope_scaling": _rope_scaling(model),
         "attention_dropout": model.attention_dropout,
     }
-    match architecture:
-        case Architecture.llama:
-            biases = {"attention_bias": model.bias, "mlp_bias": model.bias}
-            return {**llama, "head_dim": kv_channels(model), "rope_scaling": None, **biases}
-        case Architecture.mistral:
-            return {**llama, "head_dim": kv_channels(model), "sliding_window": None}
-        case _:
-            return {**llama, "rope_scaling": None, "use_sliding_window": False}
+    head_dim = {} if architecture in _FIXED_HEADS else {"head_dim": kv_channels(model)}
+    own: dict[Architecture, dict[str, Any]] = {
+        Architecture.llama: {"attention_bias": model.bias, "mlp_bias": model.bias},
+        Architecture.mistral: {"sliding_window": None},
+        Architecture.qwen2: {"use_sliding_window": False},
+        Architecture.qwen3: {"use_sliding_window": False, "attention_bias": False},
+        # Its own default for padding is a token that smaller vocabularies do not have.
+        Architecture.phi3: {
+            "partial_rotary_factor": model.rotary_percentage,
+            "sliding_window": None,
+            "pad_token_id": None,
+        },
+    }
+    return {**llama, **head_dim, **own[architecture]}
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    factor = model.rope_scaling_factor
+    return None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
 
 
 def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture, dict[str, Any]]:
@@ -241,18 +270,23 @@ class _HfConfig:
             "activation": _GPT2_ACTIVATION_NAMES.get(activation, Activation.gelu_tanh).name,
             "bias": True,
             "qkv_bias": False,
+            "qk_layernorm": False,
         }
 
     def llama(self, architecture: Architecture) -> dict[str, Any]:
-        """LlamaConfig, MistralConfig and Qwen2Config."""
+        """The configurations of Llama's family."""
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         self._expect("hidden_act", "silu", "silu", "the gated MLP is SiLU's here")
         groups = self.integer("num_key_value_heads", 8 if architecture is Architecture.mistral else heads)
         has_head_width = self._values.get("head_dim") is not None
-        is_window_on = architecture is Architecture.mistral or self.boolean("use_sliding_window", False)
-        # MistralConfig's own default is the window of Mistral 7B v0.1.
-        if is_window_on and self._values.get("sliding_window", 4096) is not None:
+        # MistralConfig's own default is the window of Mistral 7B v0.1; Phi3Config's is none.
+        default = 4096 if architecture is not Architecture.phi3 else None
+        is_window_on = self.boolean("use_sliding_window", architecture in (Architecture.mistral, Architecture.phi3))
+        if is_window_on and self._values.get("sliding_window", default) is not None:
             self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3")
+        if architecture is Architecture.qwen3:
+            self._expect("attention_bias", False, False, "its class has biases in all of attention's projections then")
+        rope = self._rope(architecture)
         bias = architecture is Architecture.llama and self.boolean("attention_bias", False)
         if architecture is Architecture.llama and self.boolean("mlp_bias", False) != bias:
             self.refuse("mlp_bias", "biases are in all linear layers here, or in none (attention_bias differs)")
@@ -265,27 +299,41 @@ class _HfConfig:
             "kv_channels": self.integer("head_dim") if has_head_width else None,
             "max_position_embeddings": self.integer("max_position_embeddings"),
             "position_embedding_type": PositionEmbedding.rope.name,
-            "rotary_percentage": 1.0,
-            "rotary_base": self._rotary_base(),
+            **rope,
             "normalization": Normalization.rmsnorm.name,
             "layernorm_epsilon": self.number("rms_norm_eps", 1e-6),
             "activation": Activation.swiglu.name,
             "bias": bias,
             "qkv_bias": architecture is Architecture.qwen2,
+            "qk_layernorm": architecture is Architecture.qwen3,
         }
 
-    def _rotary_base(self) -> int:
+    def _rope(self, architecture: Architecture) -> dict[str, Any]:
         """Of `rope_parameters`, which `transformers` 5 writes, or of `rope_theta` and `rope_scaling` before it."""
         written = self._values.get("rope_parameters")
-        rope = written if isinstance(written, dict) else {"rope_theta": self._values.get("rope_theta", 1e4)}
         name = "rope_parameters" if isinstance(written, dict) else "rope_scaling"
-        scaling = rope if name == "rope_parameters" else self._values.get("rope_scaling") or {}
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            self.refuse(name, "rope is not rescaled here")
-        if scaling.get("partial_rotary_factor", self._values.get("partial_rotary_factor", 1.0)) != 1.0:
-            self.refuse(name, "these classes rotate whole heads")
-        base = rope.get("rope_theta", 1e4)
+        scaling = self._values.get(name)
+        scaling = scaling if isinstance(scaling, dict) else {}
+        share = scaling.get("partial_rotary_factor", self._values.get("partial_rotary_factor", 1.0))
+        if share != 1.0 and architecture is not Architecture.phi3:
+            self.refuse(name, "this class rotates whole heads")
+        base = scaling.get("rope_theta", self._values.get("rope_theta", 1e4))
         if isinstance(base, bool) or not isinstance(base, int | float) or base != int(base):
             self.problems.append(f"{self._origin}: rope_theta={show(base)} is no whole number")
-            return 10_000
-        return int(base)
+            base = 10_000
+        return {
+            "rotary_percentage": share,
+            "rotary_base": int(base),
+            "rope_scaling_factor": self._rope_scaling_factor(name, scaling),
+        }
+
+    def _rope_scaling_factor(self, name: str, scaling: Mapping[str, Any]) -> float | None:
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind == "default":
+            return None
+        fixed = {key: scaling.get(key) for key in _LLAMA3_ROPE}
+        if kind != "llama3" or fixed != _LLAMA3_ROPE or not isinstance(scaling.get("factor"), int | float):
+            only = ", ".join(f"{key}={show(value)}" for key, value in _LLAMA3_ROPE.items())
+            self.refuse(name, f"the only rescaled rope here is Llama 3.1's: rope_type=llama3 with a factor, and {only}")
+            return None
+        return float(scaling["factor"])

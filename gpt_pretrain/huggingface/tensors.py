@@ -111,7 +111,7 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
     )
     gpt2 = architecture is Architecture.gpt2
     embedding, norm = ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
-    layer_rules = _gpt2_layer(model) if gpt2 else _llama_layer(model)
+    layer_rules = _gpt2_layer(model) if gpt2 else _llama_layer(model, fused=architecture is Architecture.phi3)
     prefix = "transformer.h" if gpt2 else "model.layers"
 
     shapes = _layer_shapes(model)
@@ -158,7 +158,7 @@ def _layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     for name, (rows, columns) in matrices.items():
         shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
         shapes |= {f"{name}.layer_norm_{part}": (columns,) for part in ("weight", "bias")}
-    return shapes
+    return shapes | {f"self_attention.{name}_layernorm.weight": (width,) for name in ("q", "k")}
 
 
 def _gpt2_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Conversion]]:
@@ -183,21 +183,33 @@ def _gpt2_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Convers
     ]
 
 
-def _llama_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Conversion]]:
+def _llama_layer(model: ModelConfig, *, fused: bool) -> list[tuple[str, tuple[str, ...], _Conversion]]:
+    """The layers of Llama's family; `fused` where queries, keys and values are one matrix, and a gated MLP's halves."""
     groups, width = num_query_groups(model), kv_channels(model)
     by_group = _Conversion(
         to_hf=partial(_split_by_group, groups=groups, width=width),
         to_ours=partial(_join_by_group, groups=groups, width=width),
     )
-    projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    halves = _HALVES
+    if fused:
+        heads = [model.num_attention_heads * width, groups * width, groups * width]
+        by_group = _Conversion(
+            to_hf=lambda tensor: [torch.cat(_split_by_group(tensor, groups=groups, width=width))],
+            to_ours=lambda tensors: _join_by_group(_only(tensors).split(heads), groups=groups, width=width),
+        )
+        projections, gate, halves = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",), _SAME
     rules: list[tuple[str, tuple[str, ...], _Conversion]] = [
         ("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), _SAME),
         ("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in projections), by_group),
         ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _SAME),
         ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), _SAME),
-        ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _HALVES),
+        ("mlp.linear_fc1.weight", tuple(f"{name}.weight" for name in gate), halves),
         ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _SAME),
     ]
+    if model.qk_layernorm:
+        rules += [(f"self_attention.{q}_layernorm.weight", (f"self_attn.{q}_norm.weight",), _SAME) for q in "qk"]
     if model.bias or model.qkv_bias:
         rules.append(("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in projections), by_group))
     if model.bias:

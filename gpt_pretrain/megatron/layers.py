@@ -99,7 +99,9 @@ def build_layer_spec(
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
         )
         if kernels.use_flash_attention:
             from gpt_pretrain.megatron.flash_attention import FlashAttention
@@ -182,8 +184,8 @@ def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> Module
                     linear_qkv=backend.column_parallel_linear(),
                     core_attention=backend.core_attention(),
                     linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=IdentityOp,
-                    k_layernorm=IdentityOp,
+                    q_layernorm=norm if config.qk_layernorm else IdentityOp,
+                    k_layernorm=norm if config.qk_layernorm else IdentityOp,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,

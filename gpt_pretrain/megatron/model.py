@@ -134,6 +134,8 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
                 position_embedding_type=model.position_embedding_type.value,
                 rotary_percent=model.rotary_percentage,
                 rotary_base=model.rotary_base,
+                rope_scaling=model.rope_scaling_factor is not None,
+                rope_scaling_factor=model.rope_scaling_factor or 1.0,
                 vp_stage=stage,
             )
         apply_quantization_overrides(chunk)

@@ -85,6 +85,8 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
     fp8_attention = storage.fp8 is not None and storage.fp8.dot_product_attention
     projected = tokens * (heads + 2 * num_query_groups(model) // tp) * width * (1 if fp8_attention else element)
     attended = tokens * heads * width
+    # Their norms keep what they were given.
+    normalised = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
     # Attention keeps its output; the projection's input is the same tensor, or an FP8 copy beside it.
     projection_input = attended * storage.input_bytes(proj)
     shares_output = storage.fp8 is None or proj.wgrad_precision != "fp8"
@@ -110,6 +112,7 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
         attention_block=local * model.hidden_size * storage.input_bytes(qkv)
         + norm_statistics
         + projected
+        + normalised
         + projection_input
         + dropout_mask,
         attention_core=core,

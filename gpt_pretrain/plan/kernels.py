@@ -104,7 +104,8 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
     # Two norms and two residual additions: 4 passes forward, 7 backward each way; the residual stream is read twice.
     stream = 22 * local * model.hidden_size
     activation = (fc1 + inner) + (2 * fc1 + inner)
-    rotary_or_copy = 4 * projected
+    # A norm reads and writes its values forward, and reads two tensors and writes one backward.
+    rotary_or_copy = (4 + 5 * model.qk_layernorm) * projected
     bias = (projected if model.bias or model.qkv_bias else 0) + (fc1 + 2 * model.hidden_size if model.bias else 0)
     moved = 8 * model.hidden_size if fc1_layer.kind == EXPERT_FC1 else 0
     return 2.0 * (stream + rows * (activation + moved) + tokens * (rotary_or_copy / 2 + bias))

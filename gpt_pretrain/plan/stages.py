@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Normalization, PositionEmbedding
-from gpt_pretrain.config.derived import padded_vocab_size
+from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
 from gpt_pretrain.spec.run_spec import Layout, RunSpec
@@ -64,13 +64,18 @@ def _chunks_in_flight(layout: Layout, stage: int) -> int:
 def _layer_vectors(model: ModelConfig, layer: Sequence[Linear]) -> int:
     """Biases and norm weights of one layer. Biases of row-parallel layers are whole on every TP rank."""
     norms = 2 * _norm_parameters(model)
+    norms += model.qk_layernorm * 2 * kv_channels(model) * _norm_vectors(model)
     biased = {QKV: model.bias or model.qkv_bias, PROJ: model.bias, FC1: model.bias, FC2: model.bias}
     # Routers and experts have none.
     return norms + sum(linear.out_features for linear in layer if biased.get(linear.kind))
 
 
+def _norm_vectors(model: ModelConfig) -> int:
+    return 2 if model.normalization is Normalization.layernorm else 1
+
+
 def _norm_parameters(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.normalization is Normalization.layernorm else 1)
+    return model.hidden_size * _norm_vectors(model)
 
 
 def plan_stages(spec: RunSpec) -> list[Stage]:

@@ -18,6 +18,7 @@ from gpt_pretrain.config.choices import (
     MoeTokenDispatcher,
     MomentDtype,
     OnSaveError,
+    PositionEmbedding,
     RecomputeGranularity,
     ScheduleName,
     TokenizerLibrary,
@@ -112,6 +113,11 @@ def _without_full_recomputation(run: Resolved) -> str:
     if granularity is RecomputeGranularity.full:
         return ""
     return f"model.activations_checkpoint_granularity={'null' if granularity is None else granularity.name}"
+
+
+def _without_rope(run: Resolved) -> str:
+    kind = run.model.position_embedding_type
+    return "" if kind is PositionEmbedding.rope else f"model.position_embedding_type={kind.name}"
 
 
 def _with_plain_states(run: Resolved) -> str:
@@ -290,6 +296,7 @@ def _table() -> tuple[NoEffect, ...]:
             )
             for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform"))
         ),
+        NoEffect(key="model.rope_scaling_factor", why=_without_rope, instead="null, or position_embedding_type=rope"),
         NoEffect(
             key="model.ddp_bucket_size",
             why=lambda run: "" if run.model.overlap_grad_reduce else "model.overlap_grad_reduce=false",

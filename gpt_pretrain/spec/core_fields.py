@@ -99,6 +99,7 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("gated_linear_unit", model.activation is Activation.swiglu, ("model.activation",))
     yield Field("add_bias_linear", model.bias, ("model.bias",))
     yield Field("add_qkv_bias", model.qkv_bias, ("model.qkv_bias",))
+    yield Field("qk_layernorm", model.qk_layernorm, ("model.qk_layernorm",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
     # megatron/weights.py draws the weights anew, independent of the layout; built on the device.

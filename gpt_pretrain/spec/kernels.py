@@ -248,6 +248,8 @@ def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         yield f"model.position_embedding_type={model.position_embedding_type.name}", "there is nothing to rotate"
     if model.apply_rope_fusion is False:
         yield "model.apply_rope_fusion=false", "it asks for a rotation by separate operations"
+    if model.qk_layernorm:
+        yield "model.qk_layernorm=true", "queries and keys are normalised between their projection and the rotation"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "not tested in replayed layers"
 
