@@ -64,22 +64,29 @@ def test_layout_trains_as_one_process(num_ranks, layout, launch, *, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "layouts"),
     [
-        pytest.param(["model=gpt2_124m", "model.num_layers=4", "model.num_attention_heads=4"], id="GPT-2, tied"),
-        pytest.param(["model.data.eod_mask_loss=true"], id="masked loss"),
+        # Across pipeline stages two copies of the embedding add up their gradients.
+        pytest.param(
+            ["model=gpt2_124m", "model.num_layers=4", "model.num_attention_heads=4"], ("pp2", "dp"), id="GPT-2, tied"
+        ),
+        # Masks leave ranks unequal tokens.
+        pytest.param(["model.data.eod_mask_loss=true"], ("pp2", "dp"), id="masked loss"),
+        # Each rank normalises the queries and keys of its own heads with weights that all share.
+        pytest.param(["model.qk_layernorm=true"], ("tp2", "tp2_sp"), id="norms of queries and keys"),
     ],
 )
-def test_tied_embeddings_and_masked_losses_train_as_one_process(overrides, tmp_path, cache_dir):
-    """Across pipeline stages two copies of the embedding add up their gradients; masks leave ranks unequal tokens."""
+def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path, cache_dir):
     short = ["trainer.max_steps=6", "trainer.limit_val_batches=0", "checkpoint.save_at_end=false", *overrides]
     one = run_small(1, tmp_path / "one", cache_dir, short)
-    for name, layout in (("pp", "parallelism=pp2"), ("dp", "parallelism=dp")):
-        metrics = run_small(2, tmp_path / name, cache_dir, [*short, layout])
+    for layout in layouts:
+        metrics = run_small(2, tmp_path / layout, cache_dir, [*short, f"parallelism={layout}"])
         model = load_config([*SMALL_RUN, *overrides]).model
         for record, expected in zip(metrics.train, one.train, strict=True):
             near = pytest.approx(expected.loss, rel=loss_tolerance(model, torch.float32, record.step))
             assert record.loss == near, layout
+            norm = pytest.approx(expected.grad_norm, rel=gradient_tolerance(model, torch.float32, record.step))
+            assert record.grad_norm == norm, layout
 
 
 @pytest.mark.parametrize(
