@@ -97,6 +97,9 @@ def repeat(amount):
 
 NAN = synthetic_run("fp8", 1, loss=lambda x: math.nan if x > 500_000 else power_law(x))
 UNTIMED = replace(synthetic_run("bf16", 1).training, gpu_seconds=())
+FALLING = replace(
+    synthetic_run("fp8", 1).training, tokens=tuple(5000 * max(1, i % 100 + 2 * (i > 198) * 100) for i in range(200))
+)
 OTHER_BATCH = {**SHARED, "model.global_batch_size": "16"}
 
 CASES = {
@@ -110,6 +113,8 @@ CASES = {
     "one seed against three": ([synthetic_run("fp8", 1, gap=0.002)], "cannot_tell", "run longer or more seeds"),
     "no common tokens": ([synthetic_run("fp8", 1, first=2000)], "cannot_tell", "overlap"),
     "hardly begun": ([synthetic_run("fp8", 1, steps=50)], "cannot_tell", "10 logged losses"),
+    "no cross entropy": ([synthetic_run("fp8", 1, gap=-2.0)], "cannot_tell", "no cross entropy"),
+    "tokens that fall": ([synthetic_run("fp8", 1, training=FALLING)], "cannot_tell", "do not rise"),
     "another batch": ([synthetic_run("fp8", 1, settings=OTHER_BATCH)], "not_comparable", "16"),
 }
 

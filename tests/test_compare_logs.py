@@ -299,6 +299,9 @@ BROKEN = {
         "(ms): N",
     ),
     "nemo's step": (lines_of(NEMO_LINES, 3, "global_step: 1", "global_step: one"), ":3:", "reduced_train_loss: N"),
+    "titan's digits": (lines_of(TITAN, 7, "step: 10", "step: " + "1" * 5000), ":7:", "tps: N"),
+    "no GPUs": (lines_of(TITAN, 1, "dp_shard=4", "dp_shard=0"), ":1:", "tps: N"),
+    "no time": (lines_of(MEGATRON, 12, "(ms): 12936.1", "(ms): 0"), ":12:", "(ms): N"),
     "titan's rate": (lines_of(TITAN, 7, "tps: 301,092", "tps: "), ":7:", "tps: N"),
     "only a torn line": (TITAN.splitlines()[4][:120], "torchtitan", "tps: N"),
     "a cell of words": (lines_of(WANDB, 3, "4.5", "four"), ":3:", "a number"),
@@ -309,6 +312,15 @@ BROKEN = {
     "mlflow's value": (lines_of(MLFLOW, 3, "4.5", ""), ":3:", "a whole step and a value"),
     "a line of ours": (StartRecord(step=0, time_unix=0.0).to_line() + "\nnonsense\n{}\n", ":2 ", "record"),
     "none of our steps": (StartRecord(step=0, time_unix=0.0).to_line() + "\n", " has no record", "train"),
+    "a number beyond all floats": (
+        StartRecord(step=0, time_unix=0.0).to_line()
+        + "\n"
+        + '{"kind": "start", "step": 0, "time_unix": 1'
+        + "0" * 400
+        + "}\n",
+        "log",
+        "record",
+    ),
     "deep JSON": ('{"kind": "start", "step": 0, "time_unix": 0.0}\n' + "[" * 200_000 + "\n{}\n", "log", "record"),
     "events without an end": (
         struct.pack("<QI", 24, 0) + b"\x09\0\0\0\0\0\0\0\0\x1a\x0dbrain.Event:2",

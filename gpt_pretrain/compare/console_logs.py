@@ -9,6 +9,7 @@ Anything may stand between those lines. A line that begins as one of them and do
 named, rather than left out of a curve. Only the last line of a file may be torn, as a run that goes on leaves it.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from gpt_pretrain.compare.document import Format
 from gpt_pretrain.compare.series import Point, Series, check_size, first_known
 from gpt_pretrain.config.errors import UserError
 
-_MAX_LINE = 1 << 16
+# No code prints longer ones; patterns may take the square of it.
+_MAX_LINE = 1 << 13
+_MAX_NUMBER = 60
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 
 _MEGATRON = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
-_NEMO_BAR = re.compile(r"\bEpoch \d+:.*?\[(.*reduced_train_loss=.*)")
+_NEMO_BAR = re.compile(r"\bEpoch \d+:.*\breduced_train_loss=")
 _NEMO_LINE = re.compile(r"\bTraining epoch \d+, iteration (\d+)/(\d+) \|")
 _TITAN = re.compile(r"(?<!validate )\bstep: +(\d+) +loss:")
 _EXPECTED: Mapping[Format, str] = {
@@ -55,7 +58,7 @@ _ARGUMENTS = {
     "context_parallel_size": "model.context_parallel_size",
     "world_size": "world_size",
 }
-_ARGUMENT = re.compile(r"^ *(?:\[[^\]]*\]:? *)?(\w+) \.{3,} (.+?) *$")
+_ARGUMENT = re.compile(r"^ *(?:\[[^\]]*\]:? *)?(\w+) \.{3,} (.+)$")
 
 
 class _Damaged(Exception):
@@ -63,9 +66,16 @@ class _Damaged(Exception):
 
 
 def _number(text: str | None) -> float:
-    if text is None or not re.fullmatch(_NUMBER, text.strip(), re.IGNORECASE):
+    if text is None or len(text) > _MAX_NUMBER or not re.fullmatch(_NUMBER, text.strip(), re.IGNORECASE):
         raise _Damaged
     return float(text.strip().replace(",", ""))
+
+
+def _above_zero(text: str | None) -> float:
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise _Damaged
+    return number
 
 
 def _whole(text: str | None) -> int:
@@ -73,6 +83,13 @@ def _whole(text: str | None) -> int:
     if not 0 <= number < 1 << 53:
         raise _Damaged
     return int(number)
+
+
+def _gpus(text: str) -> int:
+    number = _whole(text)
+    if not 0 < number < 1 << 20:
+        raise _Damaged
+    return number
 
 
 def _optional[Number](values: Mapping[str, str], name: str, read: Callable[[str | None], Number]) -> Number | None:
@@ -94,7 +111,7 @@ def read_megatron_line(series: Series, line: str, place: str) -> None:
     if match := _MEGATRON.search(line):
         values = _pairs(line[match.end() :], "|", ":")
         loss = first_known(("lm loss", "loss"), values)
-        milliseconds = _number(values.get("elapsed time per iteration (ms)"))
+        milliseconds = _above_zero(values.get("elapsed time per iteration (ms)"))
         if loss is None:
             # Where every step of the interval was skipped there is no loss.
             if "number of skipped iterations" not in values:
@@ -116,16 +133,16 @@ def read_megatron_line(series: Series, line: str, place: str) -> None:
         if skipped is not None:
             series.skipped_steps = (series.skipped_steps or 0) + skipped
     elif match := re.search(rf"validation loss at iteration (\d+) .*?lm loss value: ({_NUMBER})", line):
-        series.validation[int(match[1])] = _number(match[2])
+        series.validation[_whole(match[1])] = _number(match[2])
     elif match := re.search(r"\bmax allocated: ([\d.]+)", line):
         series.memory_gib = max(series.memory_gib or 0.0, _number(match[1]) / 1024)
     elif match := _ARGUMENT.match(line):
         if match[1] in _ARGUMENTS:
-            series.settings[_ARGUMENTS[match[1]]] = match[2]
+            series.settings[_ARGUMENTS[match[1]]] = match[2].strip()
         if match[1] == "world_size":
-            series.num_gpus = _whole(match[2])
+            series.num_gpus = _gpus(match[2])
     elif match := re.search(r"using world size: (\d+)", line):
-        series.num_gpus = int(match[1])
+        series.num_gpus = _gpus(match[1])
 
 
 def read_nemo_line(series: Series, line: str, place: str) -> None:
@@ -139,10 +156,10 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
         series.max_steps = _whole(match[2]) + 1
         step = values.get("global_step", match[1])
     elif match := _NEMO_BAR.search(line):
-        values = _pairs(match[1], ",", "=")
+        values = _pairs(line[line.rfind("[") + 1 :], ",", "=")
         step = values.get("global_step", "")
     elif match := re.search(r"GLOBAL_RANK: \d+, MEMBER: \d+/(\d+)", line):
-        series.num_gpus = int(match[1])
+        series.num_gpus = _gpus(match[1])
         return
     else:
         return
@@ -156,7 +173,8 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
             step=done,
             loss=_number(values.get("reduced_train_loss")),
             samples=_optional(values, "consumed_samples", _whole),
-            step_s=None if seconds is None else _number(values[seconds]),
+            # Rounded to three digits, which may be none.
+            step_s=None if seconds is None else _number(values[seconds]) or None,
         ),
         place,
     )
@@ -182,21 +200,23 @@ def read_torchtitan_line(series: Series, line: str, place: str) -> None:
         if rate is None or memory is None:
             raise _Damaged
         series.memory_gib = max(series.memory_gib or 0.0, _number(memory[1]))
-        point = Point(step=int(match[1]), loss=_number(values.get("loss")), tokens_per_s_per_gpu=_number(values[rate]))
+        point = Point(
+            step=_whole(match[1]), loss=_number(values.get("loss")), tokens_per_s_per_gpu=_above_zero(values[rate])
+        )
         series.add(point, place)
     elif match := re.search(rf"validate step: +(\d+) +loss: +({_NUMBER})", line):
-        series.validation[int(match[1])] = _number(match[2])
+        series.validation[_whole(match[1])] = _number(match[2])
     elif match := re.search(
-        r"local batch size (\d+), global batch size (\d+),.*sequence length (\d+), total steps (\d+)", line
+        r"local batch size (\d+), global batch size (\d+),.{,200}sequence length (\d+), total steps (\d+)", line
     ):
         keys = ("model.micro_batch_size", "model.global_batch_size", "model.encoder_seq_length")
         series.settings |= dict(zip(keys, match.groups(), strict=False))
-        series.max_steps = int(match[4])
+        series.max_steps = _whole(match[4])
     elif match := re.search(r"Building device mesh with parallelism: (.+)", line):
         sizes = dict(re.findall(r"(\w+)=(\d+)", match[1]))
-        series.num_gpus = prod(int(sizes.get(name, 1)) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-    elif match := re.search(r"Building \d+-D device mesh with \[.*?\], \[([\d, ]+)\]", line):
-        series.num_gpus = prod(map(int, match[1].split(",")))
+        series.num_gpus = prod(_gpus(sizes.get(name, "1")) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    elif match := re.search(r"Building \d+-D device mesh with \[[^\]]{,200}\], \[([\d, ]{,100})\]", line):
+        series.num_gpus = prod(map(_gpus, match[1].split(",")))
     elif match := re.search(r"size: ([\d,]+) total parameters", line):
         series.settings["parameters"] = match[1].replace(",", "")
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from gpt_pretrain.compare.document import GapCurve, Interval, NoiseSource, RunRecord, TimeToLoss
 from gpt_pretrain.compare.statistics import (
@@ -19,6 +20,8 @@ from gpt_pretrain.compare.statistics import (
 WINDOW = 0.05
 # Fewer logged losses than windows make no curve.
 MIN_POINTS = 20
+# In nats; far above what any vocabulary gives, and far from what overflows.
+_MAX_LOSS = 1e6
 # At these shares of its training the baseline's loss gives the levels above the last.
 _LEVELS = (0.1, 0.25, 0.5, 0.75)
 _NUM_GRID, _NUM_GAPS = 400, 101
@@ -71,8 +74,10 @@ class Pair:
             ]
             if len(points) < MIN_POINTS:
                 raise Incomparable(f"{run.name} has {len(points)} logged losses in common, fewer than {MIN_POINTS}")
-            if any(loss <= 0 for _, loss in points):
-                raise Incomparable(f"{run.name} has losses that are not above zero, which no cross entropy is")
+            if any(not 0 < loss < _MAX_LOSS for _, loss in points):
+                raise Incomparable(f"{run.name} has losses that no cross entropy has")
+            if any(after <= before for before, after in pairwise(where)):
+                raise Incomparable(f"{run.name} has tokens that do not rise from step to step")
             return _Curve(run=run, positions=where, smoothed=Smoothed(points, WINDOW * last))
 
         self.ours, self.theirs = [curve(run) for run in ours], [curve(run) for run in theirs]

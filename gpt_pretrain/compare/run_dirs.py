@@ -11,7 +11,15 @@ from typing import Any
 import yaml
 
 from gpt_pretrain.compare.document import Curve, Role, RunRecord
-from gpt_pretrain.compare.series import accumulated, as_settings, check_size, read_seed, thinned, thinned_records
+from gpt_pretrain.compare.series import (
+    accumulated,
+    as_settings,
+    check_size,
+    read_number,
+    read_seed,
+    thinned,
+    thinned_records,
+)
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.launch.run_dir import lock_path
@@ -61,12 +69,12 @@ def _written(value: Any) -> str:
 def _resolved(settings: dict[str, str]) -> dict[str, str]:
     """With the widths that null stands for, so that a log which tells them can be compared."""
     model = {key.removeprefix("model."): value for key, value in settings.items()}
-    hidden, heads = model.get("hidden_size", ""), model.get("num_attention_heads", "")
-    if hidden.isdecimal() and heads.isdecimal() and int(heads):
+    hidden, heads = (read_number(model.get(key)) for key in ("hidden_size", "num_attention_heads"))
+    if hidden is not None and heads is not None:
         implied = {
-            "ffn_hidden_size": str(4 * int(hidden)),
-            "num_query_groups": heads,
-            "kv_channels": str(int(hidden) // int(heads)),
+            "ffn_hidden_size": str(4 * hidden),
+            "num_query_groups": str(heads),
+            "kv_channels": str(hidden // heads),
         }
         settings |= {f"model.{key}": value for key, value in implied.items() if model.get(key) == "null"}
     return settings
@@ -91,8 +99,8 @@ def read_run_dir(
     check_size(path)
     try:
         metrics = load_records(path)
-    except RecursionError:
-        raise UserError(f"{path}: a line is nested too deeply to be a record; restore the file") from None
+    except (RecursionError, OverflowError) as error:
+        raise UserError(f"{path}: a line is no record: {error}; restore the file") from error
     if not metrics.train:
         raise UserError(f"{path} has no record of kind train; expected one every trainer.log_every_n_steps steps")
     # A copy under another name lies among other runs' files.

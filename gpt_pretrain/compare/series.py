@@ -158,7 +158,8 @@ def _times[Number: (int, float)](value: Number | None, factor: Number | None) ->
 
 def read_number(text: str | None) -> int | None:
     """A whole number above zero, if it is one."""
-    return int(text) if text is not None and text.isdecimal() and 0 < int(text) < 1 << 40 else None
+    # Python refuses to read very many digits.
+    return int(text) if text is not None and text.isdecimal() and len(text) < 12 and int(text) > 0 else None
 
 
 def read_seed(settings: Mapping[str, str]) -> int | None:
