@@ -1,15 +1,18 @@
 """Verdicts on runs whose gap, speed and noise are known."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 
 from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
+from gpt_pretrain.compare.comparability import IDENTITY
 from gpt_pretrain.compare.document import Comparison, Curve, Interval, Setting
 from gpt_pretrain.compare.gate import Demands
 from gpt_pretrain.compare.statistics import t_quantile
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import SHARED, power_law, synthetic_run, waves
 from tests.test_compare_document import TENSOR
@@ -211,6 +214,24 @@ def test_the_same_file_may_lie_elsewhere():
         for name, file in (("bf16", "code"), ("fp8", "code"), ("fp8_other", "books"))
     ]
     assert [each.run for each in compare(*runs).obstacles] == ["fp8_other seed 1"]
+
+
+# Keys of the model that change how it is trained, not what a loss means.
+MAY_DIFFER = re.compile(
+    r"model\.(seed|micro_batch_size|fp8\w*|\w*_in_bf16|first_last_layers_bf16|\w*parallel\w*|overlap_\w+|\w*_overlap"
+    r"|use_distributed_optimizer|ddp_bucket_size|nccl_ub|grad_reduce_in_fp32|transformer_engine|\w*_fusion(_impl)?"
+    r"|use_flash_attention|fused_single_qkv_rope|cuda_graph_impl|activations_checkpoint_\w+|optim\..+"
+    r"|data\.(cache_dir|num_\w+)|make_vocab_size_divisible_by|max_position_embeddings|layernorm_epsilon"
+    r"|init_method_std|\w+_dropout|moe_(router_load|router_padding|aux_loss|z_loss|token|grouped)\w*)"
+)
+
+
+def test_each_key_of_the_model_is_what_must_be_equal_or_may_differ():
+    identity = {key for keys in IDENTITY.values() for key in keys}
+    others = {key for key in schema_keys() if key.startswith("model.")} - identity
+    assert identity <= set(schema_keys())
+    assert [key for key in others if not MAY_DIFFER.fullmatch(key)] == []
+    assert [key for key in identity if MAY_DIFFER.fullmatch(key)] == []
 
 
 def test_what_a_log_does_not_tell_is_named():
