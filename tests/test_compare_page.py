@@ -69,7 +69,7 @@ def run(variant, seed):
         skipped_steps=0,
         fp8_share=0.0 if variant == "bf16" else 0.7,
         fp8=() if variant == "bf16" else (fp8_record(100), fp8_record(200)),
-        configuration=(Setting(key="model.seed", value=str(seed)), Setting(key="name", value=variant)),
+        configuration=(Setting(key="model.seed", value=str(seed)), Setting(key="model.fp8_recipe", value=variant)),
         versions=HOSTILE,
         command=HOSTILE,
     )
@@ -126,7 +126,7 @@ def test_text_of_runs_is_text_and_the_data_are_those_of_the_comparison(html, com
 
 
 def test_configurations_are_told_apart_by_variant_and_not_by_run(html):
-    assert "<td>name</td><td>bf16</td><td>fp8</td><td>it&#x27;s &lt;/script&gt;" in html
+    assert "<td>model.fp8_recipe</td><td>bf16</td><td>fp8</td><td>it&#x27;s &lt;/script&gt;" in html
 
 
 def test_the_policy_lets_these_scripts_run_and_nothing_be_loaded(html):

@@ -1,6 +1,5 @@
 """How a comparison trains its variants: which runs, in which order, stopped and resumed, and what is refused."""
 
-import io
 import os
 import signal
 import sys
@@ -9,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from gpt_pretrain.commands.compare import main
+from gpt_pretrain.compare.document import load_comparison
 from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
-from gpt_pretrain.compare.training import train_variants
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.source import Source
@@ -22,7 +21,7 @@ from tests.forked_runs import forked_python
 
 DELAYED = "fp8=delayed model.fp8_emulate=true"
 TENSORWISE = "fp8=tensorwise model.fp8_emulate=true"
-STEPS = 12
+STEPS = 20
 SMALL = (
     "data=mock",
     "model.num_layers=1",
@@ -44,17 +43,6 @@ def variants(*entries):
 def planned(run_dir, *overrides):
     overrides = [*SMALL, *overrides]
     return plan_runs(load_config(overrides), Source(), overrides, run_dir)
-
-
-def trained(run_dir, *overrides):
-    """The runs, and what was printed."""
-    overrides = [*SMALL, f"run_dir={run_dir}", *overrides]
-    output = Console(file=io.StringIO(), width=200)
-    run_dir.mkdir(exist_ok=True)
-    try:
-        return train_variants(load_config(overrides), Source(), overrides, run_dir, output), output.file.getvalue()
-    except KeyboardInterrupt:
-        return None, output.file.getvalue()
 
 
 def places(runs):
@@ -156,7 +144,10 @@ def interrupt_at(path, step):
     threading.Thread(target=press, daemon=True).start()
 
 
-def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_finished(tmp_path, monkeypatch, parent):
+@pytest.mark.usefixtures("no_launcher")
+def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_finished(
+    tmp_path, monkeypatch, parent, capsys
+):
     run_dir = tmp_path / "comparison"
     three = [variants("app", DELAYED, TENSORWISE), "compare.seeds=2"]
     refused = variants("app", DELAYED, TENSORWISE, "model.micro_batch_size=3")
@@ -164,8 +155,9 @@ def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_fini
         monkeypatch.setattr(sys, "executable", str(executable))
         stopped = planned(run_dir, *three)[1].run_dir
         interrupt_at(stopped, 3)
-        assert trained(run_dir, *three)[0] is None
-        (first, second), rest = places(planned(run_dir, *three))[:2], places(planned(run_dir, *three))[2:]
+        assert main([*SMALL, *three, f"run_dir={run_dir}"]) == 130
+        assert f"run_dir={run_dir} goes on" in capsys.readouterr().out
+        first, second, *rest = places(planned(run_dir, *three))
         assert load_metrics(run_dir / RUNS / first).summary.end_reason == "max_steps"
         at = load_metrics(run_dir / RUNS / second).summary
         assert at.end_reason == "terminated"
@@ -173,24 +165,29 @@ def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_fini
         assert not any((run_dir / RUNS / name).exists() for name in rest)
         before = metrics_path(run_dir / RUNS / first).read_bytes()
 
-        # A variant more, which the rules refuse.
-        runs, printed = trained(run_dir, refused, "compare.seeds=2")
-
-    assert [(run.variant, run.seed) for run in runs] == [
-        (name, seed) for name in ("app", DELAYED, TENSORWISE, "model.micro_batch_size=3") for seed in (1234, 1235)
+        # And with a variant more, which the rules refuse: a failure, and the others are compared.
+        assert main([*SMALL, refused, "compare.seeds=2", f"run_dir={run_dir}"]) == 1
+    printed = capsys.readouterr().out
+    assert "model.global_batch_size=8 is not divisible by model.micro_batch_size=3" in printed
+    assert printed.count("was finished before") == 1
+    comparison = load_comparison(run_dir / "compare.json")
+    assert (run_dir / "compare.html").exists()
+    assert [(run.variant, run.seed) for run in comparison.runs] == [
+        (name, seed) for name in ("app", DELAYED, TENSORWISE) for seed in (1234, 1235)
     ]
-    assert [run.state for run in runs] == ["finished"] * 6 + ["failed"] * 2
-    assert "model.micro_batch_size=3" in runs[-1].problem
-    assert runs[-1].problem in printed
+    assert [figures.fp8_share is None or figures.fp8_share > 0 for figures in comparison.figures] == [True] * 3
+    assert {answer.noise_from for answer in comparison.answers} == {"paired seeds"}
+    assert comparison.obstacles == ()
+    assert {"model.fp8_recipe"} <= {each.key for each in comparison.differences}
     # Neither started again nor touched.
     assert metrics_path(run_dir / RUNS / first).read_bytes() == before
     resumed = load_metrics(run_dir / RUNS / second)
     assert [start.step for start in resumed.starts] == [0, at.step]
     curves = {}
-    for run in runs[:6]:
-        metrics = load_metrics(run.run_dir)
+    for run in comparison.runs:
+        metrics = load_metrics(run.source)
         assert [record.step for record in metrics.train] == list(range(1, STEPS + 1))
-        assert load_saved_config(run.run_dir / "config.yaml").model.seed == run.seed
+        assert load_saved_config(Path(run.source) / "config.yaml").model.seed == run.seed
         curves[run.variant, run.seed] = [record.loss for record in metrics.train]
     # The first batch under the same weights: FP8 rounds it, another seed is another model and other data.
     for seed in (1234, 1235):
@@ -213,6 +210,28 @@ def test_a_directory_with_a_run_of_other_values_is_refused(tmp_path, parent):
     # What counts neither for losses nor for times may change.
     same = ["trainer.max_steps=2", "trainer.max_time=00:01:00:00", "checkpoint.save_interval=5"]
     assert planned(tmp_path, variants("app", DELAYED), *same)[0].is_finished
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-m", "model.seed=1,2"], ("-m:", "compare.variants=[…]")),
+        (["compare.seeds=0"], ("compare.seeds=0", "use 1 or more")),
+        (["compare.variants=[bf16,'model.hiden_size=3']"], ("model.hiden_size", "did you mean model.hidden_size?")),
+    ],
+)
+@pytest.mark.usefixtures("no_launcher")
+def test_what_cannot_be_compared_is_refused_by_the_command(tmp_path, capsys, arguments, named):
+    assert main([*arguments, f"run_dir={tmp_path / 'run'}"]) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in named)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_run_directory_is_no_place_for_a_comparison(tmp_path, capsys):
+    metrics_path(tmp_path).write_text("")
+    assert main([*SMALL, variants("app", DELAYED), f"run_dir={tmp_path}"]) == 2
+    assert f"run_dir={tmp_path} holds a run" in capsys.readouterr().err
 
 
 def test_a_run_whose_records_are_damaged_is_named(tmp_path):

@@ -15,8 +15,7 @@ from gpt_pretrain.benchmark.document import WIDTH
 from gpt_pretrain.benchmark.variants import benchmark_problems
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import run_with_config
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir
 from gpt_pretrain.rules.gate import Job
@@ -46,19 +45,6 @@ python -m gpt_pretrain.benchmark \\
 )
 
 
-def refuse(request: Request, launch: Launch) -> None:
-    """Refuses ranks of a launcher, and sweeps.
-
-    Raises:
-        ConfigError: The command line asks for one of them.
-    """
-    if launch.world_size > 1:
-        problem = f"a benchmark starts its processes itself, and {launch.launcher} started this one"
-        raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
-    if request.options.multirun:
-        raise ConfigError(["-m: a benchmark compares benchmark.variants=[…] and takes no sweep"])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -71,4 +57,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         campaign = Campaign(jobs[0].config, request.loader.source, request.overrides, given, console)
         return 0 if campaign.run() else FAILED
 
+    refuse = refuse_launcher_and_sweep("a benchmark", "benchmark.variants")
     return run_with_config(PROGRAM, measure, given, rules=benchmark_problems, refuse=refuse)

@@ -1,35 +1,63 @@
 """`python -m gpt_pretrain.compare`: does one setting train as well as another, and how much sooner does it get there?
 
-runs=[…]   finished runs and logs → records → answers → table, compare.json; no configuration, no torch
+    a command line of training → variants × seeds, trained → their run directories ┐
+    runs=[…]                     finished runs and logs ────────────────────────────┴→ records → answers → table,
+                                                                                   compare.json and compare.html
+
+With runs=[…] it needs no configuration and no torch.
 """
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import Program
-from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.gate import Demands, gate_problems
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.schema import GateConfig
-from gpt_pretrain.launch.run_dir import make_directory
+from gpt_pretrain.launch.environment import REQUEUE
+from gpt_pretrain.launch.run_dir import check_run_dir, make_directory, make_run_dir
 
-GATE_MISSED = 4
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gpt_pretrain.commands.command_line import Request
+    from gpt_pretrain.compare.document import RunRecord
+    from gpt_pretrain.config.schema import Config
+    from gpt_pretrain.launch.ranks import Launch
+    from gpt_pretrain.rules.gate import Job
+
+FAILED, GATE_MISSED = 1, 4
 
 PROGRAM = Program(
     about="""\
 gpt_pretrain.compare: does one setting train as well as another, and how much
 sooner does it reach the same loss?
 
-runs=[…] reads finished or running runs: directories of ours, the output of
-Megatron-LM, NeMo or torchtitan, TensorBoard's event files, and tables that W&B
-or MLflow exported. The first is the baseline. It prints a table and a verdict
-on each other variant, and writes compare.json into run_dir.
+It takes every argument of python -m gpt_pretrain, trains each of
+compare.variants with compare.seeds seeds, and compares them with the first.
+trainer.devices says how many processes a run has; hydra/launcher=slurm makes
+each a job. Started again with the same run_dir it goes on: what is finished is
+not trained again.
 
-Exit codes: 0 compared; 4 compare.max_loss_gap or compare.min_speedup is missed,
-or cannot be shown; 2 a mistake in what was given; 130 Ctrl-C.""",
+runs=[…] trains nothing and reads finished or running runs: directories of ours,
+the output of Megatron-LM, NeMo or torchtitan, TensorBoard's event files, and
+tables that W&B or MLflow exported. The first is the baseline.
+
+It prints a table and a verdict on each variant, and writes compare.json and
+compare.html into run_dir.
+
+Exit codes: 0 compared; 1 a variant failed, and the others are compared;
+4 compare.max_loss_gap or compare.min_speedup is missed, or cannot be shown;
+75 jobs of Slurm are not done: start it again; 2 a mistake in what was given;
+130 Ctrl-C.""",
     examples="""\
+python -m gpt_pretrain.compare experiment=gpt2_124m_1gpu \\
+    compare.variants=[bf16,fp8_delayed] compare.seeds=3 run_dir=outputs/fp8
 python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8]
 python -m gpt_pretrain.compare runs=[outputs/a,megatron.log,wandb-export.csv]
 python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8] \\
@@ -44,17 +72,12 @@ class FinishedRuns:
     runs: list[str]
     """Directories of runs, and logs; the first is the baseline."""
     run_dir: str | None = None
-    """Where compare.json goes; null: outputs/DATE/TIME_compare."""
+    """Where compare.json and compare.html go; null: outputs/DATE/TIME_compare."""
     compare: GateConfig = field(default_factory=lambda: GateConfig(max_loss_gap=None, min_speedup=None))
 
 
 def compare_finished(arguments: FinishedRuns, command: str) -> int:
     """Reads runs and compares them; returns the exit code."""
-    from rich.console import Console
-
-    from gpt_pretrain.compare.answers import compare_runs
-    from gpt_pretrain.compare.console import WIDTH, print_comparison
-    from gpt_pretrain.compare.document import save_comparison
     from gpt_pretrain.compare.sources import read_runs
 
     problems = [*gate_problems(arguments.compare)]
@@ -62,13 +85,66 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
         problems.append("runs=[] compares nothing; give directories of runs, or logs: runs=[outputs/a,outputs/b]")
     if problems:
         raise ConfigError(problems)
-    comparison = compare_runs(read_runs(arguments.runs), command=command, demands=Demands.read(arguments.compare))
-    run_dir = make_directory(arguments.run_dir, "compare")
+    runs = read_runs(arguments.runs)
+    return _publish(runs, arguments.compare, command, _console(), lambda: make_directory(arguments.run_dir, "compare"))
+
+
+def train_and_compare(request: "Request", config: "Config", command: str) -> int:
+    """Trains the variants and compares what is finished; returns the exit code.
+
+    Raises:
+        UserError: The run directory holds a run of its own.
+    """
+    from gpt_pretrain.compare.run_dirs import read_run_dir
+    from gpt_pretrain.compare.training import train_variants
+    from gpt_pretrain.report.metrics_file import metrics_path
+
+    check_run_dir(config)
+    run_dir = make_run_dir(config)
+    if metrics_path(run_dir).exists():
+        raise UserError(
+            f"run_dir={run_dir} holds a run; a comparison keeps its runs below another one, or leave it out"
+        )
+    console = _console()
+    trained = train_variants(config, request.loader.source, request.overrides, run_dir, console)
+    runs = [
+        read_run_dir(each.run_dir, name=each.name, variant=each.variant, role=each.role, seed=each.seed)
+        for each in trained
+        if each.state == "finished"
+    ]
+    states = {each.state for each in trained}
+    code = FAILED if "failed" in states else REQUEUE if "waiting" in states else 0
+    finished = {run.variant for run in runs if run.role == "seed"}
+    if trained[0].variant not in finished or len(finished) == 1:
+        sys.stdout.write(f"nothing to compare yet: {trained[0].variant} and another variant have to be finished\n")
+        return code
+    published = _publish(runs, config.compare, command, console, lambda: run_dir)
+    return code or published
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    from gpt_pretrain.compare.console import WIDTH
+
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def _publish(
+    runs: Sequence["RunRecord"], gate: GateConfig, command: str, console: "Console", place: Callable[[], Path]
+) -> int:
+    """Compares runs, prints and writes what came of it; returns 0, or 4 where the gate is missed."""
+    from gpt_pretrain.compare.answers import compare_runs
+    from gpt_pretrain.compare.console import print_comparison
+    from gpt_pretrain.compare.document import save_comparison
+    from gpt_pretrain.compare.page import write_page
+
+    comparison = compare_runs(runs, command=command, demands=Demands.read(gate))
+    directory = place()
     print_comparison(comparison, console)
-    sys.stdout.write(f"written: {save_comparison(comparison, run_dir)}\n")
+    for write in (save_comparison, write_page):
+        sys.stdout.write(f"written: {write(comparison, directory)}\n")
     return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
 
 
@@ -76,4 +152,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "gpt_pretrain.compare", *given])
-    return run_with_arguments(PROGRAM, FinishedRuns, lambda each: compare_finished(each, command), given)
+    if any(argument.partition("=")[0] == "runs" for argument in given):
+        return run_with_arguments(PROGRAM, FinishedRuns, lambda each: compare_finished(each, command), given)
+    from gpt_pretrain.compare.planned import compare_problems
+
+    def train(request: "Request", jobs: "Sequence[Job]", launch: "Launch") -> int:
+        return train_and_compare(request, jobs[0].config, command)
+
+    refuse = refuse_launcher_and_sweep("a comparison", "compare.variants")
+    return run_with_config(PROGRAM, train, given, rules=compare_problems, refuse=refuse)

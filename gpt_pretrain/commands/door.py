@@ -123,3 +123,21 @@ def run_with_arguments[Arguments](
         return command(chosen)
 
     return _run(read_and_run, ALONE)
+
+
+def refuse_launcher_and_sweep(what: str, variants: str) -> Callable[["Request", Launch], None]:
+    """What a command refuses that starts its processes itself and runs variants: the ranks of a launcher, and sweeps.
+
+    Args:
+        what: The command, in words.
+        variants: Its key that takes the sweep's place.
+    """
+
+    def refuse(request: "Request", launch: Launch) -> None:
+        if launch.world_size > 1:
+            problem = f"{what} starts its processes itself, and {launch.launcher} started this one"
+            raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
+        if request.options.multirun:
+            raise ConfigError([f"-m: {what} compares {variants}=[…] and takes no sweep"])
+
+    return refuse

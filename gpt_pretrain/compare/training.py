@@ -45,6 +45,8 @@ class Trained:
 
     run_dir: Path
     """May hold a part of the run whatever the state, or nothing."""
+    name: str
+    """For people; of one run."""
     variant: str
     role: Role
     seed: int
@@ -115,6 +117,7 @@ def _train(
         trained.append(
             Trained(
                 run_dir=run.run_dir,
+                name=run.name,
                 variant=run.variant.name,
                 role=run.role,
                 seed=run.seed,
