@@ -36,14 +36,15 @@ from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
 from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew, save_checkpoint
 from tests.optimizer_states import LEAN, SMALLEST
 
-STEPS = 3
+# The first after a checkpoint shows its weights, the second what its moments and scales made of them.
+STEPS = 2
 # What a case of loading ends with, if it does more.
 GOES_ON, SPOILT = "+", "!"
 # A step is four microbatches of one sequence.
 _RUN = (
     "model.micro_batch_size=1",
     "model.data.num_workers=0",
-    "trainer.max_steps=6",
+    f"trainer.max_steps={2 * STEPS}",
     "model.activation=swiglu",
 )
 # So that two stages can have two chunks each.
