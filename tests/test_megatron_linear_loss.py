@@ -15,6 +15,7 @@ from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import chunk_tokens
 from tests.emulated_training import TINY
+from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
 from tests.linear_loss_training import compare_variants, differences
 
@@ -157,7 +158,7 @@ def test_two_ranks_train_as_with_megatrons_head_and_loss(tmp_path):
         # Gradients are reduced while the backward pass runs.
         "parallelism=dp",
     ]
-    done = run_ranks(2, ["tests/programs/linear_loss_layouts.py", str(tmp_path), *cases])
+    done = fork_ranks(2, ["tests/programs/linear_loss_layouts.py", str(tmp_path), *cases])
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
