@@ -13,10 +13,12 @@ from tests.launching import run_ranks
 from tests.rounding import gradient_tolerance, loss_tolerance
 from tests.runs import SMALL_RUN, run_small, small_run_arguments
 
-STEPS = 10
+STEPS = 6
 SAMPLE = (
     f"trainer.max_steps={STEPS}",
     f"trainer.val_check_interval={STEPS // 2}",
+    # Two microbatches in a step, for stages to take turns with; data parallel ranks have several of their own below.
+    "model.global_batch_size=4",
     "sample.max_new_tokens=12",
     "sample.prompt='def '",
     "checkpoint.save_at_end=false",
@@ -31,9 +33,9 @@ def one_process(tmp_path_factory, cache_dir):
 def test_one_process_learns(one_process):
     losses = [record.loss for record in one_process.train]
     assert len(losses) == STEPS
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 0.25
     assert [record.step for record in one_process.validation] == [0, STEPS // 2, STEPS]
-    assert one_process.validation[-1].loss < one_process.validation[0].loss - 0.5
+    assert one_process.validation[-1].loss < one_process.validation[0].loss - 0.25
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_layout_trains_as_one_process(num_ranks, layout, launch, *, tmp_path, ca
     done = launch(num_ranks, small_run_arguments(tmp_path / "run", cache_dir, [*SAMPLE, layout]))
     assert done.returncode == 0, done.stderr[-4000:]
     metrics = load_metrics(tmp_path / "run")
-    model = load_config(SMALL_RUN).model
+    model = load_config([*SMALL_RUN, *SAMPLE]).model
     for record, expected in zip(metrics.train, one_process.train, strict=True):
         assert (record.lr, record.consumed_samples) == (expected.lr, expected.consumed_samples)
         assert record.loss == pytest.approx(expected.loss, rel=loss_tolerance(model, torch.float32, record.step))
@@ -113,7 +115,7 @@ def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
     metrics = run_small(1, tmp_path / "run", cache_dir, overrides)
     expected = [record.loss for record in one_process.train]
     losses = [record.loss for record in metrics.train]
-    model = load_config(SMALL_RUN).model
+    model = load_config([*SMALL_RUN, *SAMPLE]).model
     for step, (loss, in_fp32) in enumerate(zip(losses, expected, strict=True), start=1):
         assert loss == pytest.approx(in_fp32, rel=loss_tolerance(model, torch.bfloat16, step)), step
     assert losses != pytest.approx(expected, rel=1e-6), "bf16 gave fp32's losses: the precision did not arrive"
