@@ -273,12 +273,16 @@ def test_a_real_file_of_torchs_summary_writer(tmp_path):
         with writers.SummaryWriter(tmp_path / name) as writer:
             for step in range(100):
                 writer.add_scalar(tag, 5 - step / 100, step)
+                # Megatron-LM's other scalars.
+                writer.add_scalar("iteration-time", 0.5, step)
+                writer.add_scalar("world-size", 8, step)
                 writer.add_histogram("weights", numpy.ones(2), step)
     bf16, fp8 = read_runs([str(tmp_path)])
     assert [run.variant for run in (bf16, fp8)] == ["bf16", "fp8"]
     # None of them is left out, as TensorBoard's own page does.
     assert bf16.training.steps == fp8.training.steps == tuple(range(100))
     assert bf16.training.losses[50] == pytest.approx(4.5)
+    assert (bf16.num_gpus, bf16.training.gpu_seconds[:2]) == (8, (4.0, 8.0))
 
 
 def lines_of(text, number, old, new):

@@ -46,6 +46,7 @@ _NAMES = {
     "samples": ("train/consumed_samples", "consumed_samples"),
     "rate": ("train/tokens_per_s_per_gpu", "throughput(tps)"),
     "all GPUs": ("train/tokens_per_s",),
+    "num_gpus": ("world-size",),
     "step_s": ("train/step_time_s", "train_step_timing in s", "train_step_timing", "iteration-time"),
     "memory": ("train/memory_gib", "memory/max_reserved(GiB)"),
     "skipped": ("train/skipped_steps",),
@@ -86,6 +87,8 @@ def _series(columns: Columns, source: Path, format_: Format, label: str = "") ->
     together = _column(columns, "all GPUs")
     if both := [step for step in together if _positive(rates.get(step))]:
         series.num_gpus = max(1, round(together[both[0]] / rates[both[0]]))
+    elif (counts := [*_column(columns, "num_gpus").values()]) and 1 <= counts[-1] < 1 << 20:
+        series.num_gpus = round(counts[-1])
     finite = [value for value in _column(columns, "memory").values() if math.isfinite(value)]
     series.memory_gib = max(finite, default=None)
     if skipped := [value for value in _column(columns, "skipped").values() if math.isfinite(value)]:

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
@@ -46,17 +47,16 @@ class JsonObject:
         Raises:
             ValueError: A field is missing or has another type than this class says.
         """
-        hints = get_type_hints(cls)
-        described = f'a record of kind "{cls.kind}"' if issubclass(cls, Record) else f"a {cls.__name__}"
+        # mypy holds the class itself for unhashable.
+        kind: type = cls
         arguments: dict[str, Any] = {}
-        for field in fields(cls):
-            hint = hints[field.name]
-            if field.name not in values and type(None) not in get_args(hint):
-                raise ValueError(f'{described} has no field "{field.name}"')
+        for name, hint in _hints(kind).items():
+            if name not in values and type(None) not in _shape(hint).accepted:
+                raise ValueError(f'{_described(cls)} has no field "{name}"')
             try:
-                arguments[field.name] = _from_json(values.get(field.name), hint)
+                arguments[name] = _from_json(values.get(name), hint)
             except ValueError as error:
-                raise ValueError(f'field "{field.name}" of {described}: {error}') from None
+                raise ValueError(f'field "{name}" of {_described(cls)}: {error}') from None
         return cls(**arguments)
 
 
@@ -334,30 +334,54 @@ def _to_json(value: Any) -> JsonValue:
     return json_value
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a field's annotation accepts in JSON."""
+
+    item: Any
+    """Annotation of a tuple's elements; None for what is no tuple."""
+    nested: type[JsonObject] | None
+    """The class of an object."""
+    accepted: tuple[type, ...]
+    """Python types of anything else: `float | None` gives (float, NoneType), a Literal (str,)."""
+
+
+# Annotations are read once: a run's statistics of FP8 are hundreds of thousands of objects.
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
+
+
+@cache
+def _shape(hint: Any) -> _Shape:
+    if get_origin(hint) is tuple:
+        return _Shape(get_args(hint)[0], None, ())
+    parts = get_args(hint) or (hint,)
+    accepted = tuple(dict.fromkeys(part if isinstance(part, type) else type(part) for part in parts))
+    return _Shape(None, next((part for part in accepted if issubclass(part, JsonObject)), None), accepted)
+
+
+def _described(cls: type[JsonObject]) -> str:
+    return f'a record of kind "{cls.kind}"' if issubclass(cls, Record) else f"a {cls.__name__}"
+
+
 def _from_json(value: Any, hint: Any) -> Any:
     """Undoes `_to_json`, and lets a whole number stand where a float is expected, as JSON writers do."""
-    if get_origin(hint) is tuple:
+    shape = _shape(hint)
+    if shape.item is not None:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is not a list")
-        return tuple(_from_json(item, get_args(hint)[0]) for item in value)
-    parts = get_args(hint) or (hint,)
-    objects = [part for part in parts if isinstance(part, type) and issubclass(part, JsonObject)]
-    if objects:
-        if value is None and type(None) in parts:
+        return tuple(_from_json(item, shape.item) for item in value)
+    if shape.nested is not None:
+        if value is None and type(None) in shape.accepted:
             return None
         if not isinstance(value, dict):
             raise ValueError(f"{value!r} is not an object")
-        return objects[0].from_json(value)
-    accepted = _accepted(hint)
-    if float in accepted and (type(value) is int or value in _NOT_FINITE):
+        return shape.nested.from_json(value)
+    if float in shape.accepted and (type(value) is int or value in _NOT_FINITE):
         return float(value)
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in accepted)
+    if not isinstance(value, shape.accepted) or isinstance(value, bool):
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in shape.accepted)
         raise ValueError(f"{value!r} is not {names}")
     return value
-
-
-def _accepted(hint: object) -> tuple[type, ...]:
-    """Python types that a field's annotation accepts: `float | None` gives (float, NoneType), a Literal (str,)."""
-    parts = get_args(hint) or (hint,)
-    return tuple(dict.fromkeys(part if isinstance(part, type) else type(part) for part in parts))
