@@ -250,7 +250,7 @@ def test_shares_of_all_ranks_are_the_whole_and_even(tmp_path):
     [
         (None, "is not a complete checkpoint of this application (no manifest.json in it)"),
         (b"", "is garbled"),
-        (b"[1, 2]", "is garbled (it states no format_version)"),
+        (b"[1, 2]", "is garbled"),
         (b"\xff\xfe", "is garbled"),
         (b'{"format_version": 1}', "has changed since it was written"),
     ],

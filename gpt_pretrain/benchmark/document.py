@@ -21,6 +21,7 @@ from gpt_pretrain.benchmark.results import KINDS, MFU_FORMULA, Figures, GemmCeil
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import UserError, how_to_install
+from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent, format_rate
@@ -280,16 +281,16 @@ def read_steps(path: Path) -> dict[str, dict[str, float]]:
         UserError: The file cannot be read, does not come from a benchmark, or has no profiled step of a GPU.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_foreign_json(path)
         variants = [(row["name"], row["figures"]) for row in document["variants"]]
         steps = {
             name: {part["kind"]: float(part["time_ms"]) for part in figures["parts"]}
             for name, figures in variants
             if figures is not None
         }
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (ForeignFileError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not what a benchmark of this version leaves behind; give RUN_DIR/benchmark.json of a benchmark "
             "with benchmark.profile=true"

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -159,7 +160,7 @@ def read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
         raise UserError(f"{path} does not exist; name the directory of a checkpoint, RUN_DIR/checkpoints/step_…")
     try:
-        values = json.loads(file.read_bytes())
+        values = read_foreign_json(file)
     except FileNotFoundError:
         # A hurried user names the run's directory, or that of its checkpoints.
         below = sorted(found.parent for found in [*path.glob(f"step_*/{MANIFEST}"), *path.glob(f"*/step_*/{MANIFEST}")])
@@ -168,11 +169,9 @@ def read_manifest(path: Path) -> Manifest:
             f"{path} is not a complete checkpoint of this application (no {MANIFEST} in it); name the "
             f"directory of {other}"
         ) from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
-    if not isinstance(values, dict) or "format_version" not in values:
+    except ForeignFileError as error:
+        raise UserError(f"{error}: it is garbled; {_ANOTHER}") from error
+    if "format_version" not in values:
         raise UserError(f"{file} is garbled (it states no format_version); {_ANOTHER}")
     saved_hash = values.pop("sha256", None)
     if saved_hash != _hash_of(values):

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError, WrongValue, convert, show
+from gpt_pretrain.config.foreign import ForeignFileError, check_yaml, interpolations
 from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_keys, schema_sections, unknown_key
 from gpt_pretrain.config.schema import Config
 
@@ -77,7 +78,7 @@ class _Reader:
         except InterpolationToMissingValueError:
             # The open value that it points to is reported under its own name.
             return
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, RecursionError) as error:
             given, reason = f"{key.path}={_unresolved(node, name)!s}", str(error).splitlines()[0]
             self.problems.append(f"{given} cannot be resolved{self._origin(key.path)}: {reason}")
             return
@@ -139,10 +140,13 @@ def load_saved_config(path: Path) -> Config:
         ConfigError: The file is missing, is no YAML, or does not fit the schema.
     """
     try:
+        check_yaml(path)
         composed = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError([f"{path}: there is no such file; a run writes its configuration there"]) from None
-    except (yaml.YAMLError, OSError) as error:
+    except ForeignFileError as error:
+        raise ConfigError([str(error)]) from error
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"{path} cannot be read: {error}"]) from error
     if not isinstance(composed, DictConfig):
         raise ConfigError([f"{path} holds no configuration but a list"])
@@ -154,6 +158,9 @@ def load_saved_config(path: Path) -> Config:
 
 def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
     """`read_config` of what a run has saved, of this version or an earlier one with fewer keys (`_LATER_KEYS`)."""
+    looked_up = interpolations(saved)
+    if looked_up:
+        return None, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
     whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
     assert isinstance(whole, DictConfig)
     return read_config(whole)

@@ -26,10 +26,11 @@ from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.foreign import check_yaml
 from gpt_pretrain.config.keys import did_you_mean, nearest_name
 
 HYDRA_VERSION_BASE = "1.3"
@@ -123,6 +124,10 @@ class _Files(ConfigRepository):
         """A file; None where there is none."""
         key = self.key(config_path)
         if key is not None and key not in _READ:
+            source = self._find_object_source(config_path, ObjectType.CONFIG)
+            assert source is not None
+            if source.scheme() == "file":
+                check_yaml(_file_path(source, config_path))
             read = super().load_config(config_path)
             assert read is not None
             _READ[key] = _Original(read)
@@ -138,12 +143,16 @@ class _Files(ConfigRepository):
         return self
 
 
+def _file_path(source: ConfigSource, config_path: str) -> Path:
+    return Path(source.path) / f"{config_path.removesuffix('.yaml')}.yaml"
+
+
 def _file_key(source: ConfigSource, config_path: str) -> _FileKey:
     place = source.provider, source.full_path(), config_path
     if source.scheme() != "file":
         # Of an installed package.
         return place
-    state = (Path(source.path) / f"{config_path.removesuffix('.yaml')}.yaml").stat()
+    state = _file_path(source, config_path).stat()
     return *place, state.st_ino, state.st_mtime_ns, state.st_size
 
 
@@ -183,6 +192,8 @@ class Loader(ConfigLoaderImpl):
         key = (run_mode.name, *overrides)
         if key not in self._composed:
             composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
+            # Here, because Hydra itself composes nowhere else, and acts on what it has composed.
+            _check_hydras_own(composed, overrides)
             self._composed[key] = _Original(composed), self._merged
         return self._composed[key][0].copy()
 
@@ -232,10 +243,53 @@ class Loader(ConfigLoaderImpl):
                 yield default, file.value
 
 
+def _check_hydras_own(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuses what Hydra would import, call or make because a file says so.
+
+    Raises:
+        ConfigError: Callbacks, classes of loggers that are not Python's, or a directory of Hydra's own.
+    """
+    hydra = OmegaConf.to_container(composed.hydra, resolve=False)
+    assert isinstance(hydra, dict)
+    problems = []
+    if hydra.get("callbacks"):
+        problems.append(f"hydra.callbacks={', '.join(map(str, hydra['callbacks']))} would be called; leave them out")
+    for name in ("job_logging", "hydra_logging"):
+        called = sorted({f"{key}={value}" for key, value in _leaves(hydra.get(name)) if _is_called(key, value)})
+        if called:
+            problems.append(f"hydra.{name}: {', '.join(called)} would be called; leave it out")
+    if hydra["run"]["dir"] != "." and not any(line.lstrip("+").startswith("hydra.run.dir=") for line in overrides):
+        problems.append(f"hydra.run.dir={hydra['run']['dir']} is not where a run writes; use run_dir=DIRECTORY")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(child, str(name))
+    else:
+        yield key, value
+
+
+def _is_called(key: str, value: Any) -> bool:
+    """Whether `logging.config` looks a value up and calls it; Python's own handlers and formatters are harmless."""
+    text = str(value)
+    if key == "()" or (key == "class" and not text.startswith("logging.")):
+        return True
+    return text.startswith("ext://") and text not in ("ext://sys.stdout", "ext://sys.stderr")
+
+
 @contextmanager
 def _told_as_config_error() -> Iterator[None]:
     try:
         yield
+    except ConfigError:
+        raise
+    except RecursionError as error:
+        raise ConfigError(
+            ["the configuration refers to itself without end, in a defaults list or a value; look for such a file"]
+        ) from error
     except COMPOSITION_ERRORS as error:
         raise ConfigError([composition_problem(error)]) from error
 

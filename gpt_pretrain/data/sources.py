@@ -198,6 +198,8 @@ class FileSource(TextSource):
             raise _not_utf8(path, offset + error.start, line[error.start]) from error
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: no JSON object ({error.msg} at column {error.colno})") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: no JSON object that can be read ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: a {type(row).__name__} instead of a JSON object with the key {self.text_key!r}")
         if self.text_key not in row:

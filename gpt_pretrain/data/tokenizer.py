@@ -26,6 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_text
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, write_entry
 from gpt_pretrain.data.sources import Piece, TextSource
@@ -142,8 +143,8 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
     if path.is_dir():
         raise UserError(f"{key}={path} is a directory; name the file: {path / 'tokenizer.json'}")
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_foreign_text(path)
+    except (OSError, ForeignFileError) as error:
         raise UserError(f"{key}={path} cannot be read ({error}); it must be a Hugging Face tokenizer.json") from error
     try:
         backend = tokenizers.Tokenizer.from_str(content)

@@ -7,13 +7,12 @@ The written directory is the checkpoint; beside its files it holds `tokenizer.js
 which a run finds with `--config-dir`.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
 import safetensors
@@ -25,6 +24,7 @@ from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
 from gpt_pretrain.checkpoint.state import architecture, layout
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError, UserError, written
+from gpt_pretrain.config.foreign import read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
@@ -109,11 +109,11 @@ def _weight_paths(directory: Path) -> list[Path]:
             f"{directory} holds neither {SINGLE} nor {INDEX}; weights in other files (pytorch_model.bin) become "
             "safetensors by transformers' save_pretrained"
         )
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return [directory / name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} cannot be read: {error!r}") from error
+    weight_map = read_foreign_json(index).get("weight_map")
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set[Any]()
+    if not names or not all(isinstance(name, str) and PurePath(name).name == name for name in names):
+        raise UserError(f"{index} cannot be read: its weight_map names no files of this directory")
+    return [directory / name for name in sorted(names)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,14 +169,9 @@ def import_hf(arguments: ImportArguments) -> Imported:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_bytes())
+        return read_foreign_json(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; path=… names a directory of transformers' save_pretrained") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} cannot be read: it holds no object")
-    return values
 
 
 def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
