@@ -124,6 +124,24 @@ def test_a_variant_with_keys_that_all_share_is_refused_before_anything_runs(tmp_
     assert all(part in str(refused.value) for part in [*named, f"[{variant}]"])
 
 
+@pytest.mark.parametrize(
+    ("variant", "named"),
+    [
+        ("model.global_batch_size=4", "model.global_batch_size=4"),
+        ("model.num_layers=2", "model.num_layers=2"),
+        ("model.encoder_seq_length=32", "model.encoder_seq_length=32"),
+        ("model.vocab_size=1024", "model.vocab_size=1024"),
+    ],
+)
+def test_a_variant_whose_losses_would_mean_something_else_is_refused_before_anything_runs(tmp_path, variant, named):
+    with pytest.raises(ConfigError) as refused:
+        planned(tmp_path, variants("bf16", variant))
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{named} ")
+    assert problem.endswith(f"[{variant}]")
+    assert not (tmp_path / RUNS).exists()
+
+
 def test_a_baseline_that_breaks_a_rule_ends_the_comparison_and_another_variant_does_not(tmp_path):
     broken = "model.micro_batch_size=3"
     with pytest.raises(ConfigError, match=r"global_batch_size=8 .*\[model\.micro_batch_size=3\]"):

@@ -8,7 +8,7 @@ A run is a directory as any other run's. It is finished when its summary says so
 newest checkpoint. A directory that was trained with other values is refused rather than taken for an answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from gpt_pretrain.benchmark.variants import (
     read_variants,
     run_dir_override,
 )
+from gpt_pretrain.compare.comparability import IDENTITY
 from gpt_pretrain.compare.document import Role
 from gpt_pretrain.compare.gate import gate_problems
 from gpt_pretrain.config.derived import data_parallel_size
@@ -123,8 +124,8 @@ def plan_runs(
         submission: How each is handed to Slurm; None: it runs in processes of this machine.
 
     Raises:
-        ConfigError: A variant adds unknown keys, wrong values, or keys that are the same for all; the baseline breaks a
-            rule about runs.
+        ConfigError: A variant adds unknown keys, wrong values, or keys that are the same for all; it changes what
+            losses must share; the baseline breaks a rule about runs.
         UserError: A run directory holds a run with other values.
     """
 
@@ -135,6 +136,9 @@ def plan_runs(
 
     variants = _read_variants(config.compare, config)
     configs = load_variants(variants, source, overrides, refuse)
+    incomparable = [problem for variant in variants for problem in _obstacles(variant, configs, variants[0])]
+    if incomparable:
+        raise ConfigError(incomparable)
     folders: dict[Variant, str] = {}
     for variant in variants:
         name, taken = variant.file_name, [*folders.values()]
@@ -173,6 +177,18 @@ def plan_runs(
     for run in runs:
         check_same_values(run)
     return runs
+
+
+def _obstacles(variant: Variant, configs: Mapping[Variant, Config], baseline: Variant) -> Iterator[str]:
+    """What a variant changes that its losses must share with the baseline's: found here, not after days of training."""
+    ours, theirs = (dict(flatten(config_to_dict(configs[each]))) for each in (variant, baseline))
+    for what, keys in IDENTITY.items():
+        for key in keys:
+            if ours[key] != theirs[key]:
+                yield (
+                    f"{key}={show(ours[key])} makes another {what} than {baseline.name}'s {show(theirs[key])}, and "
+                    f"losses cannot be compared; give it beside compare.variants [{variant.name}]"
+                )
 
 
 def launch_of(config: Config, submission: Submission | None) -> Launch:
