@@ -1,6 +1,8 @@
 """How a comparison trains its variants: which runs, in which order, stopped and resumed, and what is refused."""
 
+import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -8,16 +10,21 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from gpt_pretrain.commands.compare import main
 from gpt_pretrain.compare.document import load_comparison
 from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
+from gpt_pretrain.compare.progress import Progress
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.source import Source
-from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.report.columns import format_duration
+from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.rules.gate import load_config
 from tests.forked_runs import forked_python
+from tests.test_compare_logs import train_record
 
 DELAYED = "fp8=delayed model.fp8_emulate=true"
 TENSORWISE = "fp8=tensorwise model.fp8_emulate=true"
@@ -167,7 +174,7 @@ def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_fini
     tmp_path, monkeypatch, parent, capsys
 ):
     run_dir = tmp_path / "comparison"
-    three = [variants("app", DELAYED, TENSORWISE), "compare.seeds=2"]
+    three = [variants("app", DELAYED, TENSORWISE), "compare.seeds=2", "logging.fp8_statistics_interval=10"]
     refused = variants("app", DELAYED, TENSORWISE, "model.micro_batch_size=3")
     with forked_python(parent, tmp_path) as executable:
         monkeypatch.setattr(sys, "executable", str(executable))
@@ -184,7 +191,7 @@ def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_fini
         before = metrics_path(run_dir / RUNS / first).read_bytes()
 
         # And with a variant more, which the rules refuse: a failure, and the others are compared.
-        assert main([*SMALL, refused, "compare.seeds=2", f"run_dir={run_dir}"]) == 1
+        assert main([*SMALL, refused, *three[1:], f"run_dir={run_dir}"]) == 1
     printed = capsys.readouterr().out
     assert "model.global_batch_size=8 is not divisible by model.micro_batch_size=3" in printed
     assert printed.count("was finished before") == 1
@@ -196,6 +203,7 @@ def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_fini
     assert [figures.fp8_share is None or figures.fp8_share > 0 for figures in comparison.figures] == [True] * 3
     assert {answer.noise_from for answer in comparison.answers} == {"paired seeds"}
     assert comparison.obstacles == ()
+    assert [len(run.fp8) for run in comparison.runs] == [0, 0, 2, 2, 2, 2]
     assert {"model.fp8_recipe"} <= {each.key for each in comparison.differences}
     # Neither started again nor touched.
     assert metrics_path(run_dir / RUNS / first).read_bytes() == before
@@ -228,6 +236,34 @@ def test_a_directory_with_a_run_of_other_values_is_refused(tmp_path, parent):
     # What counts neither for losses nor for times may change.
     same = ["trainer.max_steps=2", "trainer.max_time=00:01:00:00", "checkpoint.save_interval=5"]
     assert planned(tmp_path, variants("app", DELAYED), *same)[0].is_finished
+
+
+def test_progress_is_a_line_on_a_terminal_and_a_line_a_minute_elsewhere(tmp_path):
+    runs = planned(tmp_path, variants("app", DELAYED), "compare.seeds=2")
+    terminal, log = (Console(file=io.StringIO(), width=200, force_terminal=wanted) for wanted in (True, False))
+    shown = [Progress(runs, console) for console in (terminal, log)]
+    # Nothing was logged yet.
+    for progress in shown:
+        progress.watch(2)
+    assert log.file.getvalue() == ""
+    metrics = MetricsFile(runs[1].run_dir)
+    for step in (5, 6):
+        metrics.write(train_record(step, 2.5, eta_s=2.0 * (STEPS - step)))
+        for progress in shown:
+            progress.watch(2)
+    metrics.close()
+    for progress in shown:
+        progress.tell(2, "finished")
+
+    name = re.escape(runs[1].name)
+    for console, last in ((terminal, 6), (log, 5)):
+        told = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain
+        lines = re.findall(rf"run 2 of 4 \({name}\): step (\d+)/{STEPS}, loss 2\.5000", told)
+        assert int(lines[-1]) == last
+        # Two seconds a step, and two runs more.
+        left = 2 * (STEPS - last)
+        assert f"{format_duration(left)} left, about {format_duration(left + 2 * 2 * STEPS)} for all" in told
+        assert f"run 2 of 4 ({runs[1].name}): finished" in told
 
 
 @pytest.mark.parametrize(

@@ -231,3 +231,41 @@ def test_each_run_of_a_sweep_is_a_job_of_its_own(slurm, tmp_path, cache_dir):
         assert job.field("JobName") == "sweep"
         config = load_saved_config(tmp_path / "sweep" / str(int(seed) - 1) / "config.yaml")
         assert (config.model.seed, config.model.fp8) == (int(seed), False), "what the gate has checked"
+
+
+def test_variants_are_compared_once_their_jobs_are_done(slurm, tmp_path, cache_dir):
+    run_dir = tmp_path / "comparison"
+    arguments = small_run_arguments(run_dir, cache_dir)[2:]
+    arguments += ["compare.variants=[bf16,'model.optim.lr=1e-4']", "compare.seeds=1", "trainer.max_steps=20"]
+    # Single samples have no other microbatches, and the baseline no repeat.
+    arguments += ["model.global_batch_size=1", "model.micro_batch_size=1", "trainer.log_every_n_steps=1"]
+    arguments += ["hydra/launcher=slurm", "hydra.launcher.gpus_per_node=0", 'hydra.launcher.sbatch=["--time=20"]']
+
+    def compare():
+        done = subprocess.run(
+            [sys.executable, "-m", "gpt_pretrain.compare", *arguments],
+            cwd=REPOSITORY,
+            env=slurm_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    code, told = compare()
+    submitted = re.findall(r"submitted as job (\d+); its log: (\S+)", told)
+    jobs = [slurm.adopt(number, Path(log), run_dir) for number, log in submitted]
+    assert len(jobs) == 2, told
+    assert code == 75, told
+    code, told = compare()
+    if "has it" in told:
+        # Looked at meanwhile: neither is submitted again.
+        assert code == 75, told
+        assert "submitted" not in told
+    for job in jobs:
+        assert job.wait_for_end() == "COMPLETED", job.text
+    code, told = compare()
+    assert code == 0, told
+    assert told.count("was finished before") == 2
+    assert (run_dir / "compare.html").exists()
