@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -354,7 +355,7 @@ def test_the_last_line_of_a_running_log_may_be_torn(tmp_path):
 @pytest.mark.parametrize(
     ("yaml", "expected"),
     [
-        ("a: &a [1, 1]\nb: [*a, *a]\n", "aliases"),
+        ("a: &a [1, 1]\nb: [" + "*a, " * 17 + "]\n", "aliases"),
         ("- 1\n", "no keys"),
         ("a: [\n", "flow"),
         ("[" * 5000, "config.yaml"),
@@ -377,7 +378,13 @@ def test_places_without_runs_are_refused_with_a_way_out(tmp_path):
         read_runs([str(tmp_path / "missing")])
 
 
-def test_what_is_too_large_is_refused_unread(tmp_path, monkeypatch):
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(UserError, match="no regular file"):
+        read_runs([str(tmp_path / "log")])
+
+
+def test_what_is_too_large_is_refused_unread(tmp_path):
     path = tmp_path / "log"
     with path.open("wb") as file:
         file.truncate(series.MAX_BYTES + 1)

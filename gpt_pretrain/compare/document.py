@@ -15,6 +15,7 @@ from typing import Literal
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.foreign import read_foreign_json
 from gpt_pretrain.report.records import Fp8Record, JsonObject
 
 VERSION = 1
@@ -266,9 +267,9 @@ def load_comparison(path: Path) -> Comparison:
         UserError: The file is missing, damaged, or of another version.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or values.get("version") != VERSION:
-            raise ValueError(f"expected a JSON object with version={VERSION}")
+        values = read_foreign_json(path)
+        if values.get("version") != VERSION:
+            raise ValueError(f"expected version={VERSION}")
         return Comparison.from_json(values)
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, ValueError, OverflowError) as error:
         raise UserError(f"{path} is not a {FILE_NAME} of this version: {error}; compare the runs again") from error

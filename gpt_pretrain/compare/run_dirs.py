@@ -21,22 +21,11 @@ from gpt_pretrain.compare.series import (
     thinned_records,
 )
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.foreign import check_yaml, read_foreign_text
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.launch.run_dir import lock_path
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
-
-_MAX_CONFIG = 1 << 20
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them can stand for more values than a machine holds."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """One node of the document."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has aliases, which config.yaml never has")
-        return super().compose_node(parent, index)
 
 
 def _read_config(path: Path) -> dict[str, str]:
@@ -45,16 +34,14 @@ def _read_config(path: Path) -> dict[str, str]:
     Raises:
         UserError: It is damaged.
     """
-    if not path.exists():
-        return {}
-    check_size(path)
     try:
-        if path.stat().st_size > _MAX_CONFIG:
-            raise yaml.YAMLError(f"it has more than {_MAX_CONFIG} bytes")
-        content = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+        check_yaml(path)
+        content = yaml.safe_load(read_foreign_text(path))
         if not isinstance(content, dict):
             raise yaml.YAMLError("it holds no keys")
         settings = {key: _written(value) for key, value in flatten(content)}
+    except FileNotFoundError:
+        return {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not the configuration of a run: {error}; restore it, or remove it") from error
     return _resolved(settings)

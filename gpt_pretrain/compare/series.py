@@ -1,6 +1,7 @@
 """From what a log tells, point by point, to a run's record: tokens, GPU-seconds, rates, and bounds on what is read."""
 
 import math
+import stat
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,17 +228,22 @@ def thinned_records(records: Sequence[Fp8Record], kept: int = 60) -> tuple[Fp8Re
 
 
 def check_size(path: Path) -> None:
-    """Refuses a file that is too large to be read.
+    """Refuses a file that is too large to be read, and what is no file: a pipe would be waited for.
 
     Raises:
-        UserError: It is, or cannot be read at all.
+        UserError: It is one of these, or cannot be read at all.
     """
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode):
+            path.open("rb").close()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    if size > MAX_BYTES:
-        raise UserError(f"{path} has {format_bytes(size)}; at most {format_bytes(MAX_BYTES)} are read, so cut it")
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} cannot be read: it is no regular file; write it to one")
+    if status.st_size > MAX_BYTES:
+        size, most = format_bytes(status.st_size), format_bytes(MAX_BYTES)
+        raise UserError(f"{path} has {size}; at most {most} are read, so cut it")
 
 
 def first_known(names: Iterable[str], values: Mapping[str, str]) -> str | None:
