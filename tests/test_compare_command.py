@@ -63,6 +63,15 @@ def test_finished_runs_are_compared(tmp_path, capsys):
         assert shown in printed
 
 
+def test_a_comparison_can_be_compared_again_without_its_runs(tmp_path):
+    first, again = tmp_path / "first", tmp_path / "again"
+    assert main([write_runs(tmp_path, s_per_step=1.6), f"run_dir={first}"]) == 0
+    for place in (first, first / "compare.json"):
+        assert main([f"runs=[{place}]", f"run_dir={again}", "compare.min_speedup=1.3"]) == 4
+        old, new = (load_comparison(each / "compare.json") for each in (first, again))
+        assert (new.runs, new.answers, new.figures) == (old.runs, old.answers, old.figures)
+
+
 @pytest.mark.parametrize(
     ("gap", "demands", "code"),
     [
