@@ -1,8 +1,8 @@
 """Where runs come from: any directory or file, recognised by what it holds, never by its name.
 
     directory   metrics.jsonl: one of our runs; compare.json: those of a comparison; TensorBoard's files: a run a folder
-    file        a copy of metrics.jsonl or compare.json, one event file, what Megatron-LM, NeMo or torchtitan printed, an
-                exported table
+    file        a copy of metrics.jsonl or compare.json, one event file, what Megatron-LM, NeMo or torchtitan printed,
+                an exported table
 
 Then each run gets a name, and runs of ours that differ in seeds or microbatches alone become one variant.
 """
