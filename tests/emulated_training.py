@@ -20,6 +20,7 @@ from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.fp8.gemms import Phase, Product, Role
 from gpt_pretrain.fp8.observer import observe_products
+from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
@@ -61,12 +62,12 @@ class Training:
         return self.trainable.model.gpt_chunks
 
     def layers(self) -> dict[str, torch.nn.Module]:
-        """The emulated layers by their names in the whole model."""
+        """The layers that compute in FP8, emulated or Transformer Engine's, by their names in the whole model."""
         return {
             name: module
             for chunk in self.chunks
             for name, module in whole_model_modules(chunk)
-            if hasattr(module, "product_listener")
+            if hasattr(module, "product_listener") or is_te_linear(module)
         }
 
     def step(self) -> float:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from gpt_pretrain.fp8.gemms import StepCasts
+from gpt_pretrain.fp8.infinities import StepCasts
 from gpt_pretrain.kernels.adam import AdamState, AdamStep, Master, Moment, update
 from gpt_pretrain.megatron.optimizer import conditional_update
 from gpt_pretrain.training.step import compute_gradients

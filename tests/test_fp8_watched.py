@@ -1,5 +1,6 @@
 """Products of experts that no token came to: neither a fault of the run, nor proven by nobody."""
 
+import re
 import sys
 import types
 from itertools import product as combinations
@@ -9,8 +10,12 @@ import torch
 
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product
 from gpt_pretrain.fp8.observer import WatchedProducts, differences_of_ranks, observe_products
+from gpt_pretrain.fp8.proof import ProofError
+from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import EXPERT_FC1, QKV, resolve
+from gpt_pretrain.training.header import describe_fp8
 from tests.emulated_training import emulated_training
+from tests.platforms import H200, spec_of
 
 PLANNED = {
     Phase.forward: ("e4m3", "e4m3"),
@@ -32,8 +37,6 @@ def product(phase, formats):
 @pytest.fixture(scope="module")
 def ranks_with():
     """Each rank computes all products as planned, but for those that a test replaces: by formats, "idle" or None."""
-    from gpt_pretrain.rules.gate import load_config
-
     run = resolve(load_config(["model=moe_small", "fp8=tensorwise", "model.num_layers=2"]))
     settings = run.fp8
     planned = {linear.module: linear for linear in run.linears if linear.layer >= 0}
@@ -78,6 +81,15 @@ def test_idle_products_are_proven_by_other_ranks_or_not_at_all(ranks_with, ranks
     differences = differences_of_ranks(ranks_with(*ranks))
     assert {(difference.module, difference.live) for difference in differences} == what_differs
     assert len(differences) == len(set(differences)) == 3 * len(what_differs), "each of the three products, once"
+
+
+def test_a_difference_names_its_ranks(ranks_with):
+    differences = differences_of_ranks(ranks_with({}, {ATTENTION: BF16}, {ATTENTION: BF16, EXPERTS: None}))
+    assert {(each.module, each.ranks) for each in differences} == {(ATTENTION, (1, 2)), (EXPERTS, (2,))}
+    assert all(
+        re.search(rf"  1, 2 +{ATTENTION}$|  2 +{EXPERTS}$", row)
+        for row in str(ProofError(differences)).splitlines()[2:-1]
+    )
 
 
 @pytest.fixture
@@ -144,3 +156,13 @@ def test_the_observer_tells_of_grouped_products_without_rows(grouped_linear, m_s
     name = "decoder.layers.1.mlp.linear_fc1"
     assert sorted(map(str, seen)) == sorted(str((name, phase)) for phase in Phase for _ in range(computed))
     assert sorted(map(str, idles)) == sorted(str((name, phase)) for phase in Phase for _ in range(idle))
+
+
+@pytest.mark.parametrize("graphs", [None, "none"])
+def test_a_run_whose_layers_are_replayed_says_that_only_its_first_step_is_proven(graphs):
+    overrides = ["model=gpt2_124m", "model.micro_batch_size=4", "model.global_batch_size=8", "fp8=tensorwise"]
+    spec = spec_of(
+        load_config([*overrides, "data=mock", *([f"model.cuda_graph_impl={graphs}"] if graphs else [])]), H200
+    )
+    assert (spec.kernels.cuda_graph_impl is None) == (graphs is not None)
+    assert ("model.cuda_graph_impl=none" in describe_fp8(spec)) == (graphs is None)

@@ -3,10 +3,10 @@
 `fp8/observer.py` watches Transformer Engine's products from outside; emulated layers report theirs themselves.
 
 Delayed scaling also has state, its scales and amax histories: at the end of the file is what training asks of it before
-a model's first step, and of the casts of each step.
+a model's first step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -56,6 +56,11 @@ def role_format(settings: Fp8Settings, role: Role) -> str:
     return settings.gradient_format if role is Role.output_gradient else settings.forward_format
 
 
+def role_name(role: Role) -> str:
+    """A role in words."""
+    return role.value.replace("_", " ")
+
+
 # The two operands of each product.
 OPERANDS = {
     Phase.forward: (Role.input, Role.weight),
@@ -79,6 +84,10 @@ class Operand:
     """fp32 [1]: the largest magnitude before the rounding; None where it is unknown."""
     values: torch.Tensor | None = None
     """What was rounded, of the shape of the codes; None where it is not kept."""
+    blur: float = 0.0
+    """By how much the values may differ from what was rounded, over the largest of them."""
+    is_gathered: bool = False
+    """The codes are those of several ranks, and amax is that of this rank's part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +98,15 @@ class Product:
     operands: tuple[Operand, Operand]
     """In the order of `OPERANDS`."""
     output: torch.Tensor | None = None
-    """The result, of the run's precision; None where the product has not been computed yet."""
-    bias: torch.Tensor | None = None
-    """What the result has in it beside the product, one value per column."""
+    """The result, a matrix of the run's precision; None where nobody asked for it."""
+    added: torch.Tensor | None = None
+    """What the result has in it beside the product: one value per column (a bias), or one for each value."""
+    part: int = 0
+    """Of a call that computes several products, one for each expert with rows: which of them."""
+    result_error: float = 2e-3
+    """How far the result may be from the exact one, over its 2-norm. It is rounded once, to BF16 at worst: by 2^-9."""
+    sum_error: float = 0.0
+    """The same, over the 2-norm of the sums of the terms' magnitudes."""
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -99,7 +114,7 @@ class Product:
         return self.operands[0].format, self.operands[1].format
 
 
-# Called with each product of a linear layer: right before Transformer Engine computes it, right after emulation has.
+# Called with each product of a linear layer.
 ProductListener = Callable[[Product], None]
 
 # Where delayed scaling keeps a tensor's history: which of the module's states, and which column.
@@ -131,74 +146,13 @@ def _state_of(module: torch.nn.Module, role: Role) -> tuple[Any, int]:
     return getattr(module, "fp8_meta", {}).get(name), column
 
 
-class StepCasts:
-    """The FP8 casts of one step: whether they met an infinity, and what a skipped step takes back.
-
-    A cast saturates. An infinity becomes the largest code, and whatever is computed from the codes is finite: loss and
-    gradient norm do not show it. Its amax does. A NaN stays NaN in the codes and shows in the gradient norm.
-
-    Emulated layers keep the largest amax of their casts. Those of Transformer Engine are known under delayed scaling
-    alone, from the histories: as far back as `model.fp8_amax_history_len` passes.
-
-    A skipped step's amaxes would stay in the histories for as many passes: an infinite one freezes the scale (TE 2.12,
-    common/recipe/delayed_scaling.cu), and what was computed behind an infinity makes scales too small. So they are
-    taken back. Infinities that a validation left there are none of the step's, and become zeros before it.
-
-    Args:
-        chunks: This rank's model chunks, before the step.
-    """
-
-    @torch.no_grad()
-    def __init__(self, chunks: Sequence[MegatronModule]) -> None:
-        modules: list[Any] = list(_modules(chunks))
-        states = [state for module in modules for state in getattr(module, "fp8_meta", {}).values()]
-        states = [state for state in states if getattr(state, "amax_history", None) is not None]
-        self._histories: list[torch.Tensor] = [state.amax_history for state in states]
-        self._scales: list[torch.Tensor] = [state.scale for state in states]
-        self._before = _flat(self._histories).nan_to_num_(nan=0.0, posinf=0.0), _flat(self._scales)
-        _write(self._before[0], self._histories)
-        self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
-        _write(torch.zeros_like(_flat(self._amaxes)), self._amaxes)
-
-    def met_infinity(self) -> torch.Tensor:
-        """Whether a cast of this rank met an infinity, bool []; does not wait for the device."""
-        return ~torch.isfinite(_flat([*self._amaxes, *self._histories])).all()
-
-    @torch.no_grad()
-    def settle(self, skipped: torch.Tensor) -> None:
-        """Puts histories and scales back to where they were before the step, if it is skipped.
-
-        Args:
-            skipped: bool [], on the device, where the decision stays.
-        """
-        for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
-            _write(torch.where(skipped, before, _flat(tensors)), tensors)
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The values of all in one tensor: a kernel for all of them instead of one for each."""
-    if not tensors:
-        return torch.empty(0, device=torch.cuda.current_device())
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _write(values: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """The reverse of `_flat`."""
-    if tensors:
-        parts = values.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
-
-
 def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
     """The scales of the next casts of output gradients, fp32 [FP8 layers of this rank].
 
     A scale is 1 only where no pass has shown an amax: the largest code over an amax is not 1.
     """
-    found = (delayed_scale(module, Role.output_gradient) for module in _modules(chunks))
+    modules = (module for chunk in chunks for module in chunk.modules())
+    found = (delayed_scale(module, Role.output_gradient) for module in modules)
     scales = [scale for scale in found if scale is not None]
     # A stacked copy stays when Transformer Engine writes the next scales in place.
     return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
-
-
-def _modules(chunks: Sequence[MegatronModule]) -> Iterator[torch.nn.Module]:
-    return (module for chunk in chunks for module in chunk.modules())

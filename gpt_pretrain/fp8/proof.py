@@ -1,15 +1,12 @@
 """The proof that the live layers did in a training step what the configuration asked of FP8.
 
 During one step each rank watches every matrix product of its linear layers. Then it compares the products' formats and
-how the weights are stored with `spec/products.py` and `spec/recipes.py`. Of Transformer Engine's layers it reads back
-the recipe objects; of emulated ones it computes the numbers again (`fp8/values.py`). Any difference on any rank ends
-the run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts had no tokens,
-the other ranks prove their products (`fp8/observer.py`).
+how the weights are stored with `spec/products.py` and `spec/recipes.py`. It computes the numbers again
+(`fp8/values.py`), and reads back the recipe objects of Transformer Engine's layers. Any difference on any rank ends the
+run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts had no tokens, the
+other ranks prove their products (`fp8/observer.py`).
 
-`MasterCheck` compares FP8 weights with their masters after the optimizer's step. With the wrong fields set,
-megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and embeddings, but the matrices
-never change. Each rank checks the part of each weight whose master it holds, which is up to date whether the other
-parts have been gathered yet or not.
+FP8 weights are compared with their masters after the optimizer's step (`fp8/masters.py`).
 """
 
 import time
@@ -23,10 +20,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product, spread_over_blocks
+from gpt_pretrain.fp8.gemms import Phase, Product
+from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import (
     Difference,
     WatchedProducts,
@@ -39,26 +36,16 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import FORMAT_MAX, RECIPES, Fp8Settings
+from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
 )
 
-# Of the same kind of difference.
+# Of the same kind of difference, and ranks in a row.
 _MOST_ROWS = 3
 _NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
-
-# Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
-_COLUMNS = 256
-# Rows and columns of the blocks of blockwise weights; mxfp8 has no FP8 weights here.
-_BLOCK = 128
-# E4M3: the spacing of neighbours relative to their value, and the absolute one below the smallest normal number.
-_RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
-# Values that are compared at once. A whole large weight would take five times its size in fp32 beside optimizer states
-# that only just fit: 2 GiB for a matrix of 5,120 × 20,480.
-_PIECE = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,25 +73,31 @@ class ProofError(UserError):
 
 
 def _table(differences: list[Difference]) -> str:
-    """One row for all layers with the same difference."""
-    places: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    """One row for all layers with the same difference on the same ranks."""
+    places: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for each in differences:
-        places[each.what, each.planned, each.live].append(each.module)
-    rows = [("what", "planned", "live", "where")]
+        places[each.what, each.planned, each.live, _listed_ranks(each.ranks)].append(each.module)
+    rows = [("what", "planned", "live", "rank", "where")]
     # One fault may show in every layer, with other numbers in each.
     rows_of: Counter[str] = Counter()
-    for (what, planned, live), modules in places.items():
+    for (what, planned, live, ranks), modules in places.items():
         rows_of[what] += 1
         if rows_of[what] > _MOST_ROWS:
             continue
         rest = len(modules) - 1
-        rows.append((what, planned, live, f"{modules[0]} and {rest} more" if rest else modules[0]))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        rows.append((what, planned, live, ranks, f"{modules[0]} and {rest} more" if rest else modules[0]))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
     table = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
     )
     left_out = sum(max(0, num - _MOST_ROWS) for num in rows_of.values())
     return table + (f"\nand {left_out} more like these" if left_out else "")
+
+
+def _listed_ranks(ranks: tuple[int, ...]) -> str:
+    """Like "0, 1, 2 and 5 more"."""
+    rest = len(ranks) - _MOST_ROWS
+    return ", ".join(map(str, ranks[:_MOST_ROWS])) + (f" and {rest} more" if rest > 0 else "")
 
 
 class Proof:
@@ -140,7 +133,7 @@ class Proof:
             self._masters = MasterCheck(
                 self._optimizer, {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
             )
-        if self._settings.emulate:
+        if self._has_known_numbers():
             self._values = WatchedValues(
                 self._settings,
                 {name: linear for name, linear in self._planned.items() if linear.precision == "fp8"},
@@ -151,10 +144,28 @@ class Proof:
         with ExitStack() as stack:
             if self._values is not None:
                 stack.enter_context(self._values.watching())
-            stack.enter_context(observe_products(self._chunks, self._note, idle_listener=self._products.note_idle))
+            stack.enter_context(
+                observe_products(
+                    self._chunks,
+                    self._note,
+                    idle_listener=self._note_idle,
+                    asks_result=None if self._values is None else self._values.asks_result,
+                )
+            )
             if self._settings.dot_product_attention:
                 stack.enter_context(observe_attention(lambda phase, name: self._attention[phase].add(name)))
             yield
+
+    def _has_known_numbers(self) -> bool:
+        """Whether operands and scales of the run's layers are stored as they are read here."""
+        # User buffers gather operands within their products. MXFP8's scales were never read on a GPU.
+        own = not self._spec.model.tp_comm_overlap and self._settings.recipe.capability[0] < (10, 0)
+        return self._settings.emulate or own
+
+    def _note_idle(self, module: str, phase: Phase) -> None:
+        self._products.note_idle(module, phase)
+        if self._values is not None:
+            self._values.note_idle(module, phase)
 
     def _note(self, module: str, product: Product) -> None:
         self._products.note(module, product)
@@ -284,92 +295,3 @@ def _weight_storage(module: torch.nn.Module) -> str:
         if name.startswith("weight")
     }
     return " and ".join(sorted(stored))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shard:
-    """A rank's part of an FP8 weight, and the fp32 or FP16 master of that part."""
-
-    weight: Any
-    master: torch.Tensor
-    start: int
-
-    @property
-    def codes(self) -> torch.Tensor:
-        """uint8 [n]."""
-        data = self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data
-        part: torch.Tensor = data.view(-1)[self.start : self.start + self.master.numel()]
-        return part
-
-    @property
-    def scale_inv(self) -> torch.Tensor:
-        """The factor of the codes, fp32: [1], or [n] where each block of 128×128 values has its own."""
-        if hasattr(self.weight, "_scale_inv"):
-            one: torch.Tensor = self.weight._scale_inv
-            return one
-        rows, columns = self.weight.shape
-        blocks: torch.Tensor = self.weight._rowwise_scale_inv
-        each = spread_over_blocks(blocks, (_BLOCK, _BLOCK), (rows, columns))
-        return each.reshape(-1)[self.start : self.start + self.master.numel()]
-
-    def count_off(self) -> int:
-        """Number of values further than one FP8 step from their masters; waits for the device."""
-        off = torch.zeros((), dtype=torch.int64, device=self.master.device)
-        each_scale_inv = self.scale_inv.expand(self.master.numel())
-        pieces = (each.split(_PIECE) for each in (self.codes, self.master.view(-1), each_scale_inv))
-        for codes, master, scale_inv in zip(*pieces, strict=True):
-            limit = FORMAT_MAX["e4m3"] * scale_inv
-            # A delayed scale may be too large for the newest values, so that they saturate.
-            aim = master.float().clamp(-limit, limit)
-            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
-            values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
-            off += ((values - aim).abs() > step).sum()
-        return int(off)
-
-
-def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer):
-            for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
-                if master is not None:
-                    yield _Shard(weight=weight, master=master, start=start)
-
-
-def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
-    """int64 [up to 256 + the rest]: column sums, which need no copy of the codes."""
-    whole = codes.numel() // _COLUMNS * _COLUMNS
-    return torch.cat([codes[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), codes[whole:].long()])
-
-
-class MasterCheck:
-    """Compares the FP8 weights of this rank before and after an optimizer step, and with their masters.
-
-    Args:
-        optimizer: The run's optimizer.
-        names: Maps the id of a weight to the name of its layer in the whole model.
-    """
-
-    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
-        self._names = names
-        self._before = [_fingerprint(shard.codes) for shard in _shards(optimizer)]
-
-    @torch.no_grad()
-    def problems(self, lr: float) -> Iterator[Difference]:
-        """Each weight that did not follow its master; waits for the device.
-
-        Args:
-            lr: Learning rate of the step. A weight must have changed where it moved so many values that some must
-                have reached another code.
-        """
-        for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
-            name, what = self._names.get(id(shard.weight), "a weight"), "weight after the step"
-            size = shard.master.numel()
-            off = shard.count_off()
-            if off:
-                planned, live = "every value within one FP8 step of its master", f"{off:,} of {size:,} values are not"
-                yield Difference(module=name, what=what, planned=planned, live=live)
-            # Codes of usual weights (standard deviation 0.02) are about 2e-3 apart.
-            must_change = size * lr / 2e-3 > 30
-            if must_change and torch.equal(_fingerprint(shard.codes), before):
-                yield Difference(module=name, what=what, planned="changed", live="the same codes as before")

@@ -7,7 +7,8 @@ them over the ranks of the amax reduction group, and follows the rule of `fp8/em
     scale                 ← format maximum / 2^margin / max(history), or / row 0 (most_recent)
     history               rolls towards row 0, which ends up last; the new row 0 is zero
 
-Each tensor passes once per microbatch, a weight once per step. It does not matter when a pass ends: no tensor is cast
+Each tensor passes once per microbatch, a weight once per step; one that is stored in FP8 is cast by the optimizer
+behind the step, and its amax enters the history in the next one. It does not matter when a pass ends: no tensor is cast
 twice before. A pass whose amax is zero changes nothing. A step with an infinite amax updates no weight and is not
 judged.
 """
@@ -15,23 +16,23 @@ judged.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
-from gpt_pretrain.fp8.gemms import Phase, Role, amax_history, delayed_scale, role_format
+from gpt_pretrain.fp8.gemms import Phase, Role, amax_history, delayed_scale, role_format, role_name
 from gpt_pretrain.fp8.observer import Difference
+from gpt_pretrain.fp8.rounding import QUOTIENT_ERROR
+from gpt_pretrain.fp8.te_products import CAST_IN
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
-
-# Scales are quotients in fp32: one rounding, of at most 2^-24, and what fp64 adds here.
-QUOTIENT_ERROR = 2.0**-22
 
 type _Tensor = tuple[str, Role]
 
 
-def role_name(role: Role) -> str:
-    """A role in words."""
-    return role.value.replace("_", " ")
+def is_recomputed(phase: Phase) -> bool:
+    """Whether a product that is computed now repeats one: a forward pass inside of a backward pass does."""
+    return phase is Phase.forward and torch._C._current_graph_task_id() != -1
 
 
 class Replay:
@@ -39,7 +40,7 @@ class Replay:
 
     Args:
         settings: The FP8 of the run, with a history.
-        modules: The emulated layers of this rank by their names in the whole model; their state is read here.
+        modules: The layers of this rank by their names in the whole model; their state is read here.
         names: The layers that the plan puts in FP8, the same on all ranks of the amax reduction group.
         num_microbatches: Of the step.
     """
@@ -58,6 +59,7 @@ class Replay:
         self._amaxes: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._scales: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._reused: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
+        self._stored: dict[_Tensor, torch.Tensor] = {}
         self._begin = {(name, role): self._state((name, role)) for name in names for role in Role}
 
     def _state(self, tensor: _Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -68,19 +70,35 @@ class Replay:
         history, scale = amax_history(self._modules[name], role), delayed_scale(self._modules[name], role)
         return None if history is None or scale is None else (history.clone(), scale.clone())
 
-    def note(self, tensor: _Tensor, phase: Phase, amax: torch.Tensor, scale: torch.Tensor) -> None:
-        """Records the amax [1] of a tensor that a product reads, and the scale [1] of its codes."""
+    def note(self, tensor: _Tensor, phase: Phase, amax: torch.Tensor | None, scale: torch.Tensor) -> None:
+        """Records a tensor that a product reads.
+
+        Args:
+            tensor: A layer and which of its tensors.
+            phase: The product.
+            amax: [1], if the tensor was cast for the product.
+            scale: [1], of its codes.
+        """
         role = tensor[1]
-        is_cast_here = phase is (Phase.dgrad if role is Role.output_gradient else Phase.forward)
-        # A forward pass inside of a backward pass is a recomputed one, which must use the scales of the first.
-        is_recomputed = phase is Phase.forward and torch._C._current_graph_task_id() != -1
-        # A step casts a weight once.
+        # A step casts a weight once. A recomputed pass must use the scales of the first.
         is_cast_again = role is not Role.weight or tensor not in self._scales
-        if is_cast_here and is_cast_again and not is_recomputed:
+        if phase is CAST_IN[role] and is_cast_again and not is_recomputed(phase) and amax is not None:
             self._amaxes[tensor].append(amax)
             self._scales[tensor].append(scale)
         else:
             self._reused[tensor].append(scale)
+
+    def note_stored(self, module: str, scale: torch.Tensor) -> None:
+        """Records a weight that is stored in FP8: the optimizer casts it behind the step, and its amax waits till then.
+
+        Args:
+            module: Its layer.
+            scale: [1], of its codes.
+        """
+        tensor = module, Role.weight
+        self._stored.setdefault(tensor, scale)
+        if tensor not in self._amaxes:
+            self._amaxes[tensor].append(torch.zeros_like(scale))
 
     def differences(self, group: torch.distributed.ProcessGroup) -> Iterator[Difference]:
         """All that is not as replayed, on every rank of the group together; waits for the device.
@@ -111,6 +129,9 @@ class Replay:
             if tensor[0] not in self._modules:
                 continue
             rows, planned = 0 if end is None else len(end[0]), self._settings.amax_history_len
+            if begin is None and end is not None:
+                # Transformer Engine makes them in the first pass.
+                begin = torch.zeros_like(end[0]), torch.ones_like(end[1])
             if rows != planned or end is None or begin is None:
                 yield _difference(tensor, "rows of the amax history", planned, rows)
             elif all(map(math.isfinite, [*seen, *begin[0].tolist()])):
@@ -148,6 +169,10 @@ class Replay:
                 yield _difference(tensor, "scale", expected[0] if expected else scales[-1], found)
                 break
         found_history, found_scale = end[0].cpu(), end[1].item()
+        if tensor in self._stored:
+            # The amax of the optimizer's cast waits here for the next pass.
+            history[0] = found_history[0]
+            yield from self._compare_stored(tensor, found_scale)
         newest, found_newest = history[-1].item(), found_history[-1].item()
         if newest != found_newest:
             yield _difference(tensor, "newest amax of the history", newest, found_newest)
@@ -158,6 +183,12 @@ class Replay:
             )
         if not _is_near(found_scale, scales[-1]):
             yield _difference(tensor, "next scale", scales[-1], found_scale)
+
+    def _compare_stored(self, tensor: _Tensor, scale: float) -> Iterator[Difference]:
+        weight: Any = self._modules[tensor[0]].weight
+        used = 1.0 / weight._scale_inv.item()
+        if not _is_near(used, scale):
+            yield _difference(tensor, "scale of the stored codes", scale, used)
 
     @property
     def _takes_maximum(self) -> bool:

@@ -1,82 +1,63 @@
-"""Whether the numbers of one training step are what the plan's FP8 makes of its tensors; emulated layers report them.
+"""Whether the numbers of one training step are what the plan's FP8 makes of its tensors.
 
 Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. This looks at what the step left: the tensors
 that were cast, their codes and scales, the results of products, and the state of delayed scaling. It computes each of
-them again from the tensors and the plan alone, in other words than `fp8/emulation/` does:
+them again from the tensors and the plan alone (`fp8/rounding.py`):
 
-- **Casts**, each one: the codes have the planned format and are round(value · scale). Without a history a scale is the
-  format's maximum over the amax of the tensor or block, for blocks rounded down to a power of two.
+- **Casts**: the codes have the planned format and are round(value · scale). Without a history a scale is the format's
+  maximum over the amax of the tensor or block, for blocks rounded down to a power of two.
 - **Delayed scaling** is replayed (`fp8/replay.py`).
 - **Products**: each layer has computed its three in every microbatch. One of each kind per type of layer is multiplied
   again: from the codes, which must give the result, and from the values, from which the result must be as far away as
-  rounding explains. What these layers pass on is that result. Ranks and steps take turns at layers and microbatches.
+  rounding explains. What these layers pass on is that result.
+
+Ranks and steps take turns at microbatches, at layers, and at parts of tensors that are large, so that a proof takes
+seconds and megabytes whatever the model.
+
+Emulated layers tell of all values. Those of Transformer Engine's layers are unknown in three places: a weight that is
+stored in FP8 has no others (`proof.MasterCheck` compares it with its master), an activation may be cast by the kernel
+that computes it, and ranks that split a sequence gather codes. There the codes must fill their format: the largest is
+that of amax · scale.
 
 Nothing here waits for the device before `differences`.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.fp8.gemms import (
-    CODE_TYPES,
-    Operand,
-    Phase,
-    Product,
-    Role,
-    role_format,
-    spread_over_blocks,
-)
+from gpt_pretrain.fp8.casts import CAST_VALUES, CastChecks
+from gpt_pretrain.fp8.checks import Checks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, role_format, role_name
 from gpt_pretrain.fp8.observer import Difference
-from gpt_pretrain.fp8.replay import QUOTIENT_ERROR, Replay, role_name
-from gpt_pretrain.spec.products import FC2, PROJ, Linear
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.fp8.replay import Replay, is_recomputed
+from gpt_pretrain.fp8.rounding import OWN_DIMENSION, Window, multiply, part, rounding_error
+from gpt_pretrain.fp8.te_products import is_te_linear
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC2, PROJ, Linear
+from gpt_pretrain.spec.recipes import Fp8Settings
 
-# Scales and amaxes beyond these limits follow rules of their own, for zeros and for numbers that fp32 cannot hold.
-_LEAST, _MOST = 2.0**-100, 2.0**100
-# A result is rounded once, to BF16 at worst: by 2^-9 of each value. Sums in fp32 add less than the rest.
-_OUTPUT_ERROR = 2e-3
 # By what factor rounding errors that are not independent may miss the sum of independent ones.
 _COHERENCE = 8.0
 # Of values with BF16's eight bits one in sixteen has no more than the four of E4M3; one in 32 no more than E5M2's.
 _LEAST_ROUNDED = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Check:
-    """A comparison whose numbers are on the device."""
-
-    module: str
-    what: str
-    planned: str
-    """With places for the numbers, like `live`."""
-    live: str
-    numbers: torch.Tensor
-    """fp64 [3]: above 0 where they differ, the number expected, the number found."""
-
-
-def _numbers(off: torch.Tensor, expected: torch.Tensor | float, found: torch.Tensor | float) -> torch.Tensor:
-    return torch.stack(
-        [torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, expected, found)]
-    )
+# Of a result this many rows and columns are multiplied again.
+_RESULT_SIDE = 1024
 
 
 class WatchedValues:
-    """Records one training step of emulated layers.
+    """Records one training step.
 
     Args:
         settings: The FP8 of the run.
         linears: The layers of this rank that the plan puts in FP8, by their names in the whole model.
         modules: All modules of this rank, likewise.
         num_microbatches: Of the step.
-        turn: Whose turn it is to be multiplied again; another number on each rank and at each step.
+        turn: Whose turn it is to be looked at; another number on each rank and at each step.
     """
 
     def __init__(
@@ -89,17 +70,25 @@ class WatchedValues:
         turn: int,
     ) -> None:
         self._settings = settings
-        # Another layer in the place of an emulated one is what `WatchedProducts` tells.
-        self._modules = {name: modules[name] for name in linears if hasattr(modules.get(name), "product_listener")}
+        emulated = {name: modules[name] for name in linears if hasattr(modules.get(name), "product_listener")}
+        own = {name: modules[name] for name in linears if name in modules and is_te_linear(modules[name])}
+        # Other layers in their places are what `WatchedProducts` tells.
+        self._modules = {**emulated, **own}
+        self._emulated = frozenset(emulated)
         self._num_microbatches = num_microbatches
+        self._turn = turn
         self._microbatch = turn % num_microbatches
         kinds: dict[str, list[str]] = defaultdict(list)
         for name, linear in linears.items():
             kinds[linear.kind].append(name)
         self._repeated = {names[turn % len(names)] for names in kinds.values()}
-        self._checks: list[_Check] = []
+        self._checks = Checks()
+        self._casts = CastChecks(settings, self._checks, turn)
         self._results: dict[str, torch.Tensor] = {}
         self._counts: Counter[tuple[str, Phase]] = Counter()
+        self._multiplied: set[tuple[str, Phase]] = set()
+        # Of the inputs that these layers have cast, what their weight gradients are multiplied again from.
+        self._inputs: dict[str, torch.Tensor] = {}
         self._replay = (
             Replay(settings, self._modules, list(linears), num_microbatches) if settings.recipe.keeps_history else None
         )
@@ -107,152 +96,144 @@ class WatchedValues:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around the step; `note` is called with its products."""
-        # Of these layers, tensor parallel ranks pass on the sum of their results.
+        # Of these layers, tensor parallel ranks pass on the sum of their results; experts compute theirs one by one.
         summed = (PROJ, FC2) if parallel_state.get_tensor_model_parallel_world_size() > 1 else ()
         with ExitStack() as stack:
             for name, module in self._modules.items():
-                if name in self._repeated and not name.endswith(summed):
+                if name in self._repeated and not name.endswith((*summed, EXPERT_FC1, EXPERT_FC2)):
                     stack.callback(module.register_forward_hook(partial(self._check_output, name)).remove)
             yield
+        self._results.clear()
+        self._inputs.clear()
 
     def _check_output(self, name: str, module: torch.nn.Module, arguments: Any, returned: Any) -> None:
         # The other is the bias, where the layer leaves its addition to the next.
         output = returned[0] if isinstance(returned, tuple) else returned
         result = self._results.pop(name, None)
         if result is not None:
-            off = (output.detach().reshape(result.shape) != result).sum()
+            window = Window.of_size(result.shape, None, CAST_VALUES, self._turn)
+            given, expected = window.of(output.detach().reshape(result.shape)), window.of(result)
+            off = (given != expected).sum()
             planned, live = "{0:,.0f} values of the product", "{1:,.0f} others"
-            self._add(name, "output", off, result.numel(), off, planned=planned, live=live)
+            self._checks.add(name, "output", off, expected.numel(), off, planned=planned, live=live)
+
+    def asks_result(self, module: str, phase: Phase) -> bool:
+        """Whether the next product of a layer is to be told of with its result."""
+        is_turn = self._counts[module, phase] == self._microbatch and not is_recomputed(phase)
+        return is_turn and module in self._repeated and module in self._modules
+
+    def note_idle(self, module: str, phase: Phase) -> None:
+        """Records a grouped product that is called for no rows."""
+        if self.asks_result(module, phase):
+            self._multiplied.add((module, phase))
+        self._counts[module, phase] += 1
 
     @torch.no_grad()
     def note(self, module: str, product: Product) -> None:
         """Records a product that has been computed."""
         if module not in self._modules:
             return
-        index = self._counts[module, product.phase]
-        self._counts[module, product.phase] += 1
+        phase = product.phase
+        is_first_pass = not is_recomputed(phase)
+        self._counts[module, phase] += is_first_pass and product.part == 0
+        is_turn = is_first_pass and self._counts[module, phase] - 1 == self._microbatch
         # What `WatchedProducts` finds to be in other formats has no codes.
         operands = [operand for operand in product.operands if operand.codes is not None]
-        are_whole = [self._check_cast(module, product.phase, operand) for operand in operands]
-        if product.phase is Phase.forward and product.output is not None and module in self._repeated:
+        are_whole = [self._check_cast(module, phase, operand, is_turn=is_turn) for operand in operands]
+        if product.output is None or module not in self._repeated:
+            return
+        if phase is Phase.forward:
             self._results[module] = product.output.detach()
-        if index == self._microbatch and module in self._repeated and len(operands) == 2 and all(are_whole):
-            self._multiply(module, product)
+        if is_turn and len(operands) == 2 and all(are_whole):
+            self._keep_input(module, product)
+            self._multiply(module, product, product.output)
 
-    def _block(self, phase: Phase, role: Role) -> tuple[int, int] | None:
-        """Rows and columns of the values that share a scale in a product; None where all do."""
-        recipe = self._settings.recipe
-        if recipe.block is None:
-            return None
-        # Weights have square blocks where they have fewer scales than activations do.
-        if role is Role.weight and recipe.weight_scale_bytes < recipe.activation_scale_bytes:
-            return recipe.block, recipe.block
-        # Blocks lie along the dimension that the product sums over.
-        within_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
-        return (1, recipe.block) if within_rows else (recipe.block, 1)
+    def _keep_input(self, module: str, product: Product) -> None:
+        values = product.operands[0].values
+        if product.phase is Phase.forward and values is not None:
+            columns = part(values.shape[1], _RESULT_SIDE, self._turn)
+            self._inputs[module] = values[:, slice(*columns)].clone()
 
-    def _check_cast(self, module: str, phase: Phase, operand: Operand) -> bool:
+    def _check_cast(self, module: str, phase: Phase, operand: Operand, *, is_turn: bool) -> bool:
         """Checks an operand's codes, scale and amax; whether they have the shapes to go on with."""
         role, codes, values, scale = operand.role, operand.codes, operand.values, operand.scale
         assert codes is not None
         what, format = f"codes of the {role_name(role)} in {phase.value}", role_format(self._settings, role)
         if codes.dtype is not CODE_TYPES[format]:
-            self._add_fault(module, what, format, str(codes.dtype).removeprefix("torch."))
+            self._checks.add_fault(module, what, format, str(codes.dtype).removeprefix("torch."))
             return False
-        if values is None or scale is None or values.shape != codes.shape:
+        unknown = values is None and module in self._emulated
+        if unknown or scale is None or (values is not None and values.shape != codes.shape):
             planned = "none reported" if values is None else str(list(values.shape))
-            self._add_fault(module, what, f"of {planned} values", str(list(codes.shape)))
+            self._checks.add_fault(module, what, f"of {planned} values", str(list(codes.shape)))
             return False
-        block, magnitudes = self._block(phase, role), _magnitudes(values)
-        amaxes = magnitudes.max().reshape(1) if block is None else _largest_of_blocks(magnitudes, block)
-        if scale.shape != amaxes.shape:
+        block = self._casts.block(phase, role)
+        rows, columns = codes.shape
+        planned_shape = [1] if block is None else [-(-rows // block[0]), -(-columns // block[1])]
+        if list(scale.shape) != planned_shape:
             shape = f"scales of the {role_name(role)} in {phase.value}"
-            self._add_fault(module, shape, str(list(amaxes.shape)), str(list(scale.shape)))
+            self._checks.add_fault(module, shape, str(planned_shape), str(list(scale.shape)))
             return False
-        if self._replay is None:
-            self._check_scales(module, role, format, amaxes, scale)
-        else:
-            self._replay.note((module, role), phase, amaxes, scale)
-        if operand.amax is not None:
-            expected, found = amaxes.max(), operand.amax.max()
-            self._add(module, f"amax of the {role_name(role)}", expected != found, expected, found)
-        largest = FORMAT_MAX[format]
-        factor = scale if block is None else spread_over_blocks(scale, block, (values.shape[0], values.shape[1]))
-        expected_codes = (values.float() * factor).clamp(-largest, largest).to(codes.dtype)
-        off = (expected_codes.view(torch.uint8) != codes.view(torch.uint8)).sum()
-        planned = f"{{0:,.0f}} times round(value · scale) in {format}"
-        self._add(module, what, off, codes.numel(), off, planned=planned, live="others {1:,.0f} times")
+        is_stored = role is Role.weight and self._settings.params
+        amax = None if is_stored else self._casts.amax(phase, operand)
+        if self._replay is not None and is_stored:
+            self._replay.note_stored(module, scale)
+        elif self._replay is not None:
+            self._replay.note((module, role), phase, amax, scale)
+        if is_turn and values is not None:
+            self._casts.check_values(module, phase, operand)
+        elif is_turn:
+            self._casts.check_codes_alone(module, phase, operand, amax)
         return True
 
-    def _add(
-        self,
-        module: str,
-        what: str,
-        off: torch.Tensor,
-        expected: torch.Tensor | float,
-        found: torch.Tensor | float,
-        *,
-        planned: str = "{0:.6g}",
-        live: str = "{1:.6g}",
-    ) -> None:
-        numbers = _numbers(off, expected, found)
-        self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=numbers))
-
-    def _add_fault(self, module: str, what: str, planned: str, live: str) -> None:
-        fault = torch.ones(3, dtype=torch.float64, device=torch.cuda.current_device())
-        self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=fault))
-
-    def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Checks the scales of a recipe without history, each against the amax of its values."""
-        quotient = FORMAT_MAX[format] / amaxes.double()
-        ordinary = (quotient > _LEAST) & (quotient < _MOST)
-
-        def rule(exact: torch.Tensor) -> torch.Tensor:
-            if self._settings.recipe.scales_tensors:
-                return exact
-            # mantissa · 2^exponent, with a mantissa from 0.5 to 1
-            return torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 1)
-
-        # A quotient next to a power of two may have been rounded to it.
-        low, high = rule(quotient * (1 - QUOTIENT_ERROR)), rule(quotient * (1 + QUOTIENT_ERROR))
-        off = ordinary & ~((scale >= low) & (scale <= high))
-        worst = off.flatten().int().argmax()
-        expected, found = rule(quotient).flatten()[worst], scale.flatten()[worst]
-        self._add(module, f"scale of the {role_name(role)}", off.any(), expected, found)
-
-    def _multiply(self, module: str, product: Product) -> None:
-        """Computes a product again, from the codes and from the values that were rounded."""
-        phase, output = product.phase, product.output
-        if output is None:
-            self._add_fault(module, f"result of {phase.value}", "reported", "none")
-            return
+    def _multiply(self, module: str, product: Product, output: torch.Tensor) -> None:
+        """Computes a part of a product again, from the codes and from the values that were rounded."""
+        phase = product.phase
+        self._multiplied.add((module, phase))
+        rows, columns = (part(size, _RESULT_SIDE, self._turn) for size in output.shape)
         exact, rounded = [], []
-        for operand in product.operands:
+        for operand, side, own in zip(product.operands, (rows, columns), OWN_DIMENSION[phase], strict=True):
             assert operand.codes is not None
             assert operand.scale is not None
-            assert operand.values is not None
-            block, (rows, columns) = self._block(phase, operand.role), operand.codes.shape
-            scale = operand.scale if block is None else spread_over_blocks(operand.scale, block, (rows, columns))
-            exact.append(operand.values.float())
-            rounded.append(operand.codes.float() / scale)
+            whole = (0, operand.codes.shape[1 - own])
+            window = Window(side, whole) if own == 0 else Window(whole, side)
+            factors = window.factors(operand.scale, self._casts.block(phase, operand.role))
+            rounded.append(window.of(operand.codes).float() / factors)
+            if operand.values is not None:
+                values = window.of(operand.values)
+            elif phase is Phase.wgrad and operand.role is Role.input and module in self._inputs:
+                values = self._inputs[module]
+            else:
+                continue
+            exact.append(values.float())
             changed = ((exact[-1] != rounded[-1]).sum() / (exact[-1] != 0).sum()).nan_to_num(nan=1.0)
             what, planned = f"{role_name(operand.role)} in {phase.value}", "rounding changes {0:.0%} of the values"
             too_few = changed < _LEAST_ROUNDED
-            self._add(module, what, too_few, _LEAST_ROUNDED, changed, planned=planned, live="{1:.1%}")
-        again, without_rounding = _product(phase, *rounded), _product(phase, *exact)
-        found = output.float() if product.bias is None else output.float() - product.bias.float()
-        # The bias has been rounded with the product.
-        size = output.float().norm()
+            self._checks.add(module, what, too_few, _LEAST_ROUNDED, changed, planned=planned, live="{1:.1%}")
+        again = multiply(phase, *rounded)
+        result = output[slice(*rows), slice(*columns)].float()
+        found = result
+        if product.added is not None:
+            added = product.added[..., slice(*columns)]
+            found = result - (added if added.dim() == 1 else added[slice(*rows)]).float()
+        # What was added to the product has been rounded with it.
+        size = (found if output.dtype is torch.float32 else result).norm()
+        lost = product.sum_error * multiply(phase, *map(torch.abs, rounded)).norm() / size
+        tolerance = product.result_error + lost
         away = (found - again).norm() / size
         what, live = f"result of {phase.value}", "{1:.3g} away"
         planned = "within {0:.3g} of the product of its codes"
-        self._add(module, what, away > _OUTPUT_ERROR, _OUTPUT_ERROR, away, planned=planned, live=live)
-        explained = _rounding_error(phase, exact, rounded)
-        distance, blur = (found - without_rounding).norm(), _OUTPUT_ERROR * size
+        self._checks.add(module, what, away > tolerance, tolerance, away, planned=planned, live=live)
+        if len(exact) < 2:
+            return
+        explained = rounding_error(phase, exact, rounded)
+        distance, blur = (found - multiply(phase, *exact)).norm(), tolerance * size
         too_near = (distance < explained / _COHERENCE) & (explained / _COHERENCE > blur)
         too_far = distance > explained * _COHERENCE + blur
         planned = "{0:.3g} away from the product without rounding"
-        self._add(module, what, too_near | too_far, explained / size, distance / size, planned=planned, live=live)
+        self._checks.add(
+            module, what, too_near | too_far, explained / size, distance / size, planned=planned, live=live
+        )
 
     @torch.no_grad()
     def differences(self, group: torch.distributed.ProcessGroup) -> list[Difference]:
@@ -261,7 +242,9 @@ class WatchedValues:
         Args:
             group: The amax reduction group of this rank.
         """
-        found = [*self._uncomputed(), *self._checked()]
+        found = [*self._uncomputed(), *self._checks.differences()]
+        faulty = {difference.module for difference in found}
+        found += [each for each in self._unmultiplied() if each.module not in faulty]
         return found if self._replay is None else [*found, *self._replay.differences(group)]
 
     def _uncomputed(self) -> Iterator[Difference]:
@@ -273,53 +256,9 @@ class WatchedValues:
                     what = f"{phase.value} products"
                     yield Difference(module=name, what=what, planned=f"{planned} or more", live=str(count))
 
-    def _checked(self) -> Iterator[Difference]:
-        """The first difference of each kind in each layer."""
-        if not self._checks:
-            return
-        told: set[tuple[str, str]] = set()
-        for check, (off, *numbers) in zip(
-            self._checks, torch.stack([check.numbers for check in self._checks]).tolist(), strict=True
-        ):
-            if (off > 0 or math.isnan(off)) and (check.module, check.what) not in told:
-                told.add((check.module, check.what))
-                expected, found = numbers
-                yield Difference(
-                    module=check.module,
-                    what=check.what,
-                    planned=check.planned.format(expected, found),
-                    live=check.live.format(expected, found),
-                )
-
-
-def _magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """fp32, zero in place of NaN."""
-    magnitudes = values.float().abs()
-    return torch.where(magnitudes.isnan(), 0.0, magnitudes)
-
-
-def _largest_of_blocks(magnitudes: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude of each block, fp32 [blocks of rows, blocks of columns]."""
-    return torch.nn.functional.max_pool2d(magnitudes[None], block, block, ceil_mode=True)[0]
-
-
-def _product(phase: Phase, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """x·wᵀ, dy·w or dyᵀ·x."""
-    if phase is Phase.forward:
-        return first @ second.t()
-    return first @ second if phase is Phase.dgrad else first.t() @ second
-
-
-def _rounding_error(phase: Phase, exact: list[torch.Tensor], rounded: list[torch.Tensor]) -> torch.Tensor:
-    """2-norm of what the operands' rounding errors do to their product, as if independent of one another; fp64 [].
-
-    For c = Σ aₖ·bₖ the mean of ‖δc‖² is Σ ‖δaₖ‖²·‖bₖ‖² + ‖aₖ‖²·‖δbₖ‖² + ‖δaₖ‖²·‖δbₖ‖² over all rows and columns.
-    """
-    # The dimension of each operand that the product does not sum over.
-    others = {Phase.forward: (0, 0), Phase.dgrad: (0, 1), Phase.wgrad: (1, 1)}[phase]
-    sizes = [values.double().square().sum(dim) for values, dim in zip(exact, others, strict=True)]
-    errors = [
-        (values.double() - codes.double()).square().sum(dim)
-        for values, codes, dim in zip(exact, rounded, others, strict=True)
-    ]
-    return (errors[0] * sizes[1] + sizes[0] * errors[1] + errors[0] * errors[1]).sum().sqrt()
+    def _unmultiplied(self) -> Iterator[Difference]:
+        phases = [phase for phase in Phase if self._settings.wgrad or phase is not Phase.wgrad]
+        for name in sorted(self._repeated & self._modules.keys()):
+            for phase in phases:
+                if self._counts[name, phase] and (name, phase) not in self._multiplied:
+                    yield Difference(module=name, what=f"result of {phase.value}", planned="reported", live="none")

@@ -9,7 +9,7 @@ step counts as they are, and BF16 weights with them.
 
 The host continues without waiting. What it launches after the update (the cast of masters, the gathering of weights)
 repeats what was there. Delayed scaling's histories and scales have moved on with the step by then; they are put back
-before weights that are stored in FP8 are cast again (`fp8.gemms.StepCasts`).
+before weights that are stored in FP8 are cast again (`fp8.infinities.StepCasts`).
 """
 
 import math

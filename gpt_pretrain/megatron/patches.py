@@ -261,10 +261,29 @@ LINEAR_PRODUCTS = _watched(f"{_MODULES}.linear", "general_gemm")
 LINEAR_PASSES = _watched(f"{_MODULES}.linear:_Linear", "forward", "backward")
 NORM_LINEAR_PRODUCTS = _watched(f"{_MODULES}.layernorm_linear", "general_gemm")
 NORM_LINEAR_PASSES = _watched(f"{_MODULES}.layernorm_linear:_LayerNormLinear", "forward", "backward")
+NORMS_OF_LINEARS = _watched(f"{_MODULES}.layernorm_linear", "apply_normalization")
 GROUPED_PRODUCTS = _watched(f"{_MODULES}.grouped_linear", "general_grouped_gemm")
 GROUPED_PASSES = _watched(f"{_MODULES}.grouped_linear:_GroupedLinear", "forward", "backward")
 ATTENTION_PASSES = _watched(
     "transformer_engine.pytorch.attention.dot_product_attention.backends", "fused_attn_fwd", "fused_attn_bwd"
 )
+
+
+def _searched(place: str, name: str, parameters: _Parameters) -> Patch:
+    return Patch(
+        place=place,
+        names={name: parameters},
+        what="tensors that are cast in blocks are searched for infinities during a step (fp8/infinities.py)",
+        why="Transformer Engine 2.12 makes the largest code of an infinity and keeps no amax of a block",
+        until="Transformer Engine's casts leave an infinity, or tell of it",
+    )
+
+
+BLOCK_CASTS = _searched(
+    "transformer_engine.pytorch.tensor.float8_blockwise_tensor:Float8BlockQuantizer",
+    "quantize_impl",
+    ("self", "tensor"),
+)
+SPLIT_CASTS = _searched("transformer_engine_torch", "split_quantize", None)
 
 PATCHES = tuple(value for value in vars().values() if isinstance(value, Patch))

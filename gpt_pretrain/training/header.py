@@ -141,6 +141,9 @@ def describe_fp8(spec: RunSpec) -> str:
     kept = sum(linear.kind not in ("output_layer", ROUTER) and linear.precision != "fp8" for linear in spec.linears)
     parts += [f"{kept} linear layers kept out"] if kept else []
     parts.append(f"{spec.fp8_flops_share:.1%} of the FLOPs of matrix products")
+    if spec.kernels.cuda_graph_impl is not None:
+        # Chosen for a run of small layers, whatever logging.fp8_proof_interval says.
+        parts.append("proven in the first step, and not watched in replayed ones (model.cuda_graph_impl=none: always)")
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)
 
 

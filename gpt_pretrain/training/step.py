@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.data.batches import Batch
-from gpt_pretrain.fp8.gemms import StepCasts
+from gpt_pretrain.fp8.infinities import StepCasts
 from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
@@ -33,11 +33,18 @@ def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], B
 
 
 def _forward_step(
-    iterator: Iterator[Batch] | None, chunk: Any, *, model: Model, num_microbatches: int
+    iterator: Iterator[Batch] | None,
+    chunk: Any,
+    *,
+    model: Model,
+    num_microbatches: int,
+    before_pass: Callable[[], None],
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Runs one microbatch through one model chunk, as the schedules ask for it."""
+    before_pass()
     if iterator is None:
         output = chunk(None, None, None, labels=None)
+        _before_backward(output, before_pass)
         return output, lambda _: None
     batch = next(iterator)
     tensors = {
@@ -54,13 +61,32 @@ def _forward_step(
         computes_loss = {"output_processor": model.output_processor, "output_processor_context": gradient}
     # No mask tensor: causal attention is part of the layer spec.
     output = chunk(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"], **computes_loss)
+    _before_backward(output, before_pass)
     return output, lambda losses: summed_loss(tensors["loss_mask"], losses)
 
 
-def _run_schedule(model: Model, iterators: Sequence[Iterator[Batch] | None], *, forward_only: bool) -> torch.Tensor:
+def _before_backward(output: torch.Tensor, call: Callable[[], None]) -> None:
+    """Calls a function where the backward pass of a model chunk begins."""
+    if output.requires_grad:
+        output.register_hook(lambda _: call())
+
+
+def _do_nothing() -> None:
+    """Before passes in which nobody looks at casts."""
+
+
+def _run_schedule(
+    model: Model,
+    iterators: Sequence[Iterator[Batch] | None],
+    *,
+    forward_only: bool,
+    before_pass: Callable[[], None] = _do_nothing,
+) -> torch.Tensor:
     config, num_microbatches = model.spec.model, model.spec.layout.num_microbatches
     reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, model=model, num_microbatches=num_microbatches),
+        forward_step_func=partial(
+            _forward_step, model=model, num_microbatches=num_microbatches, before_pass=before_pass
+        ),
         data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
         model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
         num_microbatches=num_microbatches,
@@ -80,13 +106,24 @@ def train_step(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]
     with that of zero. It advances in a step that updates nothing, too: the learning rate is a function of the step.
     """
     casts = StepCasts(trainable.model.gpt_chunks)
-    report = compute_gradients(trainable, iterators)
+    with casts.watching():
+        report = compute_gradients(trainable, iterators, before_pass=casts.look)
     trainable.scheduler.step(1)
     return conditional_update(trainable.optimizer, report, casts.met_infinity(), settle=casts.settle)
 
 
-def compute_gradients(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]) -> torch.Tensor:
+def compute_gradients(
+    trainable: Trainable,
+    iterators: Sequence[Iterator[Batch] | None],
+    *,
+    before_pass: Callable[[], None] = _do_nothing,
+) -> torch.Tensor:
     """Forward and backward over all microbatches of this rank.
+
+    Args:
+        trainable: Model and optimizer; gradients are added up from zero.
+        iterators: One for each model chunk that sees tokens or labels.
+        before_pass: Called before the forward and the backward pass of each microbatch through each model chunk.
 
     Returns:
         [2], fp32: sum of the token losses and number of tokens on this rank; zeros off the last pipeline stage.
@@ -94,7 +131,7 @@ def compute_gradients(trainable: Trainable, iterators: Sequence[Iterator[Batch] 
     for chunk in trainable.model.chunks:
         chunk.zero_grad_buffer()
     trainable.optimizer.zero_grad()
-    return _run_schedule(trainable.model, iterators, forward_only=False)
+    return _run_schedule(trainable.model, iterators, forward_only=False, before_pass=before_pass)
 
 
 @torch.no_grad()

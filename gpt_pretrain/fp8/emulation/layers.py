@@ -130,7 +130,7 @@ class _Call:
             first, second = (
                 _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
             )
-            listener(Product(phase=phase, operands=(first, second), output=output, bias=bias))
+            listener(Product(phase=phase, operands=(first, second), output=output, added=bias))
 
 
 def _operand(role: Role, data: Quantised | torch.Tensor, values: torch.Tensor | None) -> Operand:
@@ -192,7 +192,7 @@ class _EmulatedLinear(torch.nn.Module):
 
     @property
     def largest_amax(self) -> torch.Tensor:
-        """fp32 [1]: the largest amax of the casts since it was set back (`fp8.gemms.StepCasts`)."""
+        """fp32 [1]: the largest amax of the casts since it was set back (`fp8.infinities.StepCasts`)."""
         return self._products.largest_amax
 
     @property

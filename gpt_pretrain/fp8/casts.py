@@ -1,0 +1,151 @@
+"""Whether the codes, scales and amax of one tensor are what the plan's recipe makes of its values."""
+
+import torch
+
+from gpt_pretrain.fp8.checks import Checks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Role, role_format, role_name
+from gpt_pretrain.fp8.rounding import (
+    QUOTIENT_ERROR,
+    Window,
+    largest_magnitude,
+    largest_of_blocks,
+    rounded_between,
+)
+from gpt_pretrain.fp8.te_products import CAST_IN
+from gpt_pretrain.kernels.fp8_codes import count_codes
+from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+
+# Scales and amaxes beyond these limits follow rules of their own, for zeros and for numbers that fp32 cannot hold.
+_LEAST, _MOST = 2.0**-100, 2.0**100
+# Of a tensor this many values are rounded again.
+CAST_VALUES = 2**22
+
+
+class CastChecks:
+    """Checks the operands of products.
+
+    Args:
+        settings: The FP8 of the run.
+        checks: Takes the comparisons.
+        turn: Which part of a large tensor is looked at.
+    """
+
+    def __init__(self, settings: Fp8Settings, checks: Checks, turn: int) -> None:
+        self._settings = settings
+        self._checks = checks
+        self._turn = turn
+
+    def block(self, phase: Phase, role: Role) -> tuple[int, int] | None:
+        """Rows and columns of the values that share a scale in a product; None where all do."""
+        recipe = self._settings.recipe
+        if recipe.block is None:
+            return None
+        # Weights have square blocks where they have fewer scales than activations do.
+        if role is Role.weight and recipe.weight_scale_bytes < recipe.activation_scale_bytes:
+            return recipe.block, recipe.block
+        # Blocks lie along the dimension that the product sums over.
+        within_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
+        return (1, recipe.block) if within_rows else (recipe.block, 1)
+
+    def amax(self, phase: Phase, operand: Operand) -> torch.Tensor | None:
+        """fp32 [1], of a tensor that is cast for this product; None where its blocks have their own, or it is unknown.
+
+        Of values that are not known to the last bit it is the reported one, if that is within what is known.
+        """
+        if phase is not CAST_IN[operand.role] or not self._settings.recipe.scales_tensors:
+            return None
+        reported = None if operand.amax is None else operand.amax.detach().float().reshape(-1).max().view(1)
+        if operand.values is None:
+            return reported
+        amax = largest_magnitude(operand.values)
+        if operand.blur and reported is not None:
+            return torch.where((reported - amax).abs() <= operand.blur * amax, reported, amax)
+        return amax
+
+    def check_values(self, module: str, phase: Phase, operand: Operand) -> None:
+        """Rounds an operand's values again, and finds their scales again."""
+        role, codes, scale, values = operand.role, operand.codes, operand.scale, operand.values
+        assert codes is not None
+        assert scale is not None
+        assert values is not None
+        keeps_history, block = self._settings.recipe.keeps_history, self.block(phase, role)
+        format = role_format(self._settings, role)
+        window = Window.of_size(codes.shape, block, CAST_VALUES, self._turn)
+        part_of_values, largest = window.of(values), largest_magnitude(values)
+        amaxes = largest if block is None else largest_of_blocks(part_of_values, block)
+        if not keeps_history:
+            self._check_scales(module, role, format, amaxes, window.scales(scale, block))
+        # Of Transformer Engine's histories `Replay` knows: a weight's amax is gone from there in the second microbatch.
+        if operand.amax is not None and (self._settings.emulate or not keeps_history):
+            found = operand.amax.max()
+            off = (largest - found).abs() > operand.blur * largest
+            self._checks.add(module, f"amax of the {role_name(role)}", off, largest, found)
+        low, high = rounded_between(
+            part_of_values,
+            operand.blur * largest,
+            window.factors(scale, block),
+            FORMAT_MAX[format],
+            CODE_TYPES[format],
+        )
+        found_codes = window.of(codes).float()
+        off = (~((found_codes >= low) & (found_codes <= high))).sum()
+        what, planned = f"codes of the {role_name(role)} in {phase.value}", "{0:,.0f} times round(value · scale) in "
+        self._checks.add(module, what, off, low.numel(), off, planned=planned + format, live="others {1:,.0f} times")
+
+    def check_codes_alone(self, module: str, phase: Phase, operand: Operand, amax: torch.Tensor | None) -> None:
+        """Checks codes whose values are not known: they fill their format.
+
+        Args:
+            module: The layer.
+            phase: The product.
+            operand: Of it.
+            amax: [1], of the values; None where it is not known either.
+        """
+        role, codes, scale = operand.role, operand.codes, operand.scale
+        assert codes is not None
+        assert scale is not None
+        if phase is not CAST_IN[role]:
+            return
+        format, block = role_format(self._settings, role), self.block(phase, role)
+        largest, keeps_history = FORMAT_MAX[format], self._settings.recipe.keeps_history
+        what = f"largest code of the {role_name(role)} in {phase.value}"
+        if block is not None:
+            window = Window.of_size(codes.shape, block, CAST_VALUES, self._turn)
+            of_blocks, scales = largest_of_blocks(window.of(codes), block), window.scales(scale, block)
+            ordinary = (of_blocks != 0) & (scales < _MOST)
+            off = ordinary & (of_blocks < largest / 2)
+            found = of_blocks.flatten()[off.flatten().int().argmax()]
+            self._checks.add(module, what, off.any(), largest / 2, found, planned="{0:.6g} or more")
+            off = torch.frexp(scales).mantissa != 0.5
+            found = scales.flatten()[off.flatten().int().argmax()]
+            what = f"scale of the {role_name(role)}"
+            self._checks.add(module, what, off.any(), 0.0, found, planned="a power of two")
+            return
+        if amax is not None and not keeps_history:
+            self._check_scales(module, role, format, amax, scale)
+        if operand.is_gathered or (amax is None and keeps_history):
+            return
+        highest = count_codes(codes, 0)[2].to(torch.uint8).view(CODE_TYPES[format]).float()
+        if amax is None:
+            low = high = torch.full_like(highest, largest)
+        else:
+            low, high = rounded_between(amax, torch.zeros_like(amax), scale, largest, CODE_TYPES[format])
+        self._checks.add(module, what, ~((highest >= low) & (highest <= high)), high, highest)
+
+    def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Checks the scales of a recipe without history, each against the amax of its values."""
+        quotient = FORMAT_MAX[format] / amaxes.double()
+        ordinary = (quotient > _LEAST) & (quotient < _MOST)
+
+        def rule(exact: torch.Tensor) -> torch.Tensor:
+            if self._settings.recipe.scales_tensors:
+                return exact
+            # mantissa · 2^exponent, with a mantissa from 0.5 to 1
+            return torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 1)
+
+        # A quotient next to a power of two may have been rounded to it.
+        low, high = rule(quotient * (1 - QUOTIENT_ERROR)), rule(quotient * (1 + QUOTIENT_ERROR))
+        off = ordinary & ~((scale >= low) & (scale <= high))
+        worst = off.flatten().int().argmax()
+        expected, found = rule(quotient).flatten()[worst], scale.flatten()[worst]
+        self._checks.add(module, f"scale of the {role_name(role)}", off.any(), expected, found)

@@ -1,0 +1,161 @@
+"""Infinities that a cast to FP8 hides, and what a skipped step takes back.
+
+A cast saturates. An infinity becomes the largest code, and whatever is computed from the codes is finite: loss and
+gradient norm do not show it. A NaN stays NaN in the codes and shows in the gradient norm. What an infinity leaves, as
+run with Transformer Engine (TE) 2.12 on an H200 (tests/test_gpu_infinities.py):
+
+- emulated layers: the largest amax of their casts, which they keep;
+- TE's delayed scaling: an infinite amax in the history, as far back as `model.fp8_amax_history_len` passes;
+- TE's tensorwise: an infinite amax in the quantizer, until its next cast. So amaxes are read before each pass;
+- TE's blockwise: a block of scale 1. So has a block whose amax is between 224 and 448, and one of zeros. Blocks of that
+  scale, which are few, are searched in the tensor that was cast.
+
+A norm that is computed together with its cast makes NaN of an infinity, so that its result is not searched. Nor are
+weights in blocks: no update that would make one infinite is carried out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.transformer.module import MegatronModule
+
+from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.fp8.te_products import is_te_linear
+from gpt_pretrain.megatron import patches
+from gpt_pretrain.megatron.patches import patched
+
+# The quantizers of each product of a module (TE 2.12, pytorch/module): input, weight and result; the result's gradient
+# and the input's.
+_FORWARD, _BACKWARD = 3, 2
+
+
+class StepCasts:
+    """The FP8 casts of one step: whether they met an infinity, and what a skipped step takes back.
+
+    A skipped step's amaxes would stay in the histories for as many passes: an infinite one freezes the scale (TE 2.12,
+    common/recipe/delayed_scaling.cu), and what was computed behind an infinity makes scales too small. So they are
+    taken back. Infinities that a validation left are none of the step's, and become zeros before it.
+
+    Args:
+        chunks: This rank's model chunks, before the step.
+    """
+
+    @torch.no_grad()
+    def __init__(self, chunks: Sequence[MegatronModule]) -> None:
+        modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+        states = [state for module in modules for state in getattr(module, "fp8_meta", {}).values()]
+        states = [state for state in states if getattr(state, "amax_history", None) is not None]
+        self._histories: list[torch.Tensor] = [state.amax_history for state in states]
+        self._scales: list[torch.Tensor] = [state.scale for state in states]
+        self._before = _flat(self._histories).nan_to_num_(nan=0.0, posinf=0.0), _flat(self._scales)
+        _write(self._before[0], self._histories)
+        self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
+        # Emulated layers are no matter of megatron-core's configuration.
+        recipes = {chunk.config.fp8_recipe for chunk in chunks if chunk.config.fp8}
+        self._has_blocks = Fp8RecipeName.blockwise.value in recipes
+        self._scales_tensors = Fp8RecipeName.tensorwise.value in recipes
+        self._own_layers = [module for module in modules if is_te_linear(module)] if self._scales_tensors else []
+        self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *_amaxes(self._own_layers, "bwd")]
+        for amaxes in (self._amaxes, self._own_amaxes):
+            _write(torch.zeros_like(_flat(amaxes)), amaxes)
+        # Above 0 where a cast has met an infinity that nothing else shows any more.
+        self._found = torch.zeros(1, device=torch.cuda.current_device())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the passes of the step."""
+        with ExitStack() as stack:
+            if self._has_blocks:
+                stack.enter_context(_search_blocks(self._found))
+            yield
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Called before each pass, forward and backward, which may overwrite the amaxes of the one before."""
+        if self._scales_tensors and not self._own_amaxes:
+            # Quantizers are made in the first forward pass; those of gradients have cast nothing yet.
+            self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *(unused := _amaxes(self._own_layers, "bwd"))]
+            _write(torch.zeros_like(_flat(unused)), unused)
+        if self._own_amaxes:
+            torch.maximum(self._found, torch.isinf(_flat(self._own_amaxes)).any(), out=self._found)
+
+    def met_infinity(self) -> torch.Tensor:
+        """Whether a cast of this rank met an infinity, bool []; does not wait for the device."""
+        self.look()
+        return ~torch.isfinite(_flat([*self._amaxes, *self._histories])).all() | (self._found[0] > 0)
+
+    @torch.no_grad()
+    def settle(self, skipped: torch.Tensor) -> None:
+        """Puts histories and scales back to where they were before the step, if it is skipped.
+
+        Args:
+            skipped: bool [], on the device, where the decision stays.
+        """
+        for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
+            _write(torch.where(skipped, before, _flat(tensors)), tensors)
+
+
+def _amaxes(layers: Sequence[Any], direction: str) -> list[torch.Tensor]:
+    """Where the casts of tensorwise scaling leave amaxes, each fp32 [1]; other quantizers' memory may hold anything."""
+    found = []
+    for layer in layers:
+        quantizers = list(layer.quantizers[f"scaling_{direction}"])
+        used = quantizers[:: _FORWARD if direction == "fwd" else _BACKWARD]
+        # A weight that is stored in FP8 is cast by the optimizer.
+        if direction == "fwd" and not any(map(is_float8tensor, layer.parameters(recurse=False))):
+            used += quantizers[1::_FORWARD]
+        found += [each.amax for each in used if type(each).__name__ == "Float8CurrentScalingQuantizer"]
+    return found
+
+
+@contextmanager
+def _search_blocks(found: torch.Tensor) -> Iterator[None]:
+    """Searches what is cast in blocks inside.
+
+    Args:
+        found: fp32 [1], set to 1 where there is an infinity.
+    """
+    from gpt_pretrain.kernels.infinity_triton import search_blocks
+
+    def search(values: torch.Tensor, cast: Any) -> None:
+        if not cast._is_2D_scaled and cast._rowwise_scale_inv is not None and values.numel():
+            search_blocks(values, cast._rowwise_scale_inv, found)
+
+    def watched_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
+        def run(quantizer: Any, values: torch.Tensor) -> Any:
+            result = cast(quantizer, values)
+            search(values, result)
+            return result
+
+        return run
+
+    def watched_split(split: Callable[..., Any]) -> Callable[..., Any]:
+        def run(values: torch.Tensor, rows: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+            results = split(values, rows, *args, **kwargs)
+            for part, result in zip(values.split(list(rows)), results, strict=True):
+                search(part, result)
+            return results
+
+        return run
+
+    casts, splits = patches.BLOCK_CASTS, patches.SPLIT_CASTS
+    quantize, split = casts.owner().quantize_impl, splits.owner().split_quantize
+    with patched(casts, quantize_impl=watched_cast(quantize)), patched(splits, split_quantize=watched_split(split)):
+        yield
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The values of all in one tensor: a kernel for all of them instead of one for each."""
+    if not tensors:
+        return torch.empty(0, device=torch.cuda.current_device())
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _write(values: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """The reverse of `_flat`."""
+    if tensors:
+        parts = values.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

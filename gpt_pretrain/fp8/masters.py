@@ -1,0 +1,117 @@
+"""FP8 weights compared with their masters, after the optimizer's step.
+
+With the wrong fields set, megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and
+embeddings, but the matrices never change. Each rank checks the part of each weight whose master it holds, which is up
+to date whether the other parts have been gathered yet or not.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
+from gpt_pretrain.fp8.observer import Difference
+from gpt_pretrain.spec.recipes import FORMAT_MAX
+
+# Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
+_COLUMNS = 256
+# Rows and columns of the blocks of blockwise weights; mxfp8 has no FP8 weights here.
+_BLOCK = 128
+# E4M3: the spacing of neighbours relative to their value, and the absolute one below the smallest normal number.
+_RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
+# Values that are compared at once. A whole large weight would take five times its size in fp32 beside optimizer states
+# that only just fit: 2 GiB for a matrix of 5,120 × 20,480.
+_PIECE = 2**24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    """A rank's part of an FP8 weight, and the fp32 or FP16 master of that part."""
+
+    weight: Any
+    master: torch.Tensor
+    start: int
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 [n]."""
+        data = self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data
+        part: torch.Tensor = data.view(-1)[self.start : self.start + self.master.numel()]
+        return part
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """The factor of the codes, fp32: [1], or [n] where each block of 128×128 values has its own."""
+        if hasattr(self.weight, "_scale_inv"):
+            one: torch.Tensor = self.weight._scale_inv
+            return one
+        rows, columns = self.weight.shape
+        blocks: torch.Tensor = self.weight._rowwise_scale_inv
+        each = spread_over_blocks(blocks, (_BLOCK, _BLOCK), (rows, columns))
+        return each.reshape(-1)[self.start : self.start + self.master.numel()]
+
+    def count_off(self) -> int:
+        """Number of values further than one FP8 step from their masters; waits for the device."""
+        off = torch.zeros((), dtype=torch.int64, device=self.master.device)
+        each_scale_inv = self.scale_inv.expand(self.master.numel())
+        pieces = (each.split(_PIECE) for each in (self.codes, self.master.view(-1), each_scale_inv))
+        for codes, master, scale_inv in zip(*pieces, strict=True):
+            limit = FORMAT_MAX["e4m3"] * scale_inv
+            # A delayed scale may be too large for the newest values, so that they saturate.
+            aim = master.float().clamp(-limit, limit)
+            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
+            values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
+            off += ((values - aim).abs() > step).sum()
+        return int(off)
+
+
+def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
+                if master is not None:
+                    yield _Shard(weight=weight, master=master, start=start)
+
+
+def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
+    """int64 [up to 256 + the rest]: column sums, which need no copy of the codes."""
+    whole = codes.numel() // _COLUMNS * _COLUMNS
+    return torch.cat([codes[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), codes[whole:].long()])
+
+
+class MasterCheck:
+    """Compares the FP8 weights of this rank before and after an optimizer step, and with their masters.
+
+    Args:
+        optimizer: The run's optimizer.
+        names: Maps the id of a weight to the name of its layer in the whole model.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._before = [_fingerprint(shard.codes) for shard in _shards(optimizer)]
+
+    @torch.no_grad()
+    def problems(self, lr: float) -> Iterator[Difference]:
+        """Each weight that did not follow its master; waits for the device.
+
+        Args:
+            lr: Learning rate of the step. A weight must have changed where it moved so many values that some must
+                have reached another code.
+        """
+        for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
+            name, what = self._names.get(id(shard.weight), "a weight"), "weight after the step"
+            size = shard.master.numel()
+            off = shard.count_off()
+            if off:
+                planned, live = "every value within one FP8 step of its master", f"{off:,} of {size:,} values are not"
+                yield Difference(module=name, what=what, planned=planned, live=live)
+            # Codes of usual weights (standard deviation 0.02) are about 2e-3 apart.
+            must_change = size * lr / 2e-3 > 30
+            if must_change and torch.equal(_fingerprint(shard.codes), before):
+                yield Difference(module=name, what=what, planned="changed", live="the same codes as before")

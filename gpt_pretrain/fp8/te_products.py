@@ -1,0 +1,354 @@
+"""Transformer Engine's matrix products, watched where they are computed.
+
+Its linear modules call `general_gemm` three times, those of experts `general_grouped_gemm` with one product per expert,
+and what these functions are given is what runs, whatever was configured. While nobody watches, nothing is changed.
+
+Whoever checks the numbers also gets what was cast, and results. Values come from the arguments of a module's forward
+and backward pass; they are references, which live as long as the pass. Where a norm is computed together with its cast,
+it is computed a second time without. A result that is added to a main gradient needs a copy of that, so that results
+are asked for one by one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Operand, Phase, Product, Role
+from gpt_pretrain.megatron import patches
+from gpt_pretrain.megatron.patches import patched
+
+# The layouts by which general_gemm's three products can be told apart (TE 2.12, pytorch/module/linear.py).
+_PHASES = {"TN": Phase.forward, "NN": Phase.dgrad, "NT": Phase.wgrad}
+# Its first two arguments in each product.
+_ARGUMENTS = {
+    Phase.forward: (Role.weight, Role.input),
+    Phase.dgrad: (Role.weight, Role.output_gradient),
+    Phase.wgrad: (Role.input, Role.output_gradient),
+}
+# The product before which a tensor is cast; until the next microbatch its amax belongs to that cast.
+CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
+# Rows and columns of the square blocks of weights, and values of the other blocks (TE 2.12, Float8BlockQuantizer).
+_BLOCK = 128
+# Two kernels that add up a norm's squares in different orders, in fp32, and a few roundings after that.
+_NORM_BLUR = 2.0**-18
+
+# What the tensor cores of Hopper lose of a sum. They keep about 14 bits of it; a split sum leaves them for fp32 now and
+# then. Of 4,096 to 28,672 random terms an H200 lost 2^-14.6 of their magnitudes in forward products, which are not
+# split, and at most 2^-18 in the others. Sums of terms of one sign and very different sizes lose more: 2.7e-3 of weight
+# gradients of a repeated batch, over 8,192 tokens, where rounding to BF16 is no part of it.
+_RESULT_ERROR = 1e-2
+_FAST_ERROR, _SPLIT_ERROR = 2.0**-13, 2.0**-16
+
+# Called with a module's name in the whole model and a product: right before that is computed, or right after, with its
+# result. Must not wait for the device.
+Listener = Callable[[str, Product], None]
+# Called for a grouped product without rows: no token came to any of this rank's experts.
+IdleListener = Callable[[str, Phase], None]
+# Called before each product of a layer: whether it is to be told of with its result.
+AsksResult = Callable[[str, Phase], bool]
+
+
+def is_te_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is a linear layer of Transformer Engine, without importing that."""
+    return any(
+        cls.__module__.startswith("transformer_engine.pytorch.module.")
+        and cls.__name__ in ("Linear", "LayerNormLinear", "GroupedLinear")
+        for cls in type(module).__mro__
+    )
+
+
+@contextmanager
+def watch_transformer_engine(
+    modules: Mapping[str, torch.nn.Module],
+    listener: Listener,
+    *,
+    idle_listener: IdleListener | None,
+    asks_result: AsksResult | None,
+    measure_amax: bool,
+) -> Iterator[None]:
+    """Tells of every product of these modules; see `observer.observe_products`."""
+    watch = _Watch(modules, listener, idle_listener, asks_result, measure_amax=measure_amax)
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.callback(module.register_forward_pre_hook(partial(watch.enter, name)).remove)
+        for products, passes, watched_product, find_input in (
+            (patches.LINEAR_PRODUCTS, patches.LINEAR_PASSES, watch.gemm, lambda weight, x, *_: x),
+            # What is cast is the norm's result.
+            (patches.NORM_LINEAR_PRODUCTS, patches.NORM_LINEAR_PASSES, watch.gemm, lambda *_: None),
+            (patches.GROUPED_PRODUCTS, patches.GROUPED_PASSES, watch.grouped_gemm, lambda x, *_: x),
+        ):
+            (name,), place, function = products.names, products.owner(), passes.owner()
+            stack.enter_context(patched(products, **{name: watched_product(getattr(place, name))}))
+            stack.enter_context(
+                patched(
+                    passes,
+                    forward=staticmethod(watch.forward(function.forward, find_input)),
+                    backward=staticmethod(watch.backward(function.backward)),
+                )
+            )
+        if asks_result is not None:
+            place = patches.NORMS_OF_LINEARS.owner()
+            norm = watch.norm(place.apply_normalization)
+            stack.enter_context(patched(patches.NORMS_OF_LINEARS, apply_normalization=norm))
+        yield
+
+
+class _Watch:
+    """The pass that is being computed: whose it is, and what it casts."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        listener: Listener,
+        idle_listener: IdleListener | None,
+        asks_result: AsksResult | None,
+        *,
+        measure_amax: bool,
+    ) -> None:
+        self._modules = modules
+        self._listener = listener
+        self._idle_listener = idle_listener
+        self._asks_result = asks_result
+        self._measure_amax = measure_amax
+        self._name = ""
+        # The tensors that are cast, as the pass was given them: of experts together.
+        self._values: dict[Role, torch.Tensor] = {}
+        self._blur = 0.0
+
+    def enter(self, name: str, module: torch.nn.Module, arguments: Any) -> None:
+        """Before a module's forward pass."""
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        self._name, self._blur = name, 0.0
+        self._values.clear()
+
+    def forward(self, forward: Callable[..., Any], find_input: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's forward pass, from whose arguments `find_input` takes the input."""
+
+        def run(ctx: Any, *args: Any) -> Any:
+            # Without gradients there is no context to store the name in.
+            if hasattr(ctx, "save_for_backward"):
+                ctx.observed_name = self._name
+            if self._asks_result is not None:
+                self._take(Role.input, find_input(*args))
+            return forward(ctx, *args)
+
+        return run
+
+    def backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """A module's backward pass."""
+
+        def run(ctx: Any, *args: Any) -> Any:
+            self._begin(getattr(ctx, "observed_name", ""))
+            if self._asks_result is not None:
+                self._take(Role.output_gradient, args[0])
+            result = backward(ctx, *args)
+            self._values.clear()
+            return result
+
+        return run
+
+    def norm(self, norm: Callable[..., Any]) -> Callable[..., Any]:
+        """The norm before a linear layer's product."""
+
+        def run(x: Any, _: Any, *args: Any) -> Any:
+            result = norm(x, _, *args)
+            weight, bias, eps, quantizer, *more = args
+            if quantizer is None:
+                self._take(Role.input, result[0])
+            elif type(quantizer).__name__ == "Float8Quantizer":
+                # Cast with the scale at hand, it is not rounded before (TE 2.12, pytorch/csrc/extensions).
+                self._take(Role.input, _norm_in_fp32(x, weight, bias, eps, *more[1:]))
+                self._blur = _NORM_BLUR
+            else:
+                self._take(Role.input, norm(x, None, weight, bias, eps, None, *more)[0])
+            return result
+
+        return run
+
+    def _take(self, role: Role, values: Any) -> None:
+        # Values that come as codes have been cast by whoever computed them.
+        if isinstance(values, torch.Tensor) and not hasattr(values, "_fp8_dtype"):
+            self._values[role] = values.detach()
+
+    def gemm(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
+        """Transformer Engine's product."""
+
+        def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+            phase = _PHASES[kwargs.get("layout", "TN")]
+            if not self._asks(phase):
+                self._tell(phase, a, b)
+                return gemm(a, b, *args, **kwargs)
+            added = kwargs["out"].clone() if kwargs.get("accumulate") else kwargs.get("bias")
+            result = gemm(a, b, *args, **kwargs)
+            is_split = kwargs.get("use_split_accumulator", False)
+            self._tell(phase, a, b, output=result[0], added=added, is_split=is_split)
+            return result
+
+        return run
+
+    def grouped_gemm(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
+        """Its products of experts."""
+
+        def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+            phase, rows = _PHASES[kwargs.get("layout", "TN")], kwargs["m_splits"]
+            if self._idle_listener is not None and not any(rows):
+                self._idle_listener(self._name, phase)
+            # An expert without tokens computes nothing.
+            computing = [expert for expert, num_rows in enumerate(rows) if num_rows]
+            asks = bool(computing) and self._asks(phase)
+            pairs = list(zip(a, b, strict=True))
+            if not asks:
+                for part, expert in enumerate(computing):
+                    self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows)
+                return gemm(a, b, *args, **kwargs)
+            # Only the first is told of with its result.
+            first, out = computing[0], args[0]
+            added = kwargs["bias"][first] if kwargs.get("use_bias") else None
+            if kwargs.get("accumulate"):
+                added = out[first].clone()
+            result = gemm(a, b, *args, **kwargs)
+            output = out[0].split(rows)[first] if kwargs.get("single_output") else out[first]
+            is_split = kwargs.get("use_split_accumulator", False)
+            for part, expert in enumerate(computing):
+                told = {"output": output, "added": added, "is_split": is_split} if expert == first else {}
+                self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows, **told)
+            return result
+
+        return run
+
+    def _asks(self, phase: Phase) -> bool:
+        return self._asks_result is not None and self._asks_result(self._name, phase)
+
+    def _tell(
+        self,
+        phase: Phase,
+        a: Any,
+        b: Any,
+        *,
+        part: int = 0,
+        expert: int | None = None,
+        rows: Sequence[int] = (),
+        output: torch.Tensor | None = None,
+        added: torch.Tensor | None = None,
+        is_split: bool = False,
+    ) -> None:
+        given = dict(zip(_ARGUMENTS[phase], (a, b), strict=True))
+        values = {role: self._values_of(role, expert, rows) for role in given} if self._asks_result else {}
+        operands = [
+            _operand(
+                role,
+                phase,
+                given[role],
+                values.get(role),
+                blur=self._blur if role is Role.input else 0.0,
+                measure_amax=self._measure_amax,
+            )
+            for role in OPERANDS[phase]
+        ]
+        if output is not None:
+            output = output.detach().reshape(-1, output.shape[-1])
+        first, second = operands
+        # Products of blocks are always split (pytorch/cpp_extensions/gemm.py).
+        has_blocks = first.scale is not None and first.scale.dim() > 1
+        product = Product(
+            phase=phase,
+            operands=(first, second),
+            output=output,
+            added=added,
+            part=part,
+            result_error=_RESULT_ERROR,
+            sum_error=_SPLIT_ERROR if is_split or has_blocks else _FAST_ERROR,
+        )
+        self._listener(self._name, product)
+
+    def _values_of(self, role: Role, expert: int | None, rows: Sequence[int]) -> torch.Tensor | None:
+        if role is Role.weight:
+            weight: Any = getattr(self._modules.get(self._name), f"weight{'' if expert is None else expert}", None)
+            return None if weight is None or hasattr(weight, "_fp8_dtype") else weight.detach()
+        values = self._values.get(role)
+        if values is None:
+            return None
+        values = values.reshape(-1, values.shape[-1])
+        return values if expert is None else values.split(list(rows))[expert]
+
+
+def _norm_in_fp32(x: Any, weight: Any, bias: Any, eps: float, *how: Any) -> torch.Tensor:
+    normalization, _, zero_centered = how
+    factor, shape = weight.float() + float(zero_centered), x.shape[-1:]
+    if normalization == "RMSNorm":
+        return torch.nn.functional.rms_norm(x.float(), shape, factor, eps)
+    return torch.nn.functional.layer_norm(x.float(), shape, factor, bias.float(), eps)
+
+
+def format_of(tensor: Any) -> str:
+    """The format of an operand or of attention's argument: "e4m3", "e5m2", or the type of a plain tensor."""
+    dtype = getattr(tensor, "_fp8_dtype", None)
+    if dtype is None:
+        return str(tensor.dtype).removeprefix("torch.")
+    return "e4m3" if str(dtype).endswith("kFloat8E4M3") else "e5m2"
+
+
+def _operand(
+    role: Role, phase: Phase, tensor: Any, values: torch.Tensor | None, *, blur: float, measure_amax: bool
+) -> Operand:
+    """An operand of cuBLAS: a plain tensor, or one of TE's quantised storages (TE 2.12, pytorch/tensor/storage)."""
+    name = format_of(tensor)
+    if name not in CODE_TYPES:
+        return Operand(role=role, format=name, codes=None, scale=None, amax=None)
+    codes, scale_inv = _stored(tensor, columnwise=phase is Phase.wgrad or (phase, role) == (Phase.dgrad, Role.weight))
+    # E8M0 is an exponent with a bias of 127. Blocks that only pad the array of scales contain zeros.
+    scale = torch.exp2(127.0 - scale_inv.float()) if scale_inv.dtype is torch.uint8 else 1.0 / scale_inv
+    amax = None
+    if phase is CAST_IN[role]:
+        amax = getattr(tensor._quantizer, "amax", None)
+        if amax is None and measure_amax:
+            amax = tensor.dequantize(dtype=torch.float32).abs().max().view(1)
+    # Ranks that split a sequence cast their parts and gather the codes.
+    is_gathered = values is not None and values.shape != codes.shape
+    return Operand(
+        role=role,
+        format=name,
+        codes=codes.view(CODE_TYPES[name]),
+        scale=torch.where(scale_inv > 0, scale, torch.nan),
+        amax=amax,
+        values=None if is_gathered else values,
+        blur=blur,
+        is_gathered=is_gathered,
+    )
+
+
+def _stored(tensor: Any, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as bytes, a matrix, and inverse scales, [1] or [blocks of rows, blocks of columns].
+
+    Args:
+        tensor: A quantised storage.
+        columnwise: The product sums over rows: where there is a copy for that, it reads the copy.
+    """
+    if hasattr(tensor, "_scale_inv"):
+        is_transposed = columnwise and tensor._transpose is not None and not tensor._transpose_invalid
+        # The transpose of a tensor that was reshaped may say another shape than it has (TE 2.12, Float8Tensor.reshape).
+        width = tensor._transpose.shape[0] if tensor._data is None else tensor._data.shape[-1]
+        if is_transposed or tensor._data is None:
+            return tensor._transpose.reshape(width, -1).t(), tensor._scale_inv
+        return tensor._data.reshape(-1, width), tensor._scale_inv
+    columnwise = tensor._rowwise_data is None or (columnwise and tensor._columnwise_data is not None)
+    if columnwise:
+        codes, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
+    else:
+        codes, scales = tensor._rowwise_data, tensor._rowwise_scale_inv
+    if not hasattr(tensor, "_is_2D_scaled"):
+        # MXFP8, whose scales are in an order of their own.
+        return codes, scales
+    # The copy for products over rows is that of the transposed tensor.
+    codes = codes.reshape(codes.shape[0], -1).t() if columnwise else codes.reshape(-1, codes.shape[-1])
+    # Square blocks are in the order of their codes, 1×128 and 128×1 with the long side first.
+    if columnwise is tensor._is_2D_scaled:
+        scales = scales.t()
+    # Arrays of scales are padded.
+    down, across = (_BLOCK, _BLOCK) if tensor._is_2D_scaled else (_BLOCK, 1) if columnwise else (1, _BLOCK)
+    return codes, scales[: -(-codes.shape[0] // down), : -(-codes.shape[1] // across)]
