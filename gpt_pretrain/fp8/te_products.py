@@ -200,9 +200,8 @@ class _Watch:
                 self._idle_listener(self._name, phase)
             # An expert without tokens computes nothing.
             computing = [expert for expert, num_rows in enumerate(rows) if num_rows]
-            asks = bool(computing) and self._asks(phase)
             pairs = list(zip(a, b, strict=True))
-            if not asks:
+            if not computing or not self._asks(phase):
                 for part, expert in enumerate(computing):
                     self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows)
                 return gemm(a, b, *args, **kwargs)
@@ -239,15 +238,9 @@ class _Watch:
     ) -> None:
         given = dict(zip(_ARGUMENTS[phase], (a, b), strict=True))
         values = {role: self._values_of(role, expert, rows) for role in given} if self._asks_result else {}
+        blur, measure = {Role.input: self._blur}, self._measure_amax
         operands = [
-            _operand(
-                role,
-                phase,
-                given[role],
-                values.get(role),
-                blur=self._blur if role is Role.input else 0.0,
-                measure_amax=self._measure_amax,
-            )
+            _operand(role, phase, given[role], values.get(role), blur=blur.get(role, 0.0), measure_amax=measure)
             for role in OPERANDS[phase]
         ]
         if output is not None:
@@ -341,8 +334,8 @@ def _stored(tensor: Any, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tenso
         codes, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
     else:
         codes, scales = tensor._rowwise_data, tensor._rowwise_scale_inv
+    # MXFP8's scales are in an order of their own.
     if not hasattr(tensor, "_is_2D_scaled"):
-        # MXFP8, whose scales are in an order of their own.
         return codes, scales
     # The copy for products over rows is that of the transposed tensor.
     codes = codes.reshape(codes.shape[0], -1).t() if columnwise else codes.reshape(-1, codes.shape[-1])
