@@ -38,8 +38,13 @@ def print_error(error: UserError | RunError, who: str = "") -> None:
     """Prints `error: …` lines, one for each problem, without a traceback."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     for problem in problems:
-        sys.stderr.write(f"error{who}: " + problem.replace("\n", "\n       ") + "\n")
+        sys.stderr.write(f"error{who}: " + _printable(problem).replace("\n", "\n       ") + "\n")
     sys.stderr.flush()
+
+
+def _printable(text: str) -> str:
+    """Control characters of what was given would change the line, or the terminal."""
+    return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def print_job(number: int, names: Sequence[str]) -> None:

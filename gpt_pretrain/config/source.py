@@ -303,11 +303,11 @@ def parse_override(text: str) -> Override:
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
-        lines = str(error).splitlines()
+        lines = str(error).split("\n")
         reason = next((line for line in lines if not line.startswith(("Error parsing", "See http"))), lines[0])
-        if reason.startswith(_LEXER_ERROR):
-            # Hydra repeats the text behind this prefix and points below it with a caret.
-            column = lines[1].index("^") - len(_LEXER_ERROR)
+        # Hydra repeats the text behind this prefix and points below it with a caret, unless the text has lines itself.
+        column = lines[1].find("^") - len(_LEXER_ERROR) if len(lines) > 1 else -1
+        if reason.startswith(_LEXER_ERROR) and 0 <= column < len(text):
             reason = f"unexpected {text[column]!r} at character {column + 1}"
         problem = f"{text!r} is no override: {reason}; write key=value, and quote a value with special characters"
         raise ConfigError([f"{problem}: \"key='…'\""]) from error

@@ -110,10 +110,10 @@ def _weight_paths(directory: Path) -> list[Path]:
             "safetensors by transformers' save_pretrained"
         )
     weight_map = read_foreign_json(index).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set[Any]()
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and PurePath(name).name == name for name in names):
         raise UserError(f"{index} cannot be read: its weight_map names no files of this directory")
-    return [directory / name for name in sorted(names)]
+    return [directory / name for name in sorted(set(names))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
