@@ -36,6 +36,9 @@ from gpt_pretrain.config.keys import did_you_mean, nearest_name
 HYDRA_VERSION_BASE = "1.3"
 JOB_NAME = "gpt_pretrain"
 
+# Of conf/, and of Hydra where --config-path replaces it.
+_RUN_DIRS = (".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}")
+
 _LEXER_ERROR = "LexerNoViableAltException: "
 
 # What Hydra's composition raises for a user's mistake: its own errors, OmegaConf's, YAML's, and bare ValueErrors.
@@ -258,7 +261,9 @@ def _check_hydras_own(composed: DictConfig, overrides: Sequence[str]) -> None:
         called = sorted({f"{key}={value}" for key, value in _leaves(hydra.get(name)) if _is_called(key, value)})
         if called:
             problems.append(f"hydra.{name}: {', '.join(called)} would be called; leave it out")
-    if hydra["run"]["dir"] != "." and not any(line.lstrip("+").startswith("hydra.run.dir=") for line in overrides):
+    if hydra["run"]["dir"] not in _RUN_DIRS and not any(
+        line.lstrip("+").startswith("hydra.run.dir=") for line in overrides
+    ):
         problems.append(f"hydra.run.dir={hydra['run']['dir']} is not where a run writes; use run_dir=DIRECTORY")
     if problems:
         raise ConfigError(problems)
