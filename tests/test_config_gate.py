@@ -157,7 +157,8 @@ def test_a_file_hidden_by_one_of_ours_is_refused(my_conf):
 def test_config_path_replaces_conf(my_conf):
     folder = my_conf(config="name: alone\n")
     found = problems("--config-path", str(folder))
-    assert_names(found, "run_dir", "model", "trainer", "checkpoint", "logging", "sample", "plan", "benchmark")
+    sections = ("run_dir", "model", "trainer", "checkpoint", "logging", "sample", "plan", "benchmark", "compare")
+    assert_names(found, *sections)
 
 
 @pytest.mark.parametrize(
