@@ -5,6 +5,7 @@ import numpy
 import pytest
 import torch
 
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets, plan_surplus
 from tests.forked_runs import fork_ranks
@@ -50,6 +51,12 @@ def test_a_complete_cache_is_only_read(tmp_path):
     before = {path: path.lstat().st_ctime_ns for path in (tmp_path / "cache").rglob("*")}
     build(tmp_path, prefix=prefix)
     assert {path: path.lstat().st_ctime_ns for path in (tmp_path / "cache").rglob("*")} == before
+
+
+def test_an_index_that_no_memory_holds_is_refused_before_it_is_built(tmp_path):
+    with pytest.raises(UserError, match=r"^trainer\.max_steps=\d+ with model\.global_batch_size=\d+: "):
+        build(tmp_path, num_train=10**12)
+    assert not (tmp_path / "cache" / "index").exists()
 
 
 def test_no_validation_builds_no_validation_split(tmp_path):

@@ -130,3 +130,10 @@ def test_the_standard_library_is_code_without_tests_and_always_the_same():
     assert not any(re.search(r"(^|/)(tests?|site-packages|idle_test)/", name) for name in names)
     assert 5e6 < source.num_bytes < 25e6
     assert StdlibSource().identity() == source.identity()
+
+
+def test_a_line_that_is_nested_without_end_is_named(tmp_path):
+    path = tmp_path / "deep.jsonl"
+    path.write_text('{"text": "a"}\n' + "[" * 100_000)
+    with pytest.raises(UserError, match=r"deep\.jsonl, line 2"):
+        list(FileSource([str(path)], "text").pieces())
