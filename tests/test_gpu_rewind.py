@@ -44,7 +44,9 @@ def test_a_run_on_a_gpu_goes_back_as_if_the_samples_had_not_been(precision, pare
     assert codes == [0], text
     (rewind,) = load_metrics(tmp_path / "spiked").rewinds
     assert (rewind.step, rewind.first_sample, rewind.num_samples) == (16, 64, 20)
-    codes, text = run("without", NO_REWINDS, *DETERMINISTIC, *precision, faults={0: [["leave_out_samples", 64, 20]]})
+    codes, text = run(
+        "without", *DETERMINISTIC, *precision, base=NO_REWINDS, faults={0: [["leave_out_samples", 64, 20]]}
+    )
     assert codes == [0], text
     assert curve(tmp_path / "spiked") == curve(tmp_path / "without")
     assert weights(tmp_path / "spiked") == weights(tmp_path / "without")
