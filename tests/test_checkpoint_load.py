@@ -99,7 +99,7 @@ def test_one_changed_byte_is_an_error_that_names_the_file(kind, place, checkpoin
     flip(file, place)
     with pytest.raises(UserError) as refused:
         choose()
-    assert re.match(rf"{re.escape(str(file))} (has changed|is garbled)", str(refused.value))
+    assert re.match(rf"{re.escape(str(file))} (has changed|is garbled|cannot be read)", str(refused.value))
     assert "checkpoint.fall_back=true" in str(refused.value)
 
 
@@ -202,7 +202,7 @@ def test_a_start_behind_newer_checkpoints_gives_them_up_and_no_other_does(checkp
 def test_a_pointer_without_checkpoints_is_no_fresh_start(checkpoints, choose):
     for number in (1, 2, 3):
         shutil.rmtree(step(checkpoints, number))
-    with pytest.raises(UserError, match="latest is there, and no checkpoint is: they were deleted"):
+    with pytest.raises(UserError, match="latest is there, and no complete checkpoint is"):
         choose()
     (checkpoints / "latest").unlink()
     assert choose() is None

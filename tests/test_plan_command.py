@@ -50,6 +50,7 @@ SCHEMA = {
             "bias_dropout_add_fusion",
             "masked_softmax_fusion",
             "use_flash_attention",
+            "torch_attention",
             "apply_rope_fusion",
             "fused_single_qkv_rope",
             "gradient_accumulation_fusion",

@@ -18,6 +18,8 @@ from gpt_pretrain.config.errors import UserError
 _LARGEST_BYTES = 256 * 1024 * 1024
 # A file of values has few anchors. Aliases of aliases double at each step.
 _MOST_ALIASES = 16
+# Behind an even number of backslashes.
+_LOOKED_UP = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 class ForeignFileError(UserError):
@@ -86,9 +88,12 @@ def interpolations(node: DictConfig | ListConfig, path: str = "") -> list[str]:
     found: list[str] = []
     names: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
     for name in names:
-        child, where = node._get_node(name), f"{path}{name}"
+        child: Any = node._get_node(name)
+        where = f"{path}{name}"
         if OmegaConf.is_interpolation(node, name):
-            found.append(where)
+            # OmegaConf takes an escaped one, which stands for its own text, for one as well.
+            if _LOOKED_UP.search(child._value()):
+                found.append(where)
         elif isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_missing():
             found += interpolations(child, f"{where}.")
     return found

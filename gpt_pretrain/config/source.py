@@ -129,8 +129,11 @@ class _Files(ConfigRepository):
         if key is not None and key not in _READ:
             source = self._find_object_source(config_path, ObjectType.CONFIG)
             assert source is not None
-            if source.scheme() == "file":
-                check_yaml(_file_path(source, config_path))
+            # What came with the package is not of unknown origin.
+            if source.scheme() == "file" and not (path := _file_path(source, config_path)).is_relative_to(
+                find_conf_dir()
+            ):
+                check_yaml(path)
             read = super().load_config(config_path)
             assert read is not None
             _READ[key] = _Original(read)
