@@ -16,7 +16,7 @@ from rich.text import Text
 from gpt_pretrain.commands.compare import main
 from gpt_pretrain.compare.document import load_comparison
 from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
-from gpt_pretrain.compare.progress import Progress
+from gpt_pretrain.compare.training import Progress
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.source import Source

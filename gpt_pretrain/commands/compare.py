@@ -95,7 +95,7 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
     Raises:
         UserError: The run directory holds a run of its own.
     """
-    from gpt_pretrain.compare.run_dirs import read_run_dir
+    from gpt_pretrain.compare.sources import read_run_dir
     from gpt_pretrain.compare.training import train_variants
     from gpt_pretrain.report.metrics_file import metrics_path
 

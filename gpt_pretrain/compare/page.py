@@ -16,7 +16,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from gpt_pretrain.compare.columns import table_of_variants
+from gpt_pretrain.compare.console import table_of_variants
 from gpt_pretrain.compare.document import FILE_NAME, Comparison, Curve, Difference, RunRecord
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file

@@ -6,6 +6,7 @@ Ctrl-C and SIGTERM reach the run, which saves a checkpoint and leaves; the same 
 fails does not keep the others from being trained.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,21 +14,27 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
 
 from gpt_pretrain.benchmark.results import TrainingDone
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.document import Role
 from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
-from gpt_pretrain.compare.progress import Progress, print_line
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.run_dir import run_lock
 from gpt_pretrain.launch.slurm import Submission, has_job, submit
+from gpt_pretrain.report.columns import format_duration, format_loss, format_rate
+from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.rules.gate import check_command
 
 # Where each start of a run keeps its task and what it prints, and the number of its job.
 _STARTS, _JOB = "starts", "job"
+# Between two lines of a log.
+_LINE_EVERY_S = 60.0
 
 State = Literal["finished", "failed", "waiting"]
 
@@ -47,6 +54,72 @@ class Trained:
     """waiting: a job of Slurm has it, running or in the queue."""
     problem: str | None
     """Why it failed, or what it waits for; None when finished."""
+
+
+class Progress:
+    """Which run of how many trains, how far it is, and when it and all others will be done.
+
+    On a terminal a line that is redrawn; anywhere else a line a minute.
+    """
+
+    def __init__(self, runs: Sequence[PlannedRun], console: Console) -> None:
+        self._runs = runs
+        self._console = console
+        self._status: Status | None = None
+        self._told_at, self._told_step = 0.0, -1
+
+    def watch(self, number: int) -> None:
+        """Shows the newest record of a run, counted from 1."""
+        if not self._console.is_terminal and time.monotonic() - self._told_at < _LINE_EVERY_S:
+            return
+        run = self._runs[number - 1]
+        record = _newest_record(run)
+        if record is None or record.step == self._told_step:
+            return
+        self._told_at, self._told_step = time.monotonic(), record.step
+        text = (
+            f"step {record.step}/{run.max_steps}, loss {format_loss(record.loss)}, "
+            f"{format_rate(1 / record.step_time_s)} steps/s, {format_duration(record.eta_s)} left"
+        )
+        steps_to_come = sum(later.max_steps for later in self._runs[number:] if not later.problems)
+        if steps_to_come and record.eta_s is not None:
+            # As if all were as fast as this one, and none had begun.
+            text += f", about {format_duration(record.eta_s + steps_to_come * record.step_time_s)} for all"
+        if not self._console.is_terminal:
+            self.tell(number, text)
+            return
+        line = escape(self._line(number, text))
+        if self._status is None:
+            self._status = self._console.status(line)
+            self._status.start()
+        self._status.update(line)
+
+    def tell(self, number: int, text: str) -> None:
+        """Prints what became of a run."""
+        self.close()
+        print_line(self._console, self._line(number, text))
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _line(self, number: int, text: str) -> str:
+        return f"run {number} of {len(self._runs)} ({self._runs[number - 1].name}): {text}"
+
+
+def _newest_record(run: PlannedRun) -> TrainRecord | None:
+    """None before the first one."""
+    if not metrics_path(run.run_dir).exists():
+        return None
+    train = load_metrics(run.run_dir).train
+    return train[-1] if train else None
+
+
+def print_line(console: Console, line: str) -> None:
+    """Prints a line as it is, however wide."""
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def train_variants(
