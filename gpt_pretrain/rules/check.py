@@ -1,12 +1,16 @@
 """All cross-field rules, in the order in which they are told, found before torch is imported."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import is_known, schema_keys
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import find_conf_dir
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
@@ -23,7 +27,6 @@ from gpt_pretrain.rules.model import (
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
-from gpt_pretrain.rules.offers import spell_out
 from gpt_pretrain.rules.optimizer import optimizer, optimizer_memory, schedule
 from gpt_pretrain.rules.training import (
     corpus,
@@ -38,6 +41,9 @@ from gpt_pretrain.rules.training import (
     trainer,
 )
 from gpt_pretrain.spec.products import Resolved, resolve
+
+# The key of `key=value` in a way out.
+_NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
@@ -121,3 +127,28 @@ def _training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from reports(config)
     if launch is not None:
         yield from launched(config.trainer, launch)
+
+
+@cache
+def _groups() -> frozenset[str]:
+    return frozenset(path.name for path in find_conf_dir().iterdir() if path.is_dir())
+
+
+def spell_out(problems: Iterable[str]) -> list[str]:
+    """The problems of rules, with whole keys behind their last semicolon, where they say what to type instead."""
+    return [_spell_out(problem) for problem in problems]
+
+
+def _spell_out(problem: str) -> str:
+    told, semicolon, offer = problem.rpartition("; ")
+    section = told.partition("=")[0].rpartition(".")[0]
+
+    def whole(found: re.Match[str]) -> str:
+        name = found[0]
+        if is_known(name) or name in _groups():
+            return name
+        keys = [key for key in schema_keys() if key.endswith(f".{name}")]
+        near = [key for key in keys if key == f"{section}.{name}"] or keys
+        return near[0] if len(near) == 1 else name
+
+    return told + semicolon + _NAME.sub(whole, offer)

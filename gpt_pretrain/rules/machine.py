@@ -10,7 +10,7 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.rules.offers import spell_out
+from gpt_pretrain.rules.check import spell_out
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
     ATTENTION,
