@@ -53,6 +53,15 @@ FAMILIES = {
     ),
     "mistral": ("model=mistral_7b", *GROUPED),
     "qwen2": ("model=qwen2_5_7b", *GROUPED),
+    "mixtral": ("model=mixtral_8x7b", *GROUPED, "model.num_moe_experts=4"),
+    "qwen3_moe": (
+        "model=qwen3_30b_a3b",
+        *GROUPED,
+        "model.num_moe_experts=6",
+        "model.moe_router_topk=3",
+        "model.moe_ffn_hidden_size=48",
+        "model.kv_channels=24",
+    ),
 }
 ARCHITECTURES = {name: name.partition(",")[0] for name in FAMILIES}
 

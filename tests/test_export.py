@@ -209,8 +209,13 @@ def test_what_was_left_of_a_killed_export_is_replaced(llama, tmp_path):
         ),
         (
             ["model=mixtral_8x7b", "model.num_query_groups=2"],
-            None,
+            Architecture.llama,
             "model.num_moe_experts=8 cannot be said by LlamaForCausalLM, which has null",
+        ),
+        (
+            ["model=llama3_8b", "model.num_query_groups=2"],
+            Architecture.mixtral,
+            "model.num_moe_experts=null cannot be said by MixtralForCausalLM, which has experts",
         ),
         (
             ["model=qwen2_5_7b", "model.num_query_groups=2"],

@@ -30,6 +30,21 @@ CASES = {
     "qwen2": llama("qwen2_5_7b", "Qwen2", groups=2, theta=1e6, epsilon=1e-6),
     "qwen3": llama("qwen3_8b", "Qwen3", groups=2, theta=1e6, epsilon=1e-6, head_width=24),
     "phi3": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5, rope={"partial_rotary_factor": 0.5}),
+    "mixtral": llama("mixtral_8x7b", "Mixtral", groups=2, theta=1e6, epsilon=1e-5, experts={"num_local_experts": 4}),
+    "qwen3_moe": llama(
+        "qwen3_30b_a3b",
+        "Qwen3Moe",
+        groups=2,
+        theta=1e6,
+        epsilon=1e-6,
+        head_width=24,
+        experts={
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
     "llama, rescaled rope": llama("llama3_1_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, rope=RESCALED_ROPE),
 }
 SMALL_BATCH = ("model.micro_batch_size=2", "model.global_batch_size=2")
@@ -159,6 +174,13 @@ def test_sharded_files_are_read_through_their_index(published, tmp_path):
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "this class rotates whole heads"),
         ("qwen3", {"attention_bias": True}, "attention_bias=true cannot be imported"),
+        ("mixtral", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 cannot be imported"),
+        ("mixtral", {"num_experts_per_tok": 1}, "model.moe_router_topk=1"),
+        ("mixtral", {"num_local_experts": 5, "num_experts": 5}, "lacks model.layers.0.block_sparse_moe.experts.4.w1"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=false cannot be imported"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 cannot be imported"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] cannot be imported"),
         ("phi3", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true cannot be imported"),
@@ -173,7 +195,7 @@ def test_sharded_files_are_read_through_their_index(published, tmp_path):
         (
             "gpt2",
             {"model_type": "bert"},
-            "model_type='bert' cannot be imported; known: gpt2, llama, mistral, qwen2, qwen3, phi3",
+            "model_type='bert' cannot be imported; known: gpt2, llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe",
         ),
     ],
 )

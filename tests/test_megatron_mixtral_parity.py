@@ -48,7 +48,7 @@ def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
     model = load_config(case.override_list()).model
     ours = {
         whole_model_name(rule): rule.to_ours([source[name] for name in rule.names])
-        for rule in tensor_rules(model, Architecture.llama)
+        for rule in tensor_rules(model, Architecture.mixtral)
         if all(name in source for name in rule.names)
     }
     for layer in range(case.layers):

@@ -103,6 +103,7 @@ def llama(
     theta: float,
     epsilon: float,
     rope: Mapping[str, Any] | None = None,
+    experts: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Case:
     """A model of Llama's family; `groups` below the number of heads is grouped-query attention."""
@@ -111,6 +112,7 @@ def llama(
         "rms_norm_eps": epsilon,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta, **(rope or {})},
         "tie_word_embeddings": False,
+        **(experts or {}),
     }
     return Case(preset=preset, architecture=architecture, published=published, **kwargs)
 

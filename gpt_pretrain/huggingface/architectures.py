@@ -1,6 +1,6 @@
 """Which class of `transformers` a model of ours is, and its config.json, both ways.
 
-Six classes are known. Their fields are the published ones, read where they stand in a `config.json` of
+Eight classes are known. Their fields are the published ones, read where they stand in a `config.json` of
 `transformers` 4 and 5. What a class cannot say is refused with the field's name: a checkpoint that loads, and computes
 something else, would be found by nobody.
 """
@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups
+from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, moe_ffn_hidden_size, num_query_groups
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.schema import ModelConfig
 
@@ -24,6 +24,8 @@ class Architecture(Enum):
     qwen2 = "Qwen2ForCausalLM"
     qwen3 = "Qwen3ForCausalLM"
     phi3 = "Phi3ForCausalLM"
+    mixtral = "MixtralForCausalLM"
+    qwen3_moe = "Qwen3MoeForCausalLM"
 
 
 _GPT2_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
@@ -41,8 +43,8 @@ _GPT2_FIELDS: dict[str, tuple[Any, ...]] = {
     "activation": tuple(_GPT2_ACTIVATIONS),
     "bias": (True,),
 }
+_NO_EXPERTS: dict[str, tuple[Any, ...]] = {"num_moe_experts": (None,)}
 _COMMON_FIELDS: dict[str, tuple[Any, ...]] = {
-    "num_moe_experts": (None,),
     "position_embedding_type": (PositionEmbedding.rope,),
     "normalization": (Normalization.rmsnorm,),
     "activation": (Activation.swiglu,),
@@ -50,22 +52,30 @@ _COMMON_FIELDS: dict[str, tuple[Any, ...]] = {
 _WHOLE_HEADS: dict[str, tuple[Any, ...]] = {"rotary_percentage": (1.0,)}
 _NO_BIAS: dict[str, tuple[Any, ...]] = {"bias": (False,), "qkv_bias": (False,)}
 _NO_QK_NORM: dict[str, tuple[Any, ...]] = {"qk_layernorm": (False,)}
+_DENSE_FIELDS: dict[str, tuple[Any, ...]] = {**_COMMON_FIELDS, **_NO_EXPERTS}
 _FIELDS: dict[Architecture, dict[str, tuple[Any, ...]]] = {
     Architecture.gpt2: {**_GPT2_FIELDS, **_NO_QK_NORM},
-    Architecture.llama: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM},
-    Architecture.mistral: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, **_NO_BIAS},
-    Architecture.qwen2: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, "bias": (False,), "qkv_bias": (True,)},
-    Architecture.qwen3: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_BIAS, "qk_layernorm": (True,)},
-    Architecture.phi3: {**_COMMON_FIELDS, **_NO_QK_NORM, **_NO_BIAS, "rope_scaling_factor": (None,)},
+    Architecture.llama: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM},
+    Architecture.mistral: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, **_NO_BIAS},
+    Architecture.qwen2: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, "bias": (False,), "qkv_bias": (True,)},
+    Architecture.qwen3: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_BIAS, "qk_layernorm": (True,)},
+    Architecture.phi3: {**_DENSE_FIELDS, **_NO_QK_NORM, **_NO_BIAS, "rope_scaling_factor": (None,)},
+    Architecture.mixtral: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, **_NO_BIAS},
+    Architecture.qwen3_moe: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_BIAS, "qk_layernorm": (True,)},
 }
+_WITH_EXPERTS = (Architecture.mixtral, Architecture.qwen3_moe)
 # Classes whose heads are hidden_size / num_attention_heads wide.
 _FIXED_HEADS = (Architecture.gpt2, Architecture.qwen2, Architecture.phi3)
+# Key/value heads where a config.json is silent; of other classes, as many as query heads.
+_GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_moe: 4}
 # What megatron-core's rescaling of rope has fixed (RotaryEmbedding._apply_scaling): Llama 3.1's.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-# Features that only one class has; Llama says the rest.
+# Features that only one class has, the first match counts; Llama says the rest.
 _BY_FEATURE: Mapping[Architecture, Callable[[ModelConfig], bool]] = {
+    Architecture.qwen3_moe: lambda model: model.num_moe_experts is not None and model.qk_layernorm,
+    Architecture.mixtral: lambda model: model.num_moe_experts is not None,
     Architecture.qwen3: lambda model: model.qk_layernorm,
     Architecture.qwen2: lambda model: model.qkv_bias and not model.bias,
     Architecture.phi3: lambda model: model.rotary_percentage < 1,
@@ -101,6 +111,8 @@ def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[s
         if value not in values:
             has = " or ".join(show(possible) for possible in values)
             yield f"model.{name}={show(value)} cannot be said by {architecture.value}, which has {has}"
+    if architecture in _WITH_EXPERTS and model.num_moe_experts is None:
+        yield f"model.num_moe_experts=null cannot be said by {architecture.value}, which has experts"
     if architecture is Architecture.gpt2 and num_query_groups(model) != model.num_attention_heads:
         yield (
             f"model.num_query_groups={num_query_groups(model)} cannot be said by {architecture.value}, which has as "
@@ -174,6 +186,23 @@ def to_hf_config(
             "partial_rotary_factor": model.rotary_percentage,
             "sliding_window": None,
             "pad_token_id": None,
+        },
+        # Load-balancing losses belong to training, and theirs has another meaning: one mean over all layers.
+        Architecture.mixtral: {
+            "intermediate_size": moe_ffn_hidden_size(model),
+            "num_local_experts": model.num_moe_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "sliding_window": None,
+        },
+        Architecture.qwen3_moe: {
+            "moe_intermediate_size": moe_ffn_hidden_size(model),
+            "num_experts": model.num_moe_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+            "attention_bias": False,
         },
     }
     return {**llama, **head_dim, **own[architecture]}
@@ -277,14 +306,15 @@ class _HfConfig:
         """The configurations of Llama's family."""
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         self._expect("hidden_act", "silu", "silu", "the gated MLP is SiLU's here")
-        groups = self.integer("num_key_value_heads", 8 if architecture is Architecture.mistral else heads)
+        groups = self.integer("num_key_value_heads", _GROUPS.get(architecture, heads))
         has_head_width = self._values.get("head_dim") is not None
-        # MistralConfig's own default is the window of Mistral 7B v0.1; Phi3Config's is none.
-        default = 4096 if architecture is not Architecture.phi3 else None
-        is_window_on = self.boolean("use_sliding_window", architecture in (Architecture.mistral, Architecture.phi3))
+        # MistralConfig's own default is the window of Mistral 7B v0.1; Phi3Config's and MixtralConfig's is none.
+        default = 4096 if architecture not in (Architecture.phi3, Architecture.mixtral) else None
+        has_no_switch = architecture in (Architecture.mistral, Architecture.phi3, Architecture.mixtral)
+        is_window_on = self.boolean("use_sliding_window", has_no_switch)
         if is_window_on and self._values.get("sliding_window", default) is not None:
             self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3")
-        if architecture is Architecture.qwen3:
+        if architecture in (Architecture.qwen3, Architecture.qwen3_moe):
             self._expect("attention_bias", False, False, "its class has biases in all of attention's projections then")
         rope = self._rope(architecture)
         bias = architecture is Architecture.llama and self.boolean("attention_bias", False)
@@ -301,12 +331,27 @@ class _HfConfig:
             "position_embedding_type": PositionEmbedding.rope.name,
             **rope,
             "normalization": Normalization.rmsnorm.name,
-            "layernorm_epsilon": self.number("rms_norm_eps", 1e-6),
+            "layernorm_epsilon": self.number("rms_norm_eps", 1e-5 if architecture is Architecture.mixtral else 1e-6),
             "activation": Activation.swiglu.name,
             "bias": bias,
             "qkv_bias": architecture is Architecture.qwen2,
-            "qk_layernorm": architecture is Architecture.qwen3,
+            "qk_layernorm": architecture in (Architecture.qwen3, Architecture.qwen3_moe),
+            **(self._experts(architecture) if architecture in _WITH_EXPERTS else {}),
         }
+
+    def _experts(self, architecture: Architecture) -> dict[str, Any]:
+        """A mixture in every layer, its chosen experts weighted by a softmax over their scores."""
+        # One count under two names: the published class's, and the one that it is an alias of.
+        count = "num_experts" if "num_experts" in self._values else "num_local_experts"
+        fields = {"num_moe_experts": self.integer(count), "moe_router_topk": self.integer("num_experts_per_tok")}
+        if architecture is Architecture.mixtral:
+            self._expect("router_jitter_noise", 0.0, 0.0, "routers read their input without noise here")
+            return fields
+        self._expect("norm_topk_prob", False, True, "the weights of a token's experts add up to 1 here")
+        self._expect("decoder_sparse_step", 1, 1, "every layer has experts here, or none")
+        if self._values.get("mlp_only_layers"):
+            self.refuse("mlp_only_layers", "every layer has experts here, or none")
+        return fields | {"moe_ffn_hidden_size": self.integer("moe_intermediate_size", 768)}
 
     def _rope(self, architecture: Architecture) -> dict[str, Any]:
         """Of `rope_parameters`, which `transformers` 5 writes, or of `rope_theta` and `rope_scaling` before it."""
@@ -317,7 +362,8 @@ class _HfConfig:
         share = scaling.get("partial_rotary_factor", self._values.get("partial_rotary_factor", 1.0))
         if share != 1.0 and architecture is not Architecture.phi3:
             self.refuse(name, "this class rotates whole heads")
-        base = scaling.get("rope_theta", self._values.get("rope_theta", 1e4))
+        default = 1e6 if architecture is Architecture.mixtral else 1e4
+        base = scaling.get("rope_theta", self._values.get("rope_theta", default))
         if isinstance(base, bool) or not isinstance(base, int | float) or base != int(base):
             self.problems.append(f"{self._origin}: rope_theta={show(base)} is no whole number")
             base = 10_000

@@ -12,7 +12,13 @@ from functools import partial
 import torch
 
 from gpt_pretrain.config.choices import Activation
-from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.derived import (
+    ffn_hidden_size,
+    kv_channels,
+    moe_ffn_hidden_size,
+    num_query_groups,
+    padded_vocab_size,
+)
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.huggingface.architectures import Architecture
 
@@ -59,6 +65,21 @@ _SAME = _Conversion(to_hf=lambda tensor: [tensor], to_ours=_only)
 # GPT-2's Conv1D keeps matrices as [in, out].
 _TRANSPOSED = _Conversion(to_hf=lambda tensor: [tensor.t()], to_ours=lambda tensors: _only(tensors).t())
 _HALVES = _Conversion(to_hf=lambda tensor: tensor.chunk(2), to_ours=lambda tensors: torch.cat(list(tensors)))
+
+
+# Of all experts of a layer, [experts, out, in], each expert's tensors one after the other.
+_EXPERTS = _Conversion(to_hf=lambda tensor: tensor.unbind(), to_ours=lambda tensors: torch.stack(list(tensors)))
+_EXPERT_HALVES = _Conversion(
+    to_hf=lambda tensor: [half for expert in tensor for half in expert.chunk(2)],
+    to_ours=lambda tensors: torch.stack(
+        [torch.cat([gate, up]) for gate, up in zip(tensors[::2], tensors[1::2], strict=True)]
+    ),
+)
+# By class: what stands before a layer's router and experts, and an expert's gate, its other factor, and its way back.
+_EXPERT_NAMES = {
+    Architecture.mixtral: ("block_sparse_moe", "w1", "w3", "w2"),
+    Architecture.qwen3_moe: ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
 
 
 def _split_by_group(tensor: torch.Tensor, *, groups: int, width: int) -> list[torch.Tensor]:
@@ -111,7 +132,7 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
     )
     gpt2 = architecture is Architecture.gpt2
     embedding, norm = ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
-    layer_rules = _gpt2_layer(model) if gpt2 else _llama_layer(model, fused=architecture is Architecture.phi3)
+    layer_rules = _gpt2_layer(model) if gpt2 else _llama_layer(model, architecture)
     prefix = "transformer.h" if gpt2 else "model.layers"
 
     shapes = _layer_shapes(model)
@@ -158,7 +179,16 @@ def _layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     for name, (rows, columns) in matrices.items():
         shapes |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
         shapes |= {f"{name}.layer_norm_{part}": (columns,) for part in ("weight", "bias")}
-    return shapes | {f"self_attention.{name}_layernorm.weight": (width,) for name in ("q", "k")}
+    shapes |= {f"self_attention.{name}_layernorm.weight": (width,) for name in ("q", "k")}
+    if model.num_moe_experts is not None:
+        experts, inner = model.num_moe_experts, moe_ffn_hidden_size(model)
+        shapes |= {
+            "pre_mlp_layernorm.weight": (hidden,),
+            "mlp.router.weight": (experts, hidden),
+            "mlp.experts.experts.linear_fc1.weight": (experts, 2 * inner, hidden),
+            "mlp.experts.experts.linear_fc2.weight": (experts, hidden, inner),
+        }
+    return shapes
 
 
 def _gpt2_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Conversion]]:
@@ -183,8 +213,8 @@ def _gpt2_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Convers
     ]
 
 
-def _llama_layer(model: ModelConfig, *, fused: bool) -> list[tuple[str, tuple[str, ...], _Conversion]]:
-    """The layers of Llama's family; `fused` where queries, keys and values are one matrix, and a gated MLP's halves."""
+def _llama_layer(model: ModelConfig, architecture: Architecture) -> list[tuple[str, tuple[str, ...], _Conversion]]:
+    """The layers of Llama's family; in Phi3's, queries, keys and values are one matrix, and a gated MLP's halves."""
     groups, width = num_query_groups(model), kv_channels(model)
     by_group = _Conversion(
         to_hf=partial(_split_by_group, groups=groups, width=width),
@@ -193,7 +223,7 @@ def _llama_layer(model: ModelConfig, *, fused: bool) -> list[tuple[str, tuple[st
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     halves = _HALVES
-    if fused:
+    if architecture is Architecture.phi3:
         heads = [model.num_attention_heads * width, groups * width, groups * width]
         by_group = _Conversion(
             to_hf=lambda tensor: [torch.cat(_split_by_group(tensor, groups=groups, width=width))],
@@ -204,10 +234,15 @@ def _llama_layer(model: ModelConfig, *, fused: bool) -> list[tuple[str, tuple[st
         ("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), _SAME),
         ("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in projections), by_group),
         ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _SAME),
-        ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), _SAME),
-        ("mlp.linear_fc1.weight", tuple(f"{name}.weight" for name in gate), halves),
-        ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _SAME),
     ]
+    if model.num_moe_experts is not None:
+        rules += _experts(model.num_moe_experts, architecture)
+    else:
+        rules += [
+            ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), _SAME),
+            ("mlp.linear_fc1.weight", tuple(f"{name}.weight" for name in gate), halves),
+            ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _SAME),
+        ]
     if model.qk_layernorm:
         rules += [(f"self_attention.{q}_layernorm.weight", (f"self_attn.{q}_norm.weight",), _SAME) for q in "qk"]
     if model.bias or model.qkv_bias:
@@ -219,3 +254,16 @@ def _llama_layer(model: ModelConfig, *, fused: bool) -> list[tuple[str, tuple[st
             ("mlp.linear_fc2.bias", ("mlp.down_proj.bias",), _SAME),
         ]
     return rules
+
+
+def _experts(num_experts: int, architecture: Architecture) -> list[tuple[str, tuple[str, ...], _Conversion]]:
+    """A layer's router and experts; before them the norm is a module of its own."""
+    block, gate, up, down = _EXPERT_NAMES[architecture]
+    experts = [f"{block}.experts.{expert}" for expert in range(num_experts)]
+    halves = tuple(f"{expert}.{name}.weight" for expert in experts for name in (gate, up))
+    return [
+        ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _SAME),
+        ("mlp.router.weight", (f"{block}.gate.weight",), _SAME),
+        ("mlp.experts.experts.linear_fc1.weight", halves, _EXPERT_HALVES),
+        ("mlp.experts.experts.linear_fc2.weight", tuple(f"{expert}.{down}.weight" for expert in experts), _EXPERTS),
+    ]
