@@ -121,7 +121,7 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
 
 
 # Large enough to fill a GPU (the sides that PERFORMANCE tables quote); on a CPU to be done in a second.
-_SIDE_GPU, _SIDE_CPU = 8192, 1024
+_SIDE_GPU, _SIDE_CPU = 8192, 512
 # Products between two readings of the clock, and readings, of which the first warms up.
 _PRODUCTS, _READINGS = 20, 6
 # Kernels that are listed.
