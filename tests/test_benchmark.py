@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -50,7 +51,7 @@ from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import resolve
-from tests.launching import run_ranks
+from tests.forked_runs import forked_python
 from tests.planning import SEPARATE_KERNELS
 
 SMALL = (
@@ -520,19 +521,22 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_variants_and_the_bare_loop_are_measured_end_to_end(tmp_path, capsys):
+def test_variants_and_the_bare_loop_are_measured_end_to_end(parent, tmp_path, monkeypatch, capsys):
     run_dir, markdown = tmp_path / "run", tmp_path / "notes" / "tiny_cpu.md"
     variants = "benchmark.variants=[app,'bare:trainer.devices=2','model.micro_batch_size=3']"
     arguments = [*SMALL, variants, "benchmark.profile=true", f"run_dir={run_dir}", f"benchmark.markdown={markdown}"]
 
-    done = run_ranks(1, ["-m", "gpt_pretrain.benchmark", *arguments])
+    with forked_python(parent, tmp_path) as executable:
+        monkeypatch.setattr(sys, "executable", str(executable))
+        code = main(arguments)
 
     # What the rules refuse is a row with its reason, and the exit code says so.
-    assert done.returncode == 1, done.stdout + done.stderr
+    printed = capsys.readouterr()
+    assert code == 1, printed
     document = json.loads((run_dir / "benchmark.json").read_text())
     app, bare, refused = (Row.from_json(values) for values in document["variants"])
     assert "model.global_batch_size=8 is not divisible by model.micro_batch_size=3" in refused.problem
-    assert refused.problem in done.stdout
+    assert refused.problem in printed.out
     assert [row.num_gpus for row in (app, bare, refused)] == [1, 2, 1]
     for row in (app, bare):
         figures = row.figures

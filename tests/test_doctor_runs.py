@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.commands.doctor import main
-from gpt_pretrain.doctor.facts import run_probes
+from gpt_pretrain.doctor.facts import Failure, run_probes
 from tests.launching import REPOSITORY, clean_environment, gpu_environment
 
 # Without nvidia-smi a machine has no driver, also where these tests hide its GPUs from PyTorch alone.
@@ -87,24 +87,21 @@ def test_a_transformer_engine_that_kills_python_is_named(tmp_path):
     ],
     ids=["loads", "has other kernels", "misses a module", "misses a library", "kills"],
 )
-def test_a_flash_attention_is_tried_in_a_process_of_its_own(tmp_path, source, problem):
+def test_a_flash_attention_is_tried_in_a_process_of_its_own(source, problem, tmp_path, monkeypatch):
+    """What the doctor says of it is in `tests.test_doctor`."""
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from . import interface")
     (package / "interface.py").write_text(source)
 
-    done = ask_doctor("--json", "--assume-gpu", "h200", PYTHONPATH=beside(tmp_path, "flash-attn-4", "4.0.0b36"))
+    monkeypatch.setenv("PYTHONPATH", beside(tmp_path, "flash-attn-4", "4.0.0b36"))
 
-    document = json.loads(done.stdout)
-    found = document["facts"]["flash_attention"]
-    assert found["version"] == "4.0.0b36"
-    assert found.get("problem") == problem
-    findings = [finding["what"] for finding in document["findings"] if finding["about"] == "FlashAttention-4"]
-    assert [problem in what for what in findings] == ([] if problem is None else [True])
+    answers = run_probes([["flash-attn-4"], ["application_on_gpu"]])
+
+    found = answers["flash-attn-4"]
+    assert (found.problem if isinstance(found, Failure) else found["problem"]) == problem
     ends_training = problem is not None and not problem.startswith(("ModuleNotFoundError", "AttributeError"))
-    assert (done.returncode == 1) == ends_training, done.stdout + done.stderr
-    fixes = [finding["fix"] for finding in document["findings"] if finding["blocks"] == "training"]
-    assert fixes == (["python -m pip uninstall --yes flash-attn-4"] if ends_training else [])
+    assert isinstance(answers["application_on_gpu"], Failure) == ends_training
 
 
 @pytest.fixture

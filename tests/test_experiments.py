@@ -15,7 +15,6 @@ from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from tests.forked_runs import fork_ranks
-from tests.launching import run_ranks
 from tests.runs import small_corpus
 
 # Preset → processes it is for, and whether it refuses another number. With nodes of eight beyond eight.
@@ -188,7 +187,7 @@ def test_smoke_goes_with_every_small_layout(layout, broken_rules):
 
 
 def test_smoke_runs_and_keeps_no_checkpoint(tmp_path):
-    done = run_ranks(1, ["-m", "gpt_pretrain", "experiment=smoke", f"run_dir={tmp_path}/run"])
+    done = fork_ranks(1, ["-m", "gpt_pretrain", "experiment=smoke", f"run_dir={tmp_path}/run"])
     assert done.returncode == 0, done.stderr
     assert "step 10/10" in done.stdout
     assert not (tmp_path / "run" / "checkpoints").exists()

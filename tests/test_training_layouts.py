@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.gate import load_config
 from tests.forked_runs import fork_ranks
-from tests.launching import run_ranks
 from tests.rounding import gradient_tolerance, loss_tolerance
 from tests.runs import SMALL_RUN, run_small, small_run_arguments
 
@@ -39,21 +37,19 @@ def test_one_process_learns(one_process):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "layout", "launch"),
+    ("num_ranks", "layout"),
     [
-        pytest.param(2, "parallelism=tp2", fork_ranks, id="TP2"),
-        pytest.param(2, "parallelism=tp2_sp", fork_ranks, id="TP2+SP"),
-        pytest.param(2, "parallelism=pp2", fork_ranks, id="PP2"),
-        pytest.param(2, "parallelism=pp2_vp2", fork_ranks, id="PP2 interleaved"),
-        pytest.param(2, "parallelism=single", fork_ranks, id="DP2"),
-        pytest.param(2, "parallelism=dp", run_ranks, id="DP2 distributed optimizer, by torchrun"),
-        pytest.param(4, "parallelism=tp2_pp2", fork_ranks, id="TP2·PP2"),
+        pytest.param(2, "tp2", id="TP2"),
+        pytest.param(2, "tp2_sp", id="TP2+SP"),
+        pytest.param(2, "pp2", id="PP2"),
+        pytest.param(2, "pp2_vp2", id="PP2 interleaved"),
+        pytest.param(2, "single", id="DP2"),
+        pytest.param(2, "dp", id="DP2 distributed optimizer"),
+        pytest.param(4, "tp2_pp2", id="TP2·PP2"),
     ],
 )
-def test_layout_trains_as_one_process(num_ranks, layout, launch, *, tmp_path, cache_dir, one_process):
-    done = launch(num_ranks, small_run_arguments(tmp_path / "run", cache_dir, [*SAMPLE, layout]))
-    assert done.returncode == 0, done.stderr[-4000:]
-    metrics = load_metrics(tmp_path / "run")
+def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, one_process):
+    metrics = run_small(num_ranks, tmp_path / "run", cache_dir, [*SAMPLE, f"parallelism={layout}"])
     model = load_config([*SMALL_RUN, *SAMPLE]).model
     for record, expected in zip(metrics.train, one_process.train, strict=True):
         assert (record.lr, record.consumed_samples) == (expected.lr, expected.consumed_samples)
@@ -122,16 +118,16 @@ def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
 
 
 @pytest.mark.parametrize(
-    ("launch", "extra", "expected"),
+    ("extra", "expected"),
     [
-        (run_ranks, "model.tensor_model_parallel_size=2", "model.tensor_model_parallel_size=1 on rank 0 and 2 on"),
-        (fork_ranks, "trainer.val_check_interval=null", "trainer.val_check_interval=10 on rank 0 and null on"),
-        (fork_ranks, "run_dir=elsewhere", '/run" on rank 0 and "elsewhere" on'),
+        ("model.tensor_model_parallel_size=2", "model.tensor_model_parallel_size=1 on rank 0 and 2 on"),
+        ("trainer.val_check_interval=null", "trainer.val_check_interval=10 on rank 0 and null on"),
+        ("run_dir=elsewhere", '/run" on rank 0 and "elsewhere" on'),
     ],
 )
-def test_ranks_that_were_told_different_things_end_at_once(tmp_path, cache_dir, launch, extra, expected):
+def test_ranks_that_were_told_different_things_end_at_once(extra, expected, tmp_path, cache_dir):
     arguments = small_run_arguments(tmp_path / "run", cache_dir, ["parallelism=dp"])
-    done = launch(2, ["tests/programs/disagreeing_ranks.py", extra, *arguments[2:]])
+    done = fork_ranks(2, ["tests/programs/disagreeing_ranks.py", extra, *arguments[2:]])
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "the ranks do not run the same configuration" in line
