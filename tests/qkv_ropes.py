@@ -26,7 +26,7 @@ class Shape:
 
 SHAPES = {
     # No multiple of the tokens of a program, and an odd number of sequences.
-    "grouped": Shape(length=19, batch=3, groups=5, heads=4, width=32, turned=32),
+    "grouped": Shape(length=11, batch=3, groups=3, heads=4, width=32, turned=32),
     # A part of each head, and halves that are no power of two.
     "partial": Shape(length=21, batch=1, groups=2, heads=2, width=32, turned=16),
     "narrow": Shape(length=5, batch=2, groups=3, heads=1, width=24, turned=20),

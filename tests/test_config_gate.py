@@ -7,6 +7,7 @@ from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.rules.gate import load_config
+from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -277,7 +278,7 @@ def test_the_entry_is_importable_without_side_effects():
 def test_a_failed_job_does_not_stop_a_sweep_and_is_counted_at_its_end(tmp_path):
     missing = [f"[{tmp_path}/a.txt]", f"[{tmp_path}/b.txt]"]
     sweep = [f"model.data.text_files=choice({','.join(missing)})", f"hydra.sweep.dir={tmp_path}/sweep"]
-    done = run_ranks(1, ["-m", "gpt_pretrain", "-m", "data=text", *sweep])
+    done = fork_ranks(1, ["-m", "gpt_pretrain", "-m", "data=text", *sweep])
     assert done.returncode == 2
     assert "run 2 of 2: model.data.text_files=" in done.stdout
     assert "error: 2 of 2 runs of the sweep failed" in done.stderr

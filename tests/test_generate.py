@@ -1,8 +1,6 @@
 """Text from a checkpoint: the tokens that `transformers` generates from its export, whatever saved it."""
 
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -16,7 +14,6 @@ from gpt_pretrain.config.choices import CudaGraphImpl
 from gpt_pretrain.training.generation import continuations, inference_config, loaded_model
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks
-from tests.launching import REPOSITORY
 from tests.saved_models import FAMILIES, save_model, saved_model, small_tokenizer
 
 PROMPT = "def function("
@@ -119,8 +116,7 @@ def test_top_k_leaves_the_likeliest(llama):
 
 def test_command_prints_the_prompt_and_what_follows(llama):
     arguments = [f"checkpoint={llama}", f"prompt={PROMPT}", "max_new_tokens=8", "temperature=0"]
-    command = [sys.executable, "-m", "gpt_pretrain.generate", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120)
+    done = fork_ranks(1, ["-m", "gpt_pretrain.generate", *arguments], timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{PROMPT}{texts(llama, temperature=0.0, max_new_tokens=8)[0]}\n"
     assert "Traceback" not in done.stderr

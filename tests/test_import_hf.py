@@ -18,7 +18,7 @@ from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.saved_models import build_trainable, small_tokenizer
 from tests.transformers_reference import RESCALED_ROPE, build_reference, gpt2, llama, make_tokens, reference_logits
 
@@ -123,7 +123,7 @@ def test_training_goes_on_with_its_weights_and_its_tokenizer(published, tmp_path
         "sample.max_new_tokens=0",
     ]
     only_training = ["model.data.splits_string='1,0,0'", "logging.tensorboard=false", "model.optim.lr=1e-4"]
-    done = run_ranks(1, ["-m", "gpt_pretrain", *arguments, *data, *short, *only_training, *SMALL_BATCH], timeout_s=120)
+    done = fork_ranks(1, ["-m", "gpt_pretrain", *arguments, *data, *short, *only_training, *SMALL_BATCH], timeout_s=120)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     metrics = load_metrics(tmp_path / "run")
     assert [record.step for record in metrics.train] == [1, 2]

@@ -11,7 +11,7 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from gpt_pretrain.spec.platform import Platform, detect_platform
-from tests.launching import run_ranks
+from tests.forked_runs import fork_ranks
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, spec_of
 from tests.refusals import Refused, check_refused, check_told
@@ -153,7 +153,7 @@ def test_variables_of_recipes_are_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_fp8_without_a_gpu_ends_the_program_with_the_way_out(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = run_ranks(1, ["-m", "gpt_pretrain", "data=mock", FP8, f"run_dir={run_dir}"])
+    done = fork_ranks(1, ["-m", "gpt_pretrain", "data=mock", FP8, f"run_dir={run_dir}"])
     assert done.returncode == 2
     assert done.stdout == ""
     check_told(done.stderr.strip().removeprefix("error: "), [FP8, "CUDA"], [[EMULATE]])

@@ -20,7 +20,7 @@ import torch
 from tests.qkv_ropes import check_against_fp64, check_training
 check_against_fp64("cpu", torch.float32, 1e-6)
 check_against_fp64("cpu", torch.float16, 1.01 * 2**-11)
-check_training("model.num_query_groups=2", "model.rotary_percentage=0.5")
+check_training("model.num_query_groups=2", "model.rotary_percentage=0.5", "model.encoder_seq_length=16")
 print("done")
 """
 
