@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,18 @@ class Training:
 def emulated_training(*overrides: str) -> Iterator[Training]:
     """Builds what `training.run` builds, in this one process."""
     install_cpu_device()
-    with process_groups(load_config([*TINY, *overrides]).model, read_launch({}), detect_platform()):
+    with process_groups(_tiny_config(*overrides).model, read_launch({}), detect_platform()):
         yield build_training(*overrides)
+
+
+@cache
+def _tiny_config(*overrides: str) -> Config:
+    return load_config([*TINY, *overrides])
 
 
 def build_training(*overrides: str) -> Training:
     """Builds it in open process groups."""
-    return build_training_of(load_config([*TINY, *overrides]))
+    return build_training_of(_tiny_config(*overrides))
 
 
 def build_training_of(config: Config) -> Training:
