@@ -102,6 +102,8 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "ep2_small.moe_bf16": (2, ["parallelism=ep2", *_BF16_EXPERTS, *LEAN, *SMALLEST]),
     "single.delayed": (1, _DELAYED),
     "tp2.delayed": (2, ["parallelism=tp2", *_DELAYED]),
+    "single.rowwise": (1, emulate("torchao_rowwise")),
+    "tp2_sp.rowwise": (2, ["parallelism=tp2_sp", *emulate("torchao_rowwise")]),
     "single.sgd": (1, ["model.optim.name=sgd"]),
     "tp2_plain.sgd": (
         2,

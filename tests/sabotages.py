@@ -140,6 +140,20 @@ def other_dimension(x: torch.Tensor, directions: Directions) -> Directions:
     return Directions(directions.along_rows, directions.along_rows)
 
 
+def scales_of_rows(factor: float, *, powers_of_two: bool) -> Callable[[torch.Tensor, Directions], Directions]:
+    """One scale for each row and column, and a multiple of what it should be."""
+
+    def rule(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
+        scale = power_of_two_scale(amax, format, dtype) if powers_of_two else scale_from_amax(amax, format)
+        return scale * factor
+
+    def changed(x: torch.Tensor, directions: Directions) -> Directions:
+        rows, columns = x.shape
+        return Directions(cast_blocks(x, "e4m3", (1, columns), rule), cast_blocks(x, "e4m3", (rows, 1), rule))
+
+    return changed
+
+
 def half_the_blocks_scales(x: torch.Tensor, directions: Directions) -> Directions:
     def rule(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
         return power_of_two_scale(amax, format, dtype) / 2
@@ -188,6 +202,40 @@ def record_nothing(module: Any) -> None:
 def record_twice(module: Any) -> None:
     record = module._scaling.forward.record
     module._scaling.forward.record = lambda column, amax: record(column, 2 * amax)
+
+
+def quantise_wgrad(module: Any) -> None:
+    """The weight's gradient comes from the codes."""
+    module._products._settings = replace(module._products._settings, wgrad=True)
+
+
+def round_input_of_wgrad(module: Any) -> None:
+    """What is multiplied for the weight's gradient is not what the forward pass was given."""
+    products = module._products
+
+    class Rounding(torch.autograd.Function):
+        """Rounds what the product has kept before it is read again."""
+
+        @staticmethod
+        def forward(ctx: Any, y: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+            ctx.kept = kept
+            return y.view_as(y)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            amax = ctx.kept.abs().max().view(1)
+            codes = cast_tensor(ctx.kept, "e4m3", scale_from_amax(amax, "e4m3"), amax)
+            ctx.kept.copy_(codes.values())
+            return gradients[0], None
+
+    def given(x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        own = x.clone()
+        # A change of data is none that autograd would refuse.
+        kept = own.data.view(-1, x.shape[-1])
+        result: torch.Tensor = Rounding.apply(products(own, *more, **named), kept)
+        return result
+
+    module._products = given
 
 
 def shift_products(module: Any) -> None:

@@ -73,7 +73,11 @@ PAIRS = [
     ("single.delayed", "tp2.delayed"),
     ("tp2.delayed", "single.delayed"),
     ("tp2.delayed", "tp2.delayed"),
+    ("single.rowwise", "tp2_sp.rowwise"),
+    ("tp2_sp.rowwise", "single.rowwise"),
+    ("tp2_sp.rowwise", "tp2_sp.rowwise"),
 ]
+FP8 = (".delayed", ".rowwise")
 # Masters that are rounded as they are loaded.
 ROUNDED = ("dp2.bf16", "dp2_small_late.bf16")
 # One bit of a moment is turned over after it was loaded.
@@ -86,7 +90,7 @@ def trains_on(source, target):
     FP8 does so from its own alone: in another layout values near the border of two codes fall to either side.
     """
     return source == target or (
-        "delayed" not in target and source == next(one for one, other in PAIRS if other == target != one)
+        not target.endswith(FP8) and source == next(one for one, other in PAIRS if other == target != one)
     )
 
 

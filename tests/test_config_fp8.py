@@ -4,12 +4,12 @@ from dataclasses import astuple, fields
 
 import pytest
 
-from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
+from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8Backend
 from gpt_pretrain.megatron.model import translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.spec.products import gemms, resolve
-from gpt_pretrain.spec.recipes import RECIPES, resolve_fp8
+from gpt_pretrain.spec.recipes import RECIPES, recipes_of, resolve_fp8
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import H200, spec_of
 
@@ -59,7 +59,7 @@ def test_nemos_override_string_reaches_every_field_of_megatron_core(nemo, no_lau
     assert optimizer.bf16
 
 
-@pytest.mark.parametrize("recipe", Fp8RecipeName)
+@pytest.mark.parametrize("recipe", recipes_of(Fp8Backend.transformer_engine), ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("params", [True, False])
 @pytest.mark.parametrize("emulate", [True, False])
 def test_fp8_weights_and_their_gather_are_told_together_or_not_at_all(recipe, params, emulate):
@@ -84,7 +84,7 @@ def test_the_one_switch_alone_is_te_s_own_delayed_scaling():
     """TE 2.12's DelayedScaling(): HYBRID, margin 0, history 1024, max."""
     settings = settings_of("model.fp8=true")
     assert settings == settings_of("fp8=delayed")
-    assert settings.recipe is RECIPES[Fp8RecipeName.delayed]
+    assert settings.recipe is RECIPES["delayed"]
     assert (settings.forward_format, settings.gradient_format) == ("e4m3", "e5m2")
     assert (settings.margin, settings.amax_history_len) == (0, 1024)
     assert settings.amax_compute_algo is AmaxComputeAlgo.max
@@ -121,15 +121,19 @@ def test_format_of_gradients(overrides, gradient_format):
     assert settings.hybrid == (gradient_format == "e5m2")
 
 
-@pytest.mark.parametrize(
-    ("group", "alignment"), [("delayed", 16), ("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)]
-)
-def test_each_group_is_the_recipe_of_its_name(group, alignment):
+@pytest.mark.parametrize("group", RECIPES)
+def test_each_group_is_the_recipe_of_its_name(group):
     settings = settings_of(f"fp8={group}")
-    assert settings.recipe is RECIPES[Fp8RecipeName[group]]
-    assert settings.recipe.alignment == alignment
+    assert settings.recipe is RECIPES[group]
+    assert settings.recipe.alignment == (32 if group == "mxfp8" else 16)
     # The group states what null means.
-    assert settings == settings_of("model.fp8=true", f"model.fp8_recipe={group}")
+    engine = f"model.fp8_backend={settings.recipe.backend.name}"
+    assert settings == settings_of("model.fp8=true", engine, f"model.fp8_recipe={settings.recipe.name}")
+
+
+def test_without_a_recipe_each_engine_has_its_usual_one():
+    assert settings_of("model.fp8=true", "model.fp8_backend=torchao").recipe is RECIPES["torchao_tensorwise"]
+    assert settings_of("model.fp8=true", "model.fp8_backend=transformer_engine").recipe is RECIPES["delayed"]
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,9 @@ def test_an_extra_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
     done = base_packages("freeze", tmp_path, extras=["flash,wand"])
 
     assert done.returncode == 1
-    assert done.stderr.startswith("error: EXTRAS=flash,wand: pyproject.toml has no extra 'wand'; use te, flash, wandb")
+    assert done.stderr.startswith(
+        "error: EXTRAS=flash,wand: pyproject.toml has no extra 'wand'; use te, flash, torchao, wandb"
+    )
 
 
 def test_files_of_the_base_that_another_package_writes_over_end_the_build(tmp_path):

@@ -100,8 +100,9 @@ def test_weights_have_the_type_that_is_asked_for(asked, dtype, tmp_path):
         assert torch.equal(layer.input_layernorm.weight, norm.to(dtype))
 
 
-def test_scales_of_an_fp8_run_are_left_behind(tmp_path):
-    fp8 = emulate("delayed", "model.vocab_size=256", "trainer.precision=bf16")
+@pytest.mark.parametrize("recipe", ["delayed", "torchao_rowwise_with_gw_hp"])
+def test_scales_of_an_fp8_run_are_left_behind(recipe, tmp_path):
+    fp8 = emulate(recipe, "model.vocab_size=256", "trainer.precision=bf16")
     with saved_model(tmp_path, *FAMILIES["llama"], *fp8) as saved:
         export(f"checkpoint={saved.path}", f"out={tmp_path / 'hf'}")
         weight = saved.model.decoder.layers[1].mlp.linear_fc2.weight.detach()

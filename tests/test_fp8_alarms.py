@@ -7,7 +7,7 @@ import torch
 
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
-from gpt_pretrain.spec.recipes import resolve_fp8
+from gpt_pretrain.spec.recipes import RECIPES, resolve_fp8
 from gpt_pretrain.training.watches import Fp8Watch
 from tests.emulated_training import emulate, emulated_training
 
@@ -45,6 +45,7 @@ def warned(compose_config, overrides, observations):
     return found
 
 
+ROWWISE = ["fp8=torchao_rowwise", "model.fp8_emulate=true"]
 TENSORWISE, MAX = "fp8=tensorwise", "model.fp8_amax_compute_algo=max"
 THRESHOLD = "logging.fp8_saturation_threshold=0.001"
 WITHOUT = f'model.fp8_exclude=["{FC1}"]'
@@ -89,7 +90,17 @@ WITHOUT = f'model.fp8_exclude=["{FC1}"]'
         (
             ["fp8=delayed"],
             {"amax": 1e-40, **scaled(torch.finfo(torch.float32).max)},
-            ["scale is infinite", "amax 1e-40", "model.init_method_std", WITHOUT],
+            ["as large as scales get", "amax 1e-40", "model.init_method_std", WITHOUT],
+        ),
+        (
+            ["fp8=torchao_tensorwise", "model.fp8_emulate=true"],
+            {"amax": 0.0, **scaled(448 / 1e-12)},
+            ["as large as scales get", "amax 0", "model.init_method_std", WITHOUT],
+        ),
+        (
+            ["fp8=torchao_tensorwise", "model.fp8_emulate=true"],
+            {"flushed": 0.3, "smallest": 0.2},
+            ["30% of its values", "fp8=torchao_rowwise", WITHOUT],
         ),
     ],
 )
@@ -128,6 +139,10 @@ JUMPS = [scaled(scale) for scale in (1.0, 4.0, 64.0, 8.0)]
         pytest.param(["fp8=blockwise"], JUMPS, [], id="blocks have no scale to follow"),
         pytest.param(["fp8=blockwise"], [{"scale_max": 3.5e38}], [], id="a block of zeros"),
         pytest.param(["fp8=blockwise"], [scaled(3.5e38)], [100], id="all blocks of zeros"),
+        pytest.param(ROWWISE, [{"scale_max": 2.0**48}], [], id="a row of zeros"),
+        pytest.param(ROWWISE, [scaled(2.0**48)], [100], id="all rows of zeros"),
+        pytest.param(ROWWISE, [scaled(2.0**47)], [], id="rows of small values"),
+        pytest.param(ROWWISE, JUMPS, [], id="rows have no scale to follow"),
         pytest.param(["fp8=tensorwise"], JUMPS, [400], id="jumps of current scales"),
         pytest.param([], [FLUSHED, FLUSHED, GOOD, FLUSHED], [100, 400], id="flushed"),
         pytest.param([], [{"flushed": 0.9, "smallest": 0.02}, {"flushed": 0.9}], [], id="zeros that no cast has made"),
@@ -249,7 +264,7 @@ def test_live_layers_are_watched_without_statistics(spoil, tensor_name, said):
 WARM = ("model.optim.lr=1e-3", "model.optim.sched.warmup_steps=20")
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", [recipe.preset for recipe in RECIPES.values()])
 @pytest.mark.parametrize("overrides", [[], ["trainer.precision=bf16"]], ids=["fp32", "bf16"])
 def test_a_sound_run_is_not_warned_of(recipe, overrides):
     with emulated_training(*emulate(recipe, "trainer.log_every_n_steps=5", *WARM, *overrides)) as training:

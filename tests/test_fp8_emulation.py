@@ -6,8 +6,10 @@ import torch
 from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
+from gpt_pretrain.spec.recipes import RECIPES, recipes_of
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 from tests.runs import run_small
 
@@ -47,6 +49,10 @@ KEPT = (*TENSORWISE, *THREE, "model.first_last_layers_bf16=true")
         pytest.param(DELAYED, TENSORWISE, id="recipe: delayed, tensorwise"),
         pytest.param(TENSORWISE, emulate("blockwise"), id="recipe: tensorwise, blockwise"),
         pytest.param(emulate("blockwise"), emulate("mxfp8"), id="recipe: blockwise, mxfp8"),
+        pytest.param(emulate("torchao_tensorwise"), emulate("torchao_rowwise"), id="recipe: tensorwise, rowwise"),
+        pytest.param(
+            emulate("torchao_rowwise"), emulate("torchao_rowwise_with_gw_hp"), id="recipe: rowwise, rowwise_with_gw_hp"
+        ),
         pytest.param(DELAYED, (*DELAYED, *HYBRID_OFF), id="format: delayed"),
         pytest.param(TENSORWISE, (*TENSORWISE, *HYBRID_OFF), id="format: tensorwise"),
         pytest.param(
@@ -164,7 +170,7 @@ def test_weight_gradients_in_high_precision_leave_the_first_forward_pass_alone()
 
 @pytest.mark.parametrize(
     ("recipe", "precision"),
-    [*((recipe, "fp32") for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")), ("delayed", "bf16")],
+    [*((recipe.preset, "fp32") for recipe in RECIPES.values()), ("delayed", "bf16"), ("torchao_rowwise", "bf16")],
 )
 def test_every_recipe_learns_as_high_precision_does(recipe, precision):
     expected, _ = train(*HIGH_PRECISION, f"trainer.precision={precision}", num_steps=20)
@@ -175,7 +181,16 @@ def test_every_recipe_learns_as_high_precision_does(recipe, precision):
     assert losses != pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("overrides", [DELAYED, (*DELAYED, "trainer.precision=bf16"), TENSORWISE])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        DELAYED,
+        (*DELAYED, "trainer.precision=bf16"),
+        TENSORWISE,
+        *(emulate(recipe.preset) for recipe in recipes_of(Fp8Backend.torchao)),
+    ],
+    ids=" ".join,
+)
 def test_resumed_training_equals_the_uncut_one(overrides, tmp_path):
     overrides = (*overrides, "model.fp8_amax_history_len=5") if overrides is DELAYED else overrides
     with emulated_training(*overrides) as training:
@@ -190,7 +205,7 @@ def test_resumed_training_equals_the_uncut_one(overrides, tmp_path):
         load_checkpoint(verify_checkpoint(path), training.trainable, training.config, {})
         assert [training.step() for _ in range(3)] == expected
         states = {name: layer.get_extra_state() for name, layer in training.layers().items()}
-    if overrides is not TENSORWISE:
+    if "fp8=delayed" in overrides:
         torch.testing.assert_close(states, expected_states, rtol=0, atol=0)
         assert all(state["scale_fwd"][0] != 1.0 for state in states.values())
 

@@ -4,25 +4,41 @@ What they do not make the same, there as here: current and block scaling scale t
 are split along features, by each rank's own part; data parallel ranks see other microbatches than one process does.
 """
 
+import math
 import os
 
 import pytest
 import torch
 from filelock import FileLock
 
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.recipes import recipes_of
 from tests.emulated_training import TINY, emulate, emulated_training, observed_training
 from tests.forked_runs import fork_ranks
 from tests.rounding import fp8_loss_tolerance
 
+TORCHAO = tuple(recipe.preset for recipe in recipes_of(Fp8Backend.torchao))
 # Cases that share process groups share a launch.
 LAUNCHES = (
-    ("tp2:delayed", "tp2_sp:delayed:resume", "tp2:tensorwise", "tp2_sp:tensorwise", "tp2_sp:blockwise"),
-    ("dp:delayed:resume",),
-    ("pp2:delayed",),
+    (
+        "tp2:delayed",
+        "tp2_sp:delayed:resume",
+        "tp2:tensorwise",
+        "tp2_sp:tensorwise",
+        "tp2_sp:blockwise",
+        *(f"{layout}:{recipe}" for layout in ("tp2", "tp2_sp") for recipe in TORCHAO),
+    ),
+    ("dp:delayed:resume", *(f"dp:{recipe}:resume" for recipe in TORCHAO)),
+    ("pp2:delayed", *(f"pp2:{recipe}" for recipe in TORCHAO)),
 )
-LOSS_TOLERANCE = fp8_loss_tolerance(load_config(TINY).model)
+MODEL = load_config(TINY).model
+LOSS_TOLERANCE = fp8_loss_tolerance(MODEL)
+# All values fall to other codes: independent errors of each feature of each token.
+ROUNDED_ANEW_TOLERANCE = torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(
+    MODEL.hidden_size * MODEL.global_batch_size * MODEL.encoder_seq_length
+)
 QKV = "decoder.layers.0.self_attention.linear_qkv"
 # Of tensor parallel ranks: tensors of which each has a part.
 SPLIT = {
@@ -56,7 +72,7 @@ def two_ranks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process():
     results = {}
-    for recipe in ("delayed", "tensorwise", "blockwise"):
+    for recipe in ("delayed", "tensorwise", "blockwise", *TORCHAO):
         with emulated_training(*emulate(recipe)) as training:
             results[recipe] = observed_training(training)
     return results
@@ -130,9 +146,24 @@ def test_block_scaling_trains_as_in_one_process(two_ranks, one_process):
         assert result["losses"] == pytest.approx(one_process["blockwise"]["losses"], rel=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "dp"])
-def test_resumed_ranks_equal_uncut_ones(layout, two_ranks):
-    for result in two_ranks[f"{layout}.delayed"]:
+@pytest.mark.parametrize("recipe", TORCHAO)
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "dp"])
+def test_torchao_trains_as_in_one_process(layout, recipe, two_ranks, one_process):
+    """Tensor parallel ranks scale their own parts of weights and features, by powers of two but for tensorwise."""
+    expected = one_process[recipe]["losses"]
+    scales_differ = layout.startswith("tp2") and recipe == "torchao_tensorwise"
+    for result in two_ranks[f"{layout}.{recipe}"]:
+        tolerance = ROUNDED_ANEW_TOLERANCE if scales_differ else LOSS_TOLERANCE
+        assert result["losses"] == pytest.approx(expected, rel=tolerance)
+    # Scales of what no rank shares are equal.
+    key = (QKV, Role.input.value)
+    if layout != "dp":
+        assert scales(two_ranks[f"{layout}.{recipe}"][0], key)[0] == pytest.approx(scales(one_process[recipe], key)[0])
+
+
+@pytest.mark.parametrize("case", ["tp2_sp.delayed", "dp.delayed", *(f"dp.{recipe}" for recipe in TORCHAO)])
+def test_resumed_ranks_equal_uncut_ones(case, two_ranks):
+    for result in two_ranks[case]:
         (losses, states), (resumed_losses, resumed_states) = result["uncut"], result["resumed"]
         assert resumed_losses == losses
         torch.testing.assert_close(resumed_states, states, rtol=0, atol=0)

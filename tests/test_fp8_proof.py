@@ -35,6 +35,10 @@ ONE_STEP = (
         pytest.param(1, ["fp8=tensorwise"], 0.6923, id="one process"),
         pytest.param(2, ["fp8=delayed", "parallelism=tp2_sp"], 0.6923, id="TP2+SP"),
         pytest.param(2, ["fp8=blockwise", "parallelism=pp2"], 0.6923, id="PP2"),
+        pytest.param(1, ["fp8=torchao_tensorwise"], 0.6923, id="TorchAO"),
+        pytest.param(2, ["fp8=torchao_rowwise", "parallelism=tp2_sp"], 0.6923, id="TorchAO, TP2+SP"),
+        # Without weight gradients.
+        pytest.param(1, ["fp8=torchao_rowwise_with_gw_hp"], 0.6923 * 2 / 3, id="TorchAO, without weight gradients"),
         # Half of the layers, and the MLP's second matrix of the other: 36,864 + 8,192 weights fewer.
         pytest.param(
             2,

@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.gemms import Role
 from gpt_pretrain.fp8.proof import ProofError
+from gpt_pretrain.spec.recipes import RECIPES, recipes_of
 from tests import sabotages
 from tests.emulated_training import emulate, emulated_training
 from tests.forked_runs import fork_ranks
@@ -24,6 +26,7 @@ from tests.sabotages import (
 )
 
 DELAYED, TENSORWISE, BLOCKWISE = emulate("delayed"), emulate("tensorwise"), emulate("blockwise")
+ROWWISE, ROWWISE_GW_HP = emulate("torchao_rowwise"), emulate("torchao_rowwise_with_gw_hp")
 RECOMPUTED = (
     "model.activations_checkpoint_granularity=full",
     "model.activations_checkpoint_method=uniform",
@@ -35,7 +38,9 @@ FC1, FC2, PROJ = "mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj
 @pytest.mark.parametrize(
     "overrides",
     [
-        *(emulate(recipe, "trainer.precision=bf16") for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8")),
+        *(emulate(recipe.preset, "trainer.precision=bf16") for recipe in RECIPES.values()),
+        # Scales whose logarithms are no exact numbers.
+        *(emulate(recipe.preset, "trainer.precision=fp32") for recipe in recipes_of(Fp8Backend.torchao)),
         emulate("mxfp8"),
         (*DELAYED, *RECOMPUTED),
         (*DELAYED, "model.fp8_e4m3=true", "model.fp8_hybrid=false"),
@@ -45,6 +50,8 @@ FC1, FC2, PROJ = "mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj
         (*DELAYED, "model.fp8_wgrad=false", "model.fp8_exclude=['*.1.mlp.linear_fc1']"),
         (*BLOCKWISE, "model.fp8_e4m3=false", "model.fp8_hybrid=true"),
         (*TENSORWISE, "model.bias=true"),
+        emulate("torchao_rowwise_with_gw_hp", "model.bias=true", "trainer.precision=bf16"),
+        (*ROWWISE, *RECOMPUTED),
     ],
     ids=" ".join,
 )
@@ -167,6 +174,45 @@ OF_A_LAYER = {
         partial(change_cast, role=Role.input, change=sabotages.half_the_blocks_scales),
         "scale of the input",
     ),
+    "a tensor's scale in place of rows'": (
+        ROWWISE,
+        FC1,
+        partial(sabotages.own_recipe, overrides=emulate("torchao_tensorwise")),
+        "scales of the input in forward",
+    ),
+    "columns in place of rows": (
+        ROWWISE,
+        FC1,
+        partial(change_cast, role=Role.output_gradient, change=sabotages.other_dimension),
+        "scales of the output gradient in wgrad",
+    ),
+    "scales of rows that are no powers of two": (
+        ROWWISE,
+        FC1,
+        partial(change_cast, role=Role.input, change=sabotages.scales_of_rows(1.0, powers_of_two=False)),
+        "scale of the input",
+    ),
+    "scales of rows that are too small": (
+        ROWWISE_GW_HP,
+        PROJ,
+        partial(change_cast, role=Role.input, change=sabotages.scales_of_rows(0.5, powers_of_two=True)),
+        "scale of the input",
+    ),
+    "a weight of rows in dgrad": (
+        ROWWISE_GW_HP,
+        FC2,
+        partial(sabotages.own_recipe, overrides=ROWWISE),
+        "scales of the weight in dgrad",
+    ),
+    "a weight of one scale in dgrad": (
+        ROWWISE,
+        FC2,
+        partial(sabotages.own_recipe, overrides=ROWWISE_GW_HP),
+        "scales of the weight in dgrad",
+    ),
+    "no rounding of rows": (ROWWISE, FC1, sabotages.round_nothing, "result of forward"),
+    "wgrad of the rounded input": (ROWWISE_GW_HP, FC1, sabotages.round_input_of_wgrad, "result of wgrad"),
+    "wgrad in FP8": (ROWWISE_GW_HP, PROJ, sabotages.quantise_wgrad, "wgrad"),
     "no rounding": (TENSORWISE, FC1, sabotages.round_nothing, "result of forward"),
     "no rounding of the weight": (
         DELAYED,
@@ -319,6 +365,8 @@ FIRST_FC1 = "decoder.layers.0.mlp.linear_fc1"
 OF_RANKS = {
     "dp:delayed:nothing": None,
     "dp:tensorwise:nothing": None,
+    "dp:torchao_rowwise:nothing": None,
+    "dp:torchao_rowwise:rounding_of_rank_1": (FIRST_FC1, "result of forward"),
     "dp:delayed:amaxes_of_each_rank": (None, "input: newest amax of the history"),
     "dp:delayed:history_of_rank_1": (FIRST_FC1, "input: amax history on all ranks"),
     "dp:delayed:recipe_of_rank_1": (FIRST_FC1, "input: newest amax of the history"),
@@ -326,10 +374,14 @@ OF_RANKS = {
     "tp2_sp:delayed:nothing": None,
     "tp2_sp:tensorwise:nothing": None,
     "tp2_sp:blockwise:nothing": None,
+    "tp2_sp:torchao_tensorwise:nothing": None,
+    "tp2_sp:torchao_rowwise:nothing": None,
+    "tp2_sp:torchao_rowwise_with_gw_hp:nothing": None,
     "tp2_sp:blockwise:rounding_of_rank_1": (FIRST_FC1, "result of forward"),
     "tp2_sp:delayed:scale_of_rank_1": (FIRST_FC1, "input: next scale"),
     "pp2_vp2:delayed:nothing": None,
     "pp2_vp2:mxfp8:nothing": None,
+    "pp2_vp2:torchao_rowwise:nothing": None,
     "pp2:delayed:nothing": None,
     "pp2:delayed:recomputed": None,
 }

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.config.choices import Fp8RecipeName, PlanGpu
+from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
 from gpt_pretrain.plan.kernels import Machine, head_s
 from gpt_pretrain.rules.gate import load_config
@@ -276,7 +276,7 @@ def gemm(m, n, k, *, fp8):
     ],
 )
 def test_a_product_takes_the_longer_of_arithmetic_and_bytes(shape, fp8, seconds):
-    perfect, recipe = h200(bf16=1.0, bandwidth=1.0), replace(RECIPES[Fp8RecipeName.delayed], peak_share=1.0)
+    perfect, recipe = h200(bf16=1.0, bandwidth=1.0), replace(RECIPES["delayed"], peak_share=1.0)
     assert perfect.gemm_s(gemm(*shape, fp8=fp8), recipe) == pytest.approx(seconds)
 
 

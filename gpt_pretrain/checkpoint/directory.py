@@ -326,7 +326,10 @@ def _fp8(manifest: Manifest) -> str:
     if not model["fp8"]:
         return "off"
     emulated = ", emulated" if model["fp8_emulate"] else ""
-    return (model["fp8_recipe"] or "delayed") + (", weights in FP8" if model["fp8_params"] else "") + emulated
+    # Checkpoints before the key are Transformer Engine's.
+    backend = model.get("fp8_backend")
+    recipe = f"{backend} {model['fp8_recipe'] or 'tensorwise'}" if backend == "torchao" else model["fp8_recipe"]
+    return (recipe or "delayed") + (", weights in FP8" if model["fp8_params"] else "") + emulated
 
 
 def unfinished_saves(directory: Path) -> list[Path]:

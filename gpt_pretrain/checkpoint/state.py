@@ -238,7 +238,8 @@ def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
 
 def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
     described = {
-        "model.fp8_recipe": settings.recipe.name,
+        # As checkpoints say it that know one engine alone.
+        "model.fp8_recipe": settings.recipe.preset,
         "format of gradients": settings.gradient_format,
         "model.fp8_amax_history_len": str(settings.amax_history_len),
         "model.fp8_dot_product_attention": written(settings.dot_product_attention),

@@ -31,6 +31,7 @@ from gpt_pretrain.compare.series import (
     thinned_records,
 )
 from gpt_pretrain.compare.tables import find_event_files, read_event_files, read_table
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.foreign import check_yaml, read_foreign_text
 from gpt_pretrain.config.keys import flatten
@@ -152,7 +153,9 @@ def _plain_name(run: RunRecord) -> str:
     if run.format != "gpt_pretrain" or not run.configuration:
         return run.name or Path(run.source).stem
     if run.setting("model.fp8") == "true":
-        recipe = run.setting("model.fp8_recipe")
+        recipe, backend = run.setting("model.fp8_recipe"), run.setting("model.fp8_backend")
+        if backend == Fp8Backend.torchao.name:
+            return f"fp8_{backend}_{'tensorwise' if recipe in (None, 'null') else recipe}"
         return f"fp8_{'delayed' if recipe in (None, 'null') else recipe}"
     precision = run.setting("trainer.precision")
     return "no_fp8" if precision in (None, "auto") else precision

@@ -80,18 +80,34 @@ class Precision(Enum):
     bf16 = "bf16"
 
 
+class Fp8Backend(Enum):
+    """The library whose layers multiply in FP8: Transformer Engine, or TorchAO's float8 training."""
+
+    transformer_engine = "transformer_engine"
+    torchao = "torchao"
+
+
 class Fp8RecipeName(Enum):
-    """Where the scales of FP8 tensors come from; the names are megatron-core's.
+    """Where the scales of FP8 tensors come from; the names are megatron-core's, and TorchAO's.
 
     `delayed`: one per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.
     `blockwise`: one per 1×128 values of activations and gradients and per 128×128 of weights, powers of two.
     `mxfp8`: one per 32 values, powers of two; Blackwell's hardware.
+    `rowwise`: one per row or column, whichever a product sums over, powers of two. `rowwise_with_gw_hp`: the same, with
+    one for the whole weight in dgrad, and weight gradients outside of FP8. TorchAO has these two, and tensorwise.
     """
 
     delayed = "delayed"
     tensorwise = "tensorwise"
     blockwise = "blockwise"
     mxfp8 = "mxfp8"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+
+    @property
+    def preset(self) -> str:
+        """An option of the group `fp8=` that chooses it: Transformer Engine's where both engines have it."""
+        return f"torchao_{self.name}" if self.name.startswith("rowwise") else self.name
 
 
 class AmaxComputeAlgo(Enum):

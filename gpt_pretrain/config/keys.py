@@ -20,7 +20,8 @@ from gpt_pretrain.config import choices, schema
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
-# What other training codes call the same setting. The last part of an unknown key is looked up here first.
+# What other training codes call the same setting. The last part of an unknown key is looked up here first, and its last
+# two where the last alone could be anything.
 _ALIASES_OF = {
     "model.tensor_model_parallel_size": "tp tp_size tensor_parallel",
     "model.pipeline_model_parallel_size": "pp pp_size",
@@ -71,15 +72,19 @@ _ALIASES_OF = {
     "trainer.limit_val_batches": "eval_iters",
     "trainer.gradient_clip_val": "clip_grad grad_clip max_grad_norm",
     "run_dir": "output_dir",
-    "model.fp8": "fp8_enabled fp8_autocast",
-    "model.fp8_params": "fp8_param fp8_param_gather fp8_model_init fp8_primary_weights",
+    "model.fp8": "fp8_enabled fp8_autocast fp8.enabled",
+    "model.fp8_backend": "fp8_engine",
+    "model.fp8_recipe": "recipe_name fp8_recipe_name",
+    "model.fp8_params": "fp8_param fp8_param_gather fp8_model_init fp8_primary_weights "
+    "enable_fsdp_float8_all_gather enable_fsdp_fp8_all_gather",
     "model.fp8_amax_history_len": "fp8_amax_history amax_history_len",
     "model.fp8_amax_compute_algo": "fp8_amax_algo amax_compute_algo",
     "model.fp8_margin": "margin",
     "model.fp8_dot_product_attention": "fp8_dpa",
     "model.fp8_multi_head_attention": "fp8_mha",
     "model.fp8_wgrad": "override_linear_precision",
-    "model.fp8_exclude": "fp8_exclude_modules",
+    "model.fp8_exclude": "fp8_exclude_modules filter_fqns",
+    "model.fp8_emulate": "emulate",
     "checkpoint.save_interval": "save_every save_steps",
     "checkpoint.keep_last": "save_total_limit save_top_k",
     "checkpoint.async_save": "async_save_checkpoint",
@@ -101,11 +106,23 @@ UNSUPPORTED = {
     "fp8_output_proj": "the LM head stays in high precision; leave it out",
     "tp_only_amax_red": "amaxes are reduced over all ranks that share a tensor or its data; leave it out",
     "use_autocast_during_eval": "validation computes in FP8 as training does; leave it out",
+    "force_recompute_fp8_weight_in_bwd": (
+        "it has had no effect in TorchAO since 2025 (pytorch/ao, issue 2251); leave it out"
+    ),
+    **dict.fromkeys(
+        ("precompute_float8_dynamic_scale_for_fsdp", "precompute_fp8_dynamic_scale_for_fsdp"),
+        "scales of gathered weights belong to FSDP, which this application does not use; leave it out",
+    ),
+    **dict.fromkeys(
+        ("compile.enabled", "compile.mode", "compile.fullgraph", "compile.dynamic"),
+        "no key compiles layers: those of Transformer Engine have their kernels, and emulated ones are for trying "
+        "recipes; leave it out",
+    ),
 }
 
 # Values of other codes where the key has none such: what to do instead.
 UNSUPPORTED_VALUES = {
-    **{("model.fp8", recipe): f"use fp8={recipe}" for recipe in choices.Fp8RecipeName.__members__},
+    **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in choices.Fp8RecipeName},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
     ("model.fp8", "e5m2"): f"{_NO_E5M2}; use model.fp8=true model.fp8_hybrid=true",
@@ -249,13 +266,19 @@ def _similarity(wrong: str, known: str) -> float:
     return max(score, difflib.SequenceMatcher(None, wrong, known).ratio() if "." in wrong else 0.0)
 
 
+def _last_parts(path: str) -> list[str]:
+    """The last two parts of a path, and the last."""
+    parts = path.lower().split(".")
+    return [".".join(parts[-2:]), parts[-1]]
+
+
 def key_named(path: str) -> str | None:
     """The key with the same last part elsewhere, or that other codes call so; None where there is none."""
     leaf = path.rpartition(".")[2]
     elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
     if elsewhere:
         return max(elsewhere, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio())
-    return ALIASES.get(leaf.lower())
+    return next((ALIASES[name] for name in _last_parts(path) if name in ALIASES), None)
 
 
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
@@ -287,7 +310,7 @@ def did_you_mean(name: str | None) -> str:
 def unknown_key(path: str, more: Iterable[str] = ()) -> str:
     """What is told about a key that the schema does not have; see `nearest_key` for the arguments."""
     what = "a key" if "." in path or not more else "a key or a group"
-    unsupported = UNSUPPORTED.get(path.rpartition(".")[2].lower())
+    unsupported = next((UNSUPPORTED[name] for name in _last_parts(path) if name in UNSUPPORTED), None)
     if unsupported is not None:
         return f"{path} is not {what}: {unsupported}"
     return f"{path} is not {what}{did_you_mean(nearest_key(path, more))}"

@@ -18,6 +18,7 @@ from gpt_pretrain.config.choices import (
     CrossEntropyFusion,
     CudaGraphImpl,
     DataImpl,
+    Fp8Backend,
     Fp8RecipeName,
     MainParamsDtype,
     MoeLoadBalancing,
@@ -234,10 +235,14 @@ class ModelConfig:
 
     fp8: bool
     """FP8 matrix products in the transformer layers; the group fp8= sets it together with what follows."""
+    fp8_backend: Fp8Backend | None
+    """Whose FP8: transformer_engine, or torchao, emulated only (fp8_emulate); null: transformer_engine."""
     fp8_recipe: Fp8RecipeName | None
-    """Where scales come from: delayed, tensorwise, blockwise, mxfp8; null: delayed."""
+    """Where scales come from: delayed, tensorwise, blockwise, mxfp8; of torchao: tensorwise, rowwise or
+    rowwise_with_gw_hp; null: delayed, of torchao tensorwise."""
     fp8_hybrid: bool | None
-    """E4M3 forward, E5M2 for the gradients of outputs; null: with delayed and tensorwise, unless fp8_e4m3."""
+    """E4M3 forward, E5M2 for the gradients of outputs; null: with delayed and tensorwise, unless fp8_e4m3.
+    TorchAO's recipes have formats of their own."""
     fp8_e4m3: bool | None
     """E4M3 in both directions, also where fp8_hybrid is set; null: with blockwise and mxfp8, unless fp8_hybrid."""
     fp8_margin: int | None

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.doctor.facts import Apex, Blocks, Facts, Failure, Finding, FlashAttention, Torch, TransformerEngine
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform
-from gpt_pretrain.spec.recipes import RECIPES, Recipe
+from gpt_pretrain.spec.recipes import Recipe, recipes_of
 
 VERSION = 1
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
@@ -168,15 +169,15 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
 def give_verdict(facts: Facts) -> Verdict:
     """Judges a machine."""
     findings = tuple(list_findings(facts))
-    torch = facts.torch
+    torch, on_gpus = facts.torch, recipes_of(Fp8Backend.transformer_engine)
     if isinstance(torch, Failure):
-        recipes = dict.fromkeys((recipe.name for recipe in RECIPES.values()), "needs PyTorch, which does not load")
+        recipes = dict.fromkeys((recipe.name for recipe in on_gpus), "needs PyTorch, which does not load")
         return Verdict(device="nothing", recipes=recipes, parts=(), findings=findings)
     platform = platform_of(facts, torch)
     device = f"{platform.num_gpus} × {platform.device_name}" if platform.cuda else "the CPU: small models"
     return Verdict(
         device=f"an assumed {facts.assumed_gpu}" if facts.assumed_gpu is not None else device,
-        recipes={recipe.name: _why_no_recipe(facts, platform, recipe) for recipe in RECIPES.values()},
+        recipes={recipe.name: _why_no_recipe(facts, platform, recipe) for recipe in on_gpus},
         parts=_parts(facts, platform),
         findings=findings,
     )

@@ -8,8 +8,6 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-import torch
-
 from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
@@ -33,8 +31,6 @@ _SMALLEST_NORMAL = {"e4m3": 2.0**-6, "e5m2": 2.0**-14}
 LAGGING_SHARE = 1e-3
 # Layers that a warning names besides the one that it describes.
 LAYERS_NAMED = 3
-# What Transformer Engine uses for a scale that would be infinite (TE 2.12, pytorch/quantization.py).
-_INFINITE = torch.finfo(torch.float32).max
 
 
 class Alarms:
@@ -108,11 +104,12 @@ class Alarms:
             )
         # A single block of (nearly) zeros is not unusual.
         scale = tensor.scale_max if self._settings.recipe.scales_tensors else tensor.scale_min
-        if scale is not None and scale >= _INFINITE:
+        largest = self._settings.recipe.largest_scale(role_format(self._settings, Role(tensor.tensor)))
+        if scale is not None and scale >= largest:
             return (
-                f"its scale is infinite, because all its values are (nearly) zero (amax {_number(tensor.amax)}); "
-                "nothing reaches this layer: check its inputs and model.init_method_std, or keep it out of FP8 with "
-                f"{self._without(tensor)}"
+                "its scale is as large as scales get, because all its values are (nearly) zero (amax "
+                f"{_number(tensor.amax)}); nothing reaches this layer: check its inputs and model.init_method_std, "
+                f"or keep it out of FP8 with {self._without(tensor)}"
             )
         return None
 
@@ -140,8 +137,7 @@ class Alarms:
             f"{100 * tensor.flushed:.2g}% of its values became zero (amax {_number(tensor.amax)} at scale "
             f"{_number(tensor.scale_max)}), and those next to zero are coarse; "
         )
-        instead = {"delayed": "fp8=tensorwise, whose scales follow each tensor", "tensorwise": "fp8=blockwise"}
-        choice = instead.get(self._settings.recipe.name)
+        choice = self._settings.recipe.finer
         return (
             message + (f"choose {choice}, or " if choice else "") + f"keep it out of FP8 with {self._without(tensor)}"
         )

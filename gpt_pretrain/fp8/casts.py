@@ -2,6 +2,7 @@
 
 import torch
 
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.checks import Checks
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Role, role_format, role_name
 from gpt_pretrain.fp8.rounding import (
@@ -17,6 +18,7 @@ from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 # Scales and amaxes beyond these limits follow rules of their own, for zeros and for numbers that fp32 cannot hold.
 _LEAST, _MOST = 2.0**-100, 2.0**100
+_DGRAD_WEIGHT = (Phase.dgrad, Role.weight)
 # Of a tensor this many values are rounded again.
 CAST_VALUES = 2**22
 
@@ -35,17 +37,20 @@ class CastChecks:
         self._checks = checks
         self._turn = turn
 
-    def block(self, phase: Phase, role: Role) -> tuple[int, int] | None:
+    def block(self, phase: Phase, operand: Operand) -> tuple[int, int] | None:
         """Rows and columns of the values that share a scale in a product; None where all do."""
-        recipe = self._settings.recipe
-        if recipe.block is None:
+        recipe, role = self._settings.recipe, operand.role
+        if recipe.scales_tensors or (recipe.scales_dgrad_weight_whole and (phase, role) == _DGRAD_WEIGHT):
             return None
         # Weights have square blocks where they have fewer scales than activations do.
-        if role is Role.weight and recipe.weight_scale_bytes < recipe.activation_scale_bytes:
+        is_square = role is Role.weight and recipe.weight_scale_bytes < recipe.activation_scale_bytes
+        if recipe.block is not None and is_square:
             return recipe.block, recipe.block
-        # Blocks lie along the dimension that the product sums over.
+        # Blocks, and whole rows, lie along the dimension that the product sums over.
         within_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
-        return (1, recipe.block) if within_rows else (recipe.block, 1)
+        assert operand.codes is not None
+        rows, columns = operand.codes.shape
+        return (1, recipe.block or columns) if within_rows else (recipe.block or rows, 1)
 
     def amax(self, phase: Phase, operand: Operand) -> torch.Tensor | None:
         """fp32 [1], of a tensor that is cast for this product; None where its blocks have their own, or it is unknown.
@@ -68,7 +73,7 @@ class CastChecks:
         assert codes is not None
         assert scale is not None
         assert values is not None
-        keeps_history, block = self._settings.recipe.keeps_history, self.block(phase, role)
+        keeps_history, block = self._settings.recipe.keeps_history, self.block(phase, operand)
         format = role_format(self._settings, role)
         window = Window.of_size(codes.shape, block, CAST_VALUES, self._turn)
         part_of_values, largest = window.of(values), largest_magnitude(values)
@@ -106,7 +111,7 @@ class CastChecks:
         assert scale is not None
         if phase is not CAST_IN[role]:
             return
-        format, block = role_format(self._settings, role), self.block(phase, role)
+        format, block = role_format(self._settings, role), self.block(phase, operand)
         largest, keeps_history = FORMAT_MAX[format], self._settings.recipe.keeps_history
         what = f"largest code of the {role_name(role)} in {phase.value}"
         if block is not None:
@@ -134,17 +139,22 @@ class CastChecks:
 
     def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:
         """Checks the scales of a recipe without history, each against the amax of its values."""
-        quotient = FORMAT_MAX[format] / amaxes.double()
+        recipe = self._settings.recipe
+        quotient = FORMAT_MAX[format] / amaxes.double().clamp(min=recipe.least_amax)
         ordinary = (quotient > _LEAST) & (quotient < _MOST)
+        error: torch.Tensor | float = QUOTIENT_ERROR
+        if recipe.powers_of_two and recipe.backend is Fp8Backend.torchao:
+            # It takes the logarithm in fp32, where a quotient just below a power of two becomes that power.
+            error = QUOTIENT_ERROR * (1 + quotient.log2().abs())
 
         def rule(exact: torch.Tensor) -> torch.Tensor:
-            if self._settings.recipe.scales_tensors:
+            if not recipe.powers_of_two:
                 return exact
             # mantissa · 2^exponent, with a mantissa from 0.5 to 1
             return torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 1)
 
         # A quotient next to a power of two may have been rounded to it.
-        low, high = rule(quotient * (1 - QUOTIENT_ERROR)), rule(quotient * (1 + QUOTIENT_ERROR))
+        low, high = rule(quotient * (1 - error)), rule(quotient * (1 + error))
         off = ordinary & ~((scale >= low) & (scale <= high))
         worst = off.flatten().int().argmax()
         expected, found = rule(quotient).flatten()[worst], scale.flatten()[worst]

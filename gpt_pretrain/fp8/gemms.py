@@ -83,7 +83,7 @@ class Operand:
     amax: torch.Tensor | None
     """fp32 [1]: the largest magnitude before the rounding; None where it is unknown."""
     values: torch.Tensor | None = None
-    """What was rounded, of the shape of the codes; None where it is not kept."""
+    """What was rounded, of the shape of the codes, or is multiplied as it is; None where it is not kept."""
     blur: float = 0.0
     """By how much the values may differ from what was rounded, over the largest of them."""
     is_gathered: bool = False

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.fp8.gemms import Phase, Product
 from gpt_pretrain.fp8.masters import MasterCheck
@@ -36,7 +37,7 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, parameters_by_group
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings
+from gpt_pretrain.spec.recipes import Fp8Settings, recipes_of
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
@@ -272,7 +273,7 @@ def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
     recipe = meta["recipe"]
     name = next(cls.__name__ for cls in type(recipe).__mro__ if cls.__module__.startswith("transformer_engine."))
     said = {"recipe": name, "format": recipe.fp8_format.name}
-    known = next((each for each in RECIPES.values() if each.te_class == name), None)
+    known = next((each for each in recipes_of(Fp8Backend.transformer_engine) if each.te_class == name), None)
     if known is not None and known.keeps_history:
         # The history that the layer has, not the one that the recipe asks for.
         said |= {

@@ -5,7 +5,7 @@ that were cast, their codes and scales, the results of products, and the state o
 them again from the tensors and the plan alone (`fp8/rounding.py`):
 
 - **Casts**: the codes have the planned format and are round(value · scale). Without a history a scale is the format's
-  maximum over the amax of the tensor or block, for blocks rounded down to a power of two.
+  maximum over the amax of the tensor, row or block, as the recipe says rounded down to a power of two.
 - **Delayed scaling** is replayed (`fp8/replay.py`).
 - **Products**: each layer has computed its three in every microbatch. One of each kind per type of layer is multiplied
   again: from the codes, which must give the result, and from the values, from which the result must be as far away as
@@ -147,6 +147,8 @@ class WatchedValues:
         if is_turn and len(operands) == 2 and all(are_whole):
             self._keep_input(module, product)
             self._multiply(module, product, product.output)
+        elif is_turn and not operands and not self._settings.wgrad and phase is Phase.wgrad:
+            self._multiply_values(module, product, product.output)
 
     def _keep_input(self, module: str, product: Product) -> None:
         values = product.operands[0].values
@@ -167,7 +169,7 @@ class WatchedValues:
             planned = "none reported" if values is None else str(list(values.shape))
             self._checks.add_fault(module, what, f"of {planned} values", str(list(codes.shape)))
             return False
-        block = self._casts.block(phase, role)
+        block = self._casts.block(phase, operand)
         rows, columns = codes.shape
         planned_shape = [1] if block is None else [-(-rows // block[0]), -(-columns // block[1])]
         if list(scale.shape) != planned_shape:
@@ -186,6 +188,20 @@ class WatchedValues:
             self._casts.check_codes_alone(module, phase, operand, amax)
         return True
 
+    def _multiply_values(self, module: str, product: Product, output: torch.Tensor) -> None:
+        """Computes a part of a weight gradient outside of FP8 again, from the input of the forward pass."""
+        gradient, given = (operand.values for operand in product.operands)
+        columns = part(output.shape[1], _RESULT_SIDE, self._turn)
+        if gradient is None or given is None or module not in self._inputs:
+            return
+        self._multiplied.add((module, product.phase))
+        inputs = self._inputs[module].to(given.dtype)
+        again = multiply(product.phase, gradient.float(), inputs.float())
+        found = output[:, slice(*columns)].float()
+        away, what = (found - again).norm() / found.norm(), f"result of {product.phase.value}"
+        planned, tolerance = "within {0:.3g} of the product of its values", product.result_error
+        self._checks.add(module, what, away > tolerance, tolerance, away, planned=planned, live="{1:.3g} away")
+
     def _multiply(self, module: str, product: Product, output: torch.Tensor) -> None:
         """Computes a part of a product again, from the codes and from the values that were rounded."""
         phase = product.phase
@@ -197,7 +213,7 @@ class WatchedValues:
             assert operand.scale is not None
             whole = (0, operand.codes.shape[1 - own])
             window = Window(side, whole) if own == 0 else Window(whole, side)
-            factors = window.factors(operand.scale, self._casts.block(phase, operand.role))
+            factors = window.factors(operand.scale, self._casts.block(phase, operand))
             rounded.append(window.of(operand.codes).float() / factors)
             if operand.values is not None:
                 values = window.of(operand.values)
@@ -257,8 +273,7 @@ class WatchedValues:
                     yield Difference(module=name, what=what, planned=f"{planned} or more", live=str(count))
 
     def _unmultiplied(self) -> Iterator[Difference]:
-        phases = [phase for phase in Phase if self._settings.wgrad or phase is not Phase.wgrad]
         for name in sorted(self._repeated & self._modules.keys()):
-            for phase in phases:
+            for phase in Phase:
                 if self._counts[name, phase] and (name, phase) not in self._multiplied:
                     yield Difference(module=name, what=f"result of {phase.value}", planned="reported", live="none")

@@ -33,6 +33,7 @@ KEYS = (
         for name in (
             "transformer_engine",
             "fp8",
+            "fp8_backend",
             "fp8_recipe",
             "fp8_hybrid",
             "fp8_e4m3",
@@ -75,6 +76,7 @@ KEYS = (
 )
 # What emulated layers read in place of megatron-core's fields, from `spec.fp8.Fp8Settings`.
 _EMULATED = {
+    "model.fp8_backend": "backend",
     "model.fp8_recipe": "recipe",
     "model.fp8_hybrid": "gradient_format",
     "model.fp8_e4m3": "gradient_format",
@@ -151,7 +153,7 @@ def _resolved_null(spec: RunSpec, key: str) -> str:
     if fp8 is not None:
         formats = f"{fp8.recipe.name} uses {'hybrid' if fp8.hybrid else 'e4m3'}"
         notes |= dict.fromkeys(("model.fp8_hybrid", "model.fp8_e4m3"), formats)
-        notes |= {f"model.{name}": "null is the default" for name in ("fp8_recipe", *DELAYED_KEYS)}
+        notes |= {f"model.{name}": "null is the default" for name in ("fp8_backend", "fp8_recipe", *DELAYED_KEYS)}
     return notes.get(key, "")
 
 

@@ -158,7 +158,7 @@ def _forecast_speed(spec: RunSpec, machine: Machine) -> tuple[SpeedForecast, str
     bf16 = speed_of(without_fp8(spec.model))
     if spec.fp8 is not None:
         run = predict_speed(machine, spec)
-        return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=spec.fp8.recipe.name), ""
+        return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=spec.fp8.recipe.preset), ""
     usual = with_usual_fp8(spec.model)
     assert usual.fp8_recipe is not None
     problems = config_problems(replace(spec.config, model=usual), spec.launch)

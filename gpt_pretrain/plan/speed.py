@@ -8,7 +8,7 @@ lie on one node talks over NVLink, any other over the network.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import RecomputeGranularity
+from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.kernels import Machine, add, head_s, host_s, layer_s, recompute_s, weight_cast_s
@@ -245,5 +245,6 @@ def without_fp8(model: ModelConfig) -> ModelConfig:
 def with_usual_fp8(model: ModelConfig) -> ModelConfig:
     """The same model with `fp8=delayed`, the fastest, or with `fp8=tensorwise` where experts refuse that."""
     with_experts = model.num_moe_experts is not None
-    usual = next(name for name, recipe in RECIPES.items() if not (with_experts and recipe.why_not("num_moe_experts")))
-    return replace(model, fp8=True, fp8_recipe=usual, fp8_hybrid=True, fp8_e4m3=None)
+    fitting = (recipe for recipe in RECIPES.values() if not (with_experts and recipe.why_not("num_moe_experts")))
+    usual = Fp8RecipeName[next(fitting).name]
+    return replace(model, fp8=True, fp8_backend=None, fp8_recipe=usual, fp8_hybrid=True, fp8_e4m3=None)

@@ -9,12 +9,12 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import Precision, RecomputeGranularity
+from gpt_pretrain.config.choices import Fp8Backend, Precision, RecomputeGranularity
 from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import ROUTER, Resolved, linears
-from gpt_pretrain.spec.recipes import Fp8Settings, emulation, recipes_for
+from gpt_pretrain.spec.recipes import Fp8Settings, emulation, recipes_for, recipes_of
 
 # Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
 # value of a tensor would be among the subnormal ones.
@@ -38,12 +38,57 @@ def statistics(config: Config) -> Iterator[str]:
         yield f"logging.fp8_saturation_threshold={threshold} is no share of a tensor; use above 0 up to 1"
 
 
-def formats(model: ModelConfig) -> Iterator[str]:
+def formats(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     """NeMo's two switches: e4m3 wins where both are set, and one of them must be."""
+    if settings.recipe.has_own_formats:
+        return
     if model.fp8_hybrid is False and not model.fp8_e4m3:
         yield (
             f"model.fp8_hybrid=false with model.fp8_e4m3={show(model.fp8_e4m3)} leaves no FP8 format; "
             "use fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or fp8_e4m3=true (E4M3 in both)"
+        )
+
+
+def engine(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
+    """Recipes that an engine does not have."""
+    recipe, backend = settings.recipe, settings.backend
+    if recipe.backend is backend:
+        return
+    own = recipes_of(backend)
+    other = f"fp8={recipe.preset} with fp8_backend={recipe.backend.name}"
+    if recipe.backend is Fp8Backend.torchao and not settings.emulate:
+        other += f" and {emulation(model)}"
+    yield (
+        f"model.fp8_recipe={recipe.name} is no recipe of model.fp8_backend={backend.name}, which has "
+        f"{', '.join(each.name for each in own)}; use fp8={own[0].preset} with fp8_recipe={own[0].name}, or {other}"
+    )
+
+
+def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
+    """What the recipes of TorchAO leave no choice about, and what this application does not compute with it yet."""
+    recipe = settings.recipe
+    if settings.backend is not Fp8Backend.torchao:
+        return
+    if not settings.emulate:
+        of_te = [each.name for each in recipes_of(Fp8Backend.transformer_engine)]
+        yield (
+            "model.fp8_backend=torchao with model.fp8_emulate=false: no GPU has proven TorchAO's products in this "
+            f"application's layers yet; use {emulation(model)}, or fp8_backend=transformer_engine"
+            + ("" if recipe.name in of_te else " with fp8_recipe=null")
+        )
+    for key, fits in (("fp8_hybrid", settings.hybrid), ("fp8_e4m3", not settings.hybrid)):
+        value = getattr(model, key)
+        if value is not None and value is not fits:
+            gradients = "E5M2" if settings.hybrid else "E4M3"
+            yield (
+                f"model.{key}={show(value)} with model.fp8_backend=torchao: TorchAO's recipe {recipe.name} has "
+                f"gradients in {gradients}; use null or {show(fits)}"
+            )
+    if model.fp8_wgrad and not recipe.has_wgrad:
+        others = [each.name for each in recipes_of(settings.backend) if each.has_wgrad]
+        yield (
+            f"model.fp8_wgrad=true with model.fp8_recipe={recipe.name}, which computes weight gradients outside of "
+            f"FP8; use null or false, or fp8_recipe={one_of(others)}"
         )
 
 
@@ -81,11 +126,11 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
         )
     if not settings.dot_product_attention:
         return
-    if settings.recipe.why_not("fp8_dot_product_attention") is not None:
+    if (why := settings.recipe.why_not("fp8_dot_product_attention")) is not None:
         # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
         yield (
-            f"model.fp8_dot_product_attention=true with model.fp8_recipe={settings.recipe.name}: Transformer Engine's "
-            "FP8 attention takes scales per tensor only; use false, or "
+            f"model.fp8_dot_product_attention=true with model.fp8_recipe={settings.recipe.name}: {why}, and FP8 "
+            "attention is Transformer Engine's, with scales per tensor; use false, or "
             f"fp8={one_of(recipes_for('fp8_dot_product_attention'))}"
         )
     if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
@@ -232,7 +277,8 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
     if model.transformer_engine:
         yield (
             "model.fp8_emulate=true with model.transformer_engine=true: emulated layers are megatron-core's local "
-            "ones; use transformer_engine=null or false, or fp8_emulate=false"
+            "ones; use transformer_engine=null or false"
+            + (", or fp8_emulate=false" if settings.backend is Fp8Backend.transformer_engine else "")
         )
     if model.context_parallel_size > 1:
         yield (
@@ -252,7 +298,12 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     yield from statistics(config)
     if settings is None:
         return
-    yield from formats(model)
+    problems = list(engine(model, settings))
+    yield from problems
+    if problems:
+        return
+    yield from formats(model, settings)
+    yield from torchao(model, settings)
     yield from delayed_scaling(model, settings)
     yield from attention(config, settings)
     yield from parameters(config, settings)

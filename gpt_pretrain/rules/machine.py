@@ -90,7 +90,7 @@ def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: b
         recipe: The recipe of the linear layers.
         attention: Whether attention's products run in FP8 too.
     """
-    about = {recipe.name, *([ATTENTION] if attention else [])}
+    about = {recipe.preset, *([ATTENTION] if attention else [])}
     assert platform.compute_capability is not None, "asked only of a GPU"
     for name, value in platform.recipe_variables.items():
         neutral, where, effect = RECIPE_VARIABLES[name]

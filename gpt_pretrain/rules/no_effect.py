@@ -13,6 +13,7 @@ from gpt_pretrain.config.choices import (
     AmaxComputeAlgo,
     CudaGraphImpl,
     DataImpl,
+    Fp8Backend,
     MainParamsDtype,
     MoeLoadBalancing,
     MoeTokenDispatcher,
@@ -29,7 +30,7 @@ from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import Resolved, resolve
-from gpt_pretrain.spec.recipes import DELAYED_KEYS
+from gpt_pretrain.spec.recipes import DELAYED_KEYS, RECIPES
 
 # The keys of FP8 whose names do not say so.
 _KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -92,8 +93,10 @@ def _one_amax_kept(run: Resolved) -> str:
 
 
 def _no_high_precision_wgrad(run: Resolved) -> str:
-    if run.fp8 is None or (run.fp8.recipe.leaves_wgrad_out and run.fp8.emulate):
+    if run.fp8 is None or not run.fp8.recipe.has_wgrad or (run.fp8.recipe.leaves_wgrad_out and run.fp8.emulate):
         return ""
+    if run.fp8.backend is Fp8Backend.torchao:
+        return f"model.fp8_recipe={run.fp8.recipe.name}, which computes weight gradients in FP8"
     return (
         f"model.fp8_recipe={run.fp8.recipe.name} and model.fp8_emulate={show(run.fp8.emulate)}: only delayed "
         "has it, and Transformer Engine 2.12 drops it (override_linear_precision is gone)"
@@ -211,7 +214,10 @@ def _table() -> tuple[NoEffect, ...]:
         for path in schema_keys()
         if path.startswith("model.fp8_") or path in [f"model.{name}" for name in _KEPT_LAYERS]
     ]
+    without_wgrad = [name for name, recipe in RECIPES.items() if recipe.leaves_wgrad_out or not recipe.has_wgrad]
     turn_on = "model.fp8=true, or leave all keys of FP8 out (fp8=none)"
+    # An engine alone may need more than FP8 to be on.
+    leave_out = "null, or leave all keys of FP8 out (fp8=none)"
     experts = {
         "moe_ffn_hidden_size": (None,),
         "moe_router_topk": (2,),
@@ -231,7 +237,10 @@ def _table() -> tuple[NoEffect, ...]:
     }
     return (
         # FP8.
-        *(NoEffect(key=key, why=_without_fp8, instead=turn_on) for key in fp8_keys),
+        *(
+            NoEffect(key=key, why=_without_fp8, instead=leave_out if key == "model.fp8_backend" else turn_on)
+            for key in fp8_keys
+        ),
         NoEffect(key="logging.fp8_proof_interval", why=_without_fp8, instead="", only_given=True),
         NoEffect(key="logging.fp8_proof_interval", why=_with_graphs, instead="", only_given=True),
         NoEffect(key="logging.fp8_statistics_interval", why=_without_fp8, instead="model.fp8=true, or null"),
@@ -271,7 +280,7 @@ def _table() -> tuple[NoEffect, ...]:
         NoEffect(
             key="model.fp8_wgrad",
             why=_no_high_precision_wgrad,
-            instead="null, or fp8=delayed with model.fp8_emulate=true",
+            instead=", or ".join(["null", *(f"fp8={each} with model.fp8_emulate=true" for each in without_wgrad)]),
             silent=(None, True),
         ),
         *(

@@ -185,7 +185,9 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     # Whole layers.
     yield Field("cuda_graph_modules", [])
     implementation = "transformer_engine" if kernels.transformer_engine else "local"
-    yield Field("transformer_impl", implementation, ("model.transformer_engine", "model.fp8_emulate"))
+    yield Field(
+        "transformer_impl", implementation, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate")
+    )
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
     yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     yield from _named(kernels, "model", "fused_single_qkv_rope", "gradient_accumulation_fusion")

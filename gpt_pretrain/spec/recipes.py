@@ -1,21 +1,25 @@
-"""FP8: one record for each recipe, and what the FP8 keys of a run add up to (NeMo's flags, the recipes' defaults).
+"""FP8: one record for each recipe of each engine, and what the FP8 keys of a run add up to.
 
 Everything that acts on FP8 (rules, translation, plan, proof, emulation) reads `Fp8Settings`, so that it agrees about
 what null means.
 
 A new recipe is a member of `config.choices.Fp8RecipeName`, a record here, `conf/fp8/NAME.yaml` and its casts in
-`fp8.emulation.casts`. What the columns say was read in Transformer Engine (TE) 2.12 and megatron-core 0.19.2.
+`fp8.emulation.casts`. What the columns say was read in Transformer Engine (TE) 2.12, TorchAO 0.18 and
+megatron-core 0.19.2.
 """
 
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8RecipeName
+from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8Backend, Fp8RecipeName
 from gpt_pretrain.config.schema import ModelConfig
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+_FP32_MAX = (2 - 2.0**-23) * 2.0**127
 # The keys that only delayed scaling reads.
 DELAYED_KEYS = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
@@ -25,10 +29,13 @@ class Recipe:
     """How tensors get their FP8 scales, and what follows from it."""
 
     name: str
-    te_class: str
-    """Class of `transformer_engine.common.recipe`."""
+    backend: Fp8Backend = Fp8Backend.transformer_engine
+    te_class: str = ""
+    """Class of `transformer_engine.common.recipe`; empty for recipes of other engines."""
     e4m3: bool
     """E4M3 also for gradients, where neither `fp8_hybrid` nor `fp8_e4m3` is set; else hybrid."""
+    has_own_formats: bool = False
+    """No key changes the formats."""
     scales_from: str
     """Where a scale comes from, as a sentence."""
     keeps_history: bool = False
@@ -36,7 +43,17 @@ class Recipe:
     searches_amax: bool = False
     """Every cast reads the whole tensor first, to find its amax."""
     block: int | None = None
-    """Values along a block with one scale; None: one scale for the whole tensor."""
+    """Values along a block with one scale; None: one scale for the whole tensor, or `scales_rows`."""
+    scales_rows: bool = False
+    """One scale for each row or column, as long as the dimension that a product sums over."""
+    scales_dgrad_weight_whole: bool = False
+    """The weight that dgrad reads has one scale for the whole tensor, whatever the other operands have."""
+    powers_of_two: bool = False
+    """Scales are rounded down to powers of two."""
+    adds_bias_rounded: bool = False
+    """A bias is added to the rounded product, rather than before that is rounded."""
+    least_amax: float = 0.0
+    """Takes the place of a smaller amax in a scale. 0: without an amax the scale is 1, or the largest number."""
     activation_scale_bytes: float = 0.0
     """Bytes of scales per value of an activation."""
     weight_scale_bytes: float = 0.0
@@ -50,6 +67,8 @@ class Recipe:
     """Inputs that are gathered along the sequence must hold whole blocks in both dimensions."""
     leaves_wgrad_out: bool = False
     """Weight gradients can be computed outside of FP8 (`fp8_wgrad=false`); TE 2.12 dropped it, emulation has it."""
+    has_wgrad: bool = True
+    """Weight gradients are computed in FP8."""
     fuses_activation_cast: bool = False
     """`activation_cast_fusion=null` chooses the fusion; elsewhere losses moved by more than noise, or it is refused."""
     gains_by_graphs: bool = False
@@ -67,13 +86,27 @@ class Recipe:
     """The two above in words."""
     peak_share: float
     """Share of the FP8 peak that a large product reaches in a training step (calibrated, see `plan.hardware`)."""
+    finer: str = ""
+    """What to choose where a tensor's values span more than its scale can bring into the format; empty: nothing."""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """What the recipe cannot be combined with: a key of `model.`, or a word for a feature, to the reason."""
 
     @property
     def scales_tensors(self) -> bool:
-        """One scale per tensor, rather than per block."""
-        return self.block is None
+        """One scale per tensor, rather than per block or row."""
+        return self.block is None and not self.scales_rows
+
+    @property
+    def preset(self) -> str:
+        """The option of the group `fp8=` that chooses it."""
+        return self.name if self.backend is Fp8Backend.transformer_engine else f"{self.backend.name}_{self.name}"
+
+    def largest_scale(self, format: str) -> float:
+        """The scale of a tensor of (nearly) zeros, at least; fp32's largest number where amax has no limit."""
+        if not self.least_amax:
+            return _FP32_MAX
+        largest = FORMAT_MAX[format] / self.least_amax
+        return 2.0 ** math.floor(math.log2(largest)) if self.powers_of_two else largest * (1 - 2**-20)
 
     def why_not(self, feature: str) -> str | None:
         """Why the recipe cannot be combined with a feature; None where it can."""
@@ -88,13 +121,43 @@ _OF_BLOCKS = {
     "cuda_graph_impl": "tensorwise is the only FP8 recipe tested with graphs",
 }
 
-RECIPES: Mapping[Fp8RecipeName, Recipe] = {
-    Fp8RecipeName.delayed: Recipe(
+# torchao.float8.float8_utils.EPS
+_LEAST_AMAX = 1e-12
+_OF_TORCHAO = {
+    "fp8_dot_product_attention": "TorchAO casts linear layers only",
+    "fp8_params": "TorchAO gathers FP8 weights through FSDP, which this application does not use",
+    "num_moe_experts": "experts are not tested with TorchAO",
+    **dict.fromkeys(
+        ("tp_comm_overlap", "activation_cast_fusion"), "it belongs to Transformer Engine's layers, not to TorchAO's"
+    ),
+    "cuda_graph_impl": "tensorwise of Transformer Engine is the only FP8 recipe tested with graphs",
+}
+
+
+def _torchao(**fields: Any) -> Recipe:
+    """A recipe of `torchao.float8.Float8LinearConfig.from_recipe_name`."""
+    return Recipe(
+        backend=Fp8Backend.torchao,
+        has_own_formats=True,
+        least_amax=_LEAST_AMAX,
+        adds_bias_rounded=True,
+        # What is gathered along the sequence is cast behind that.
+        gathered_rows=1,
+        # Not measured.
+        peak_share=0.665,
+        refusals=_OF_TORCHAO,
+        **fields,
+    )
+
+
+_TE = (
+    Recipe(
         name="delayed",
         te_class="DelayedScaling",
         e4m3=False,
         scales_from="the scale of a tensor comes from the amaxes of earlier passes",
         keeps_history=True,
+        finer="fp8=tensorwise, whose scales follow each tensor",
         leaves_wgrad_out=True,
         fuses_activation_cast=True,
         peak_share=0.665,
@@ -105,12 +168,13 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
             "proven",
         },
     ),
-    Fp8RecipeName.tensorwise: Recipe(
+    Recipe(
         name="tensorwise",
         te_class="Float8CurrentScaling",
         e4m3=False,
         scales_from="the scale of a tensor comes from the tensor itself",
         searches_amax=True,
+        finer="fp8=blockwise",
         gains_by_graphs=True,
         scales_flag=("use_power_2_scales", "powers of two", "any"),
         scales="any",
@@ -120,7 +184,7 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
             "activation_cast_fusion with tp_comm_overlap": "tested with user buffers under delayed scaling only",
         },
     ),
-    Fp8RecipeName.blockwise: Recipe(
+    Recipe(
         name="blockwise",
         te_class="Float8BlockScaling",
         e4m3=True,
@@ -131,6 +195,7 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
         weight_scale_bytes=4 / 128**2,
         gathered_rows=128,
         gathers_blocks=True,
+        powers_of_two=True,
         scales_flag=("use_f32_scales", "any", "powers of two"),
         scales="powers of two",
         capability=((9, 0), None),
@@ -143,7 +208,7 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
             "fp8_params with use_precision_aware_optimizer": "its masters are not tested with weights in blocks",
         },
     ),
-    Fp8RecipeName.mxfp8: Recipe(
+    Recipe(
         name="mxfp8",
         te_class="MXFP8BlockScaling",
         e4m3=True,
@@ -153,6 +218,7 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
         weight_scale_bytes=1 / 32,
         alignment=32,
         gathered_rows=32,
+        powers_of_two=True,
         capability=((10, 0), (12, 0)),
         hardware="compute capability 10.x (data-center Blackwell)",
         # Blackwell's tensor cores apply these scales themselves. Not measured.
@@ -165,19 +231,56 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = {
             "application does not fill",
         },
     ),
-}
+)
+_TORCHAO = (
+    _torchao(
+        name="tensorwise",
+        e4m3=False,
+        scales_from="the scale of a tensor comes from the tensor itself",
+        searches_amax=True,
+        finer="fp8=torchao_rowwise",
+    ),
+    _torchao(
+        name="rowwise",
+        e4m3=True,
+        scales_from="the scale of a row or column comes from its own values",
+        scales_rows=True,
+        powers_of_two=True,
+        searches_amax=True,
+    ),
+    _torchao(
+        name="rowwise_with_gw_hp",
+        e4m3=True,
+        scales_from="the scale of a row or column comes from its own values",
+        scales_rows=True,
+        scales_dgrad_weight_whole=True,
+        powers_of_two=True,
+        searches_amax=True,
+        has_wgrad=False,
+    ),
+)
+# By their presets. The first of an engine's is the one that `fp8_recipe=null` means.
+RECIPES: Mapping[str, Recipe] = {recipe.preset: recipe for recipe in (*_TE, *_TORCHAO)}
+
+
+def recipes_of(backend: Fp8Backend) -> list[Recipe]:
+    """The recipes of an engine, its usual one first."""
+    return [recipe for recipe in RECIPES.values() if recipe.backend is backend]
 
 
 def recipes_for(*features: str) -> list[str]:
-    """Names of the recipes that can be combined with all these features, for messages."""
-    return [recipe.name for recipe in RECIPES.values() if not any(map(recipe.why_not, features))]
+    """Presets of the recipes that can be combined with all these features, for messages."""
+    te = recipes_of(Fp8Backend.transformer_engine)
+    return [recipe.preset for recipe in te if not any(map(recipe.why_not, features))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Settings:
     """The FP8 of a run."""
 
+    backend: Fp8Backend
     recipe: Recipe
+    """Of another engine where this one has none of that name, which `rules.fp8` refuses."""
     forward_format: str
     """Of inputs and weights: "e4m3"."""
     gradient_format: str
@@ -214,20 +317,24 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
     """The FP8 of a run, or None where `model.fp8` is off."""
     if not model.fp8:
         return None
-    recipe = RECIPES[model.fp8_recipe or Fp8RecipeName.delayed]
+    backend = model.fp8_backend or Fp8Backend.transformer_engine
+    own = recipes_of(backend)
+    named = [each for each in (*own, *RECIPES.values()) if model.fp8_recipe in (None, Fp8RecipeName[each.name])]
+    recipe = named[0]
     # NeMo's rule: e4m3 wins where both are set.
-    unset = model.fp8_e4m3 is None and model.fp8_hybrid is None
+    unset = recipe.has_own_formats or (model.fp8_e4m3 is None and model.fp8_hybrid is None)
     e4m3 = recipe.e4m3 if unset else bool(model.fp8_e4m3)
     kept = model.first_last_layers_bf16
     start, end = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
     return Fp8Settings(
+        backend=backend,
         recipe=recipe,
         forward_format="e4m3",
         gradient_format="e4m3" if e4m3 else "e5m2",
         margin=model.fp8_margin or 0,
         amax_history_len=1024 if model.fp8_amax_history_len is None else model.fp8_amax_history_len,
         amax_compute_algo=model.fp8_amax_compute_algo or AmaxComputeAlgo.max,
-        wgrad=model.fp8_wgrad is not False,
+        wgrad=recipe.has_wgrad and model.fp8_wgrad is not False,
         params=model.fp8_params,
         dot_product_attention=model.fp8_dot_product_attention,
         multi_head_attention=model.fp8_multi_head_attention,

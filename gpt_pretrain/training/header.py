@@ -131,7 +131,7 @@ def describe_fp8(spec: RunSpec) -> str:
     settings = spec.fp8
     if settings is None:
         return "off"
-    parts = [settings.recipe.name, "E4M3 forward, E5M2 gradients" if settings.hybrid else "E4M3"]
+    parts = [settings.recipe.preset, "E4M3 forward, E5M2 gradients" if settings.hybrid else "E4M3"]
     if settings.recipe.keeps_history:
         parts.append(f"amax history {settings.amax_history_len} ({settings.amax_compute_algo.name})")
         parts += [f"margin {settings.margin}"] if settings.margin else []

@@ -36,7 +36,9 @@ def train(folder: Path, layout: str, recipe: str, resume: bool) -> dict[str, Any
         training.validate()
         config, trainable = training.config, training.trainable
         with trainable.model.gathered_parameters():
-            path = save_checkpoint(folder / layout, trainable, Progress(step=3, consumed_samples=12), config, {})
+            path = save_checkpoint(
+                folder / f"{layout}.{recipe}", trainable, Progress(step=3, consumed_samples=12), config, {}
+            )
         result["uncut"] = two_more_steps(training)
         resumed = build_training(*overrides)
         load_checkpoint(verify_checkpoint(path), resumed.trainable, config, {})

@@ -12,7 +12,8 @@ E4M3, 2^-16 in E5M2) become zero.
 **A recipe** is where the scale comes from. From the tensor itself (`scale_from_amax`) it is the largest code over the
 largest magnitude, "amax". From blocks of the tensor it is one per block, kept to powers of two, so that scaling is
 exact: rounded down from the same quotient on Hopper (`power_of_two_scale`), or stored as an exponent alone
-(`e8m0_scale`). Delayed scaling brings its own (`delayed.py`).
+(`e8m0_scale`). Delayed scaling brings its own (`delayed.py`). TorchAO's scales are of a tensor or of its rows
+(`torchao_scale`).
 
 **Directions.** A tensor takes part in two products, which sum over different dimensions of it:
 
@@ -23,9 +24,11 @@ exact: rounded down from the same quotient on Hopper (`power_of_two_scale`), or 
 One scale for the tensor serves both. Blocks with one scale each must lie along the dimension that is summed over, so
 such a tensor is cast twice, both times from the values themselves.
 
-The rules are those of Transformer Engine 2.12's kernels: common/recipe/recipe_common.cuh (`compute_scale_from_amax`),
-common/transpose/quantize_transpose_*_blockwise.cu, common/cast/mxfp8 and `float_to_e8m0` of common/util/ptx.cuh. As
-there, amax passes over NaN. Nothing here waits for the device.
+The rules are those of Transformer Engine (TE) 2.12's kernels: common/recipe/recipe_common.cuh
+(`compute_scale_from_amax`), common/transpose/quantize_transpose_*_blockwise.cu, common/cast/mxfp8 and `float_to_e8m0`
+of common/util/ptx.cuh. As there, amax passes over NaN. TorchAO's are those of torchao.float8 0.18: `amax_to_scale`, in
+fp64, and `matmul_with_hp_or_float8_args`; there a NaN makes the scale NaN, and with it all of its values.
+Nothing here waits for the device.
 """
 
 from collections.abc import Callable
@@ -35,9 +38,9 @@ from typing import Protocol
 
 import torch
 
-from gpt_pretrain.config.choices import Fp8RecipeName
+from gpt_pretrain.config.choices import Fp8Backend, Fp8RecipeName
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role, role_format, spread_over_blocks
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings, Recipe
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -129,6 +132,18 @@ def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Ten
     return torch.where(exponent == 0, 1.0, scale)
 
 
+def torchao_scale(amax: torch.Tensor, format: str, recipe: Recipe) -> torch.Tensor:
+    """The largest code over amax, by TorchAO's operations, which decide its last bit.
+
+    Args:
+        amax: Of the values' type, any shape.
+        format: Of the codes.
+        recipe: Of TorchAO.
+    """
+    scale = (FORMAT_MAX[format] / amax.double().clamp(min=recipe.least_amax)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if recipe.powers_of_two else scale
+
+
 def _codes(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
     largest = FORMAT_MAX[format]
     return (x.float() * scale).clamp(-largest, largest).to(CODE_TYPES[format])
@@ -211,6 +226,35 @@ def _micro_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Direct
     return _cast_both_ways(x, role_format(settings, role), _MICRO_BLOCK, e8m0_scale)
 
 
+def _torchao_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
+    """One scale per tensor, or per row and per column (`Float8LinearConfig.from_recipe_name`).
+
+    As for TE, tensors come whole where ranks split the sequence, and each rank's own part is scaled where they split
+    weights or features: TorchAO's linear layers know nothing of other ranks.
+    """
+    recipe, format = settings.recipe, role_format(settings, role)
+
+    def cast(block: tuple[int, int] | None) -> Quantised:
+        rows, columns = x.shape
+        # NaN counts: it stays in a maximum of torch.
+        along = {(1, columns): 1, (rows, 1): 0}
+        of_parts = x.abs().amax() if block is None else x.abs().amax(dim=along[block], keepdim=True)
+        scale = torchao_scale(of_parts, format, recipe)
+        return Quantised(
+            format=format,
+            codes=_codes(x, scale, format),
+            scale=scale.reshape(1) if block is None else scale,
+            amax=of_parts.amax().float().reshape(1),
+            block=block,
+        )
+
+    if recipe.scales_tensors:
+        quantised = cast(None)
+        return Directions(quantised, quantised)
+    is_whole = recipe.scales_dgrad_weight_whole and role is Role.weight
+    return Directions(along_rows=cast((1, x.shape[1])), along_columns=cast(None if is_whole else (x.shape[0], 1)))
+
+
 def _cast_both_ways(x: torch.Tensor, format: str, length: int, rule: ScaleRule) -> Directions:
     return Directions(
         along_rows=cast_blocks(x, format, (1, length), rule),
@@ -224,6 +268,8 @@ def stateless_cast(settings: Fp8Settings) -> Cast:
     Raises:
         NotImplementedError: The recipe has no cast here.
     """
+    if settings.recipe.backend is Fp8Backend.torchao:
+        return partial(_torchao_scaling, settings)
     casts: dict[Fp8RecipeName, Callable[[Fp8Settings, torch.Tensor, Role], Directions]] = {
         Fp8RecipeName.tensorwise: _current_scaling,
         Fp8RecipeName.blockwise: _block_scaling,

@@ -8,7 +8,7 @@ products are ours:
     wgrad    dw = dyᵀ·x        over codes of dy and x; of the values themselves with `model.fp8_wgrad=false`
 
 Products of codes are summed in fp32 and rounded once, to the run's precision. The bias is added before that rounding,
-and its gradient comes from the values, as in Transformer Engine (TE).
+and its gradient comes from the values, as in Transformer Engine (TE); TorchAO adds it to the rounded product.
 
 Where ranks split the sequence, the input is gathered before it is cast; megatron-core gathers the gradient of a
 row-parallel output likewise. TE casts first and gathers codes, with an amax that it has reduced over these ranks, or
@@ -53,7 +53,7 @@ class LinearProducts:
         self.largest_amax = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
         """fp32 [1]: raised to the amax of each cast, until somebody sets it back."""
         self._rule = cast
-        self._wgrad_fp8 = settings.wgrad
+        self._settings = settings
         self._weight: Directions | None = None
 
     def __call__(
@@ -82,7 +82,8 @@ class LinearProducts:
             self._weight = self._cast(weight.detach(), Role.weight)
         call = _Call(
             cast=self._cast,
-            wgrad_fp8=self._wgrad_fp8,
+            wgrad_fp8=self._settings.wgrad,
+            adds_bias_rounded=self._settings.recipe.adds_bias_rounded,
             x=input_codes,
             weight=self._weight,
             # The codes are all that the backward pass needs; those who check them need the values.
@@ -106,6 +107,7 @@ class _Call:
 
     cast: Cast
     wgrad_fp8: bool
+    adds_bias_rounded: bool
     x: Directions
     weight: Directions
     x_values: torch.Tensor | None
@@ -130,12 +132,15 @@ class _Call:
             first, second = (
                 _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
             )
-            listener(Product(phase=phase, operands=(first, second), output=output, added=bias))
+            # Each of two roundings is to BF16 at worst.
+            error = 4e-3 if bias is not None and self.adds_bias_rounded else 2e-3
+            listener(Product(phase=phase, operands=(first, second), output=output, added=bias, result_error=error))
 
 
 def _operand(role: Role, data: Quantised | torch.Tensor, values: torch.Tensor | None) -> Operand:
     if isinstance(data, torch.Tensor):
-        return Operand(role=role, format=str(data.dtype).removeprefix("torch."), codes=None, scale=None, amax=None)
+        format = str(data.dtype).removeprefix("torch.")
+        return Operand(role=role, format=format, codes=None, scale=None, amax=None, values=data)
     return Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax, values=values)
 
 
@@ -150,9 +155,11 @@ class _Linear(torch.autograd.Function):
         # The codes replace the values, unless the weight's gradient comes from the values.
         ctx.save_for_backward(None if call.wgrad_fp8 else x)
         y = call.x.along_rows.values() @ call.weight.along_rows.values().t()
-        if bias is not None:
+        if bias is not None and not call.adds_bias_rounded:
             y += bias.float()
         y = y.to(weight.dtype)
+        if bias is not None and call.adds_bias_rounded:
+            y += bias
         call.tell(Phase.forward, y, call.x.along_rows, call.weight.along_rows, bias=bias)
         return y
 
