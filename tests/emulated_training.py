@@ -18,10 +18,11 @@ from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
-from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.fp8.gemms import Phase, Product, Role
+from gpt_pretrain.fp8.local_layers import Fp8Layers, fp8_layers
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.fp8.te_products import is_te_linear
+from gpt_pretrain.fp8.torchao import TorchAO
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
@@ -118,11 +119,12 @@ class Training:
 
 
 @contextmanager
-def emulated_training(*overrides: str) -> Iterator[Training]:
-    """Builds what `training.run` builds, in this one process."""
+def emulated_training(*overrides: str, torchao: Mapping[str, bool] | None = None) -> Iterator[Training]:
+    """Builds what `training.run` builds, in this one process; with an own `fp8.torchao.TorchAO` where told how."""
     install_cpu_device()
-    with process_groups(_tiny_config(*overrides).model, read_launch({}), detect_platform()):
-        yield build_training(*overrides)
+    config = _tiny_config(*overrides)
+    with process_groups(config.model, read_launch({}), detect_platform()):
+        yield build_training_of(config, torchao)
 
 
 @cache
@@ -135,11 +137,16 @@ def build_training(*overrides: str) -> Training:
     return build_training_of(_tiny_config(*overrides))
 
 
-def build_training_of(config: Config) -> Training:
+def build_training_of(config: Config, torchao: Mapping[str, bool] | None = None) -> Training:
     """The same of a configuration that is loaded already."""
     platform = detect_platform()
     spec = spec_of(config, platform)
-    model = build_model(spec, emulated_layers(spec))
+    if torchao is None or spec.fp8 is None:
+        layers = fp8_layers(spec)
+    else:
+        in_fp8 = frozenset(linear.module for linear in spec.linears if linear.precision == "fp8")
+        layers = Fp8Layers(spec.fp8, in_fp8, TorchAO(spec.fp8, **torchao))
+    model = build_model(spec, layers)
     optimizer = build_optimizer(model)
     model.train()
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))

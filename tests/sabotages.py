@@ -195,6 +195,18 @@ def round_beforehand(module: Any) -> None:
     module._products = given
 
 
+def scale_products(module: Any) -> None:
+    """An engine's products that are off by 3%."""
+    products = module._products
+    multiply = products._multiply
+    products._multiply = lambda *given, **more: multiply(*given, **more) * 1.03
+
+
+def to_tensorwise(module: Any) -> None:
+    """One layer on the engine's recipe of whole tensors."""
+    own_recipe(module, ("fp8=torchao_tensorwise",))
+
+
 def record_nothing(module: Any) -> None:
     module._scaling.forward.record = lambda column, amax: None
 

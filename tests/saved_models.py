@@ -11,7 +11,7 @@ from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
-from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
@@ -132,7 +132,7 @@ def save_model(directory: Path, *overrides: str, tokenizer: Tokenizer | None = N
 def build_trainable(config: Config) -> Trainable:
     """What a run saves, in open process groups."""
     spec = build_run_spec(config, read_launch(), detect_platform())
-    model = build_model(spec, emulated_layers(spec))
+    model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     return Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
 

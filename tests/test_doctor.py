@@ -16,6 +16,7 @@ from gpt_pretrain.doctor.facts import (
     Gpu,
     Requirement,
     Torch,
+    TorchAO,
     TransformerEngine,
 )
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict, platform_of
@@ -51,6 +52,7 @@ HEALTHY = Facts(
     device_files=("/dev/nvidia0", "/dev/nvidia1"),
     transformer_engine=TE,
     flash_attention=MISSING,
+    torchao=MISSING,
     apex=MISSING,
     application=Application(megatron_core="0.19.2"),
     requirements=(),
@@ -66,10 +68,12 @@ NO_DRIVER = Failure(problem="FileNotFoundError: [Errno 2] No such file or direct
 NO_GPU_TORCH = replace(TORCH, gpus=(), peer_access=None, why_no_gpu="RuntimeError: Found no NVIDIA driver")
 LAPTOP = replace(HEALTHY, torch=NO_GPU_TORCH, driver=NO_DRIVER, device_files=(), transformer_engine=MISSING)
 FLASH = FlashAttention(version="4.0.0b36")
+TORCHAO = TorchAO(version="0.18.0", product_problem=None)
 PIP = "python -m pip install"
 INSTALL = INSTALL_TE.removeprefix("install it from the checkout with ")
 REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 REINSTALL_FLASH = f"{REMOVE_FLASH} && {INSTALL_FLASH.removeprefix('install it from the checkout with ')}"
+REINSTALL_TORCHAO = "python -m pip uninstall --yes torchao && python -m pip install -c constraints.txt -e '.[torchao]'"
 REBUILD = f"{PIP} --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer-engine-torch==2.12.0"
 OUR_LIBRARIES = (
     "export CUDNN_HOME=/site/nvidia/cudnn "
@@ -117,6 +121,23 @@ def test_the_platform_is_the_one_that_training_detects():
     assert platform_of(broken_flash("OSError: x"), TORCH) == replace(H200, flash_attention_problem="OSError: x")
     # It is not looked for without a GPU.
     assert platform_of(flash, NO_GPU_TORCH) == CPU
+
+
+@pytest.mark.parametrize(
+    ("facts", "lacking"),
+    [
+        (replace(HEALTHY, torchao=TORCHAO), None),
+        (HEALTHY, "'.[torchao]'"),
+        (replace(HEALTHY, torchao=Failure(problem="0.18 is needed, and 0.16.0 is installed")), "0.16.0"),
+        (replace(HEALTHY, torchao=replace(TORCHAO, product_problem="RuntimeError: x")), "RuntimeError: x"),
+        (replace(LAPTOP, torchao=TORCHAO), "CUDA"),
+    ],
+)
+def test_recipes_of_torchao_run_where_it_is(facts, lacking):
+    recipes = give_verdict(facts).recipes
+    for name in ("torchao_tensorwise", "torchao_rowwise", "torchao_rowwise_with_gw_hp"):
+        assert (recipes[name] is None) == (lacking is None)
+        assert lacking is None or lacking in recipes[name]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
@@ -391,6 +412,25 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
             ("training", "AttributeError: module 'y' has no attribute 'z'"),
             f"{PIP} --force-reinstall --no-deps 'megatron-core==0.19.2'",
         ),
+        # TorchAO.
+        (
+            replace(HEALTHY, torchao=Failure(problem="0.18 is needed, and 0.16.0 is installed", version="0.16.0")),
+            0,
+            ("TorchAO", "0.18", "0.16.0", "model.fp8_backend=torchao"),
+            REINSTALL_TORCHAO,
+        ),
+        (
+            replace(HEALTHY, torchao=Failure(problem="ImportError: undefined symbol: x", version="0.18.0")),
+            0,
+            ("TorchAO", "ImportError: undefined symbol: x"),
+            REINSTALL_TORCHAO,
+        ),
+        (
+            replace(HEALTHY, torchao=replace(TORCHAO, product_problem="RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED")),
+            0,
+            ("TorchAO 0.18.0", "CUBLAS_STATUS_NOT_SUPPORTED"),
+            REINSTALL_TORCHAO,
+        ),
         # megatron-core.
         (
             replace(
@@ -458,7 +498,7 @@ def test_a_recipe_that_does_not_run_says_why(facts, recipe, why):
 
 
 def test_blackwell_runs_every_recipe():
-    recipes = give_verdict(with_gpu("NVIDIA B200", (10, 0))).recipes
+    recipes = give_verdict(replace(with_gpu("NVIDIA B200", (10, 0)), torchao=TORCHAO)).recipes
 
     assert set(recipes.values()) == {None}
 

@@ -29,9 +29,11 @@ LAUNCHES = (
         "tp2_sp:tensorwise",
         "tp2_sp:blockwise",
         *(f"{layout}:{recipe}" for layout in ("tp2", "tp2_sp") for recipe in TORCHAO),
+        "tp2:torchao_tensorwise:own",
+        "tp2_sp:torchao_tensorwise:own",
     ),
-    ("dp:delayed:resume", *(f"dp:{recipe}:resume" for recipe in TORCHAO)),
-    ("pp2:delayed", *(f"pp2:{recipe}" for recipe in TORCHAO)),
+    ("dp:delayed:resume", "dp:torchao_tensorwise:own", *(f"dp:{recipe}:resume" for recipe in TORCHAO)),
+    ("pp2:delayed", "pp2:torchao_tensorwise:own", *(f"pp2:{recipe}" for recipe in TORCHAO)),
 )
 MODEL = load_config(TINY).model
 LOSS_TOLERANCE = fp8_loss_tolerance(MODEL)
@@ -159,6 +161,16 @@ def test_torchao_trains_as_in_one_process(layout, recipe, two_ranks, one_process
     key = (QKV, Role.input.value)
     if layout != "dp":
         assert scales(two_ranks[f"{layout}.{recipe}"][0], key)[0] == pytest.approx(scales(one_process[recipe], key)[0])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "dp"])
+def test_torchaos_own_products_train_as_in_one_process(layout, two_ranks):
+    bf16 = ("fp8=torchao_tensorwise", "trainer.precision=bf16")
+    with emulated_training(*bf16, torchao={"compiled": False}) as training:
+        expected = observed_training(training)["losses"]
+    # Roundings to BF16 move values to other codes, too.
+    for result in two_ranks[f"{layout}.own.torchao_tensorwise"]:
+        assert result["losses"] == pytest.approx(expected, rel=ROUNDED_ANEW_TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["tp2_sp.delayed", "dp.delayed", *(f"dp.{recipe}" for recipe in TORCHAO)])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpt_pretrain.fp8.emulation.casts import stateless_cast
-from gpt_pretrain.fp8.emulation.layers import LinearProducts
 from gpt_pretrain.fp8.gemms import Phase, Role
+from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.spec.recipes import resolve_fp8
 
 TOKENS, IN, OUT = 132, 144, 136  # not multiples of 128: blocks at the edges are smaller

@@ -12,8 +12,8 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.emulation.casts import stateless_cast
-from gpt_pretrain.fp8.emulation.layers import LinearProducts
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role
+from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.spec.recipes import recipes_of, resolve_fp8
 

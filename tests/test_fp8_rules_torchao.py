@@ -14,16 +14,6 @@ OTHER_ENGINE = "model.fp8_backend=transformer_engine"
 FIRST = "fp8=torchao_tensorwise model.fp8_recipe=tensorwise"
 
 WRONG = {
-    "on hardware": Refused(
-        "fp8=torchao_tensorwise",
-        told="model.fp8_backend=torchao model.fp8_emulate=false",
-        offers=f"{EMULATE} | {OTHER_ENGINE}",
-    ),
-    "on hardware, a recipe of its own": Refused(
-        "fp8=torchao_rowwise",
-        told="model.fp8_backend=torchao model.fp8_emulate=false",
-        offers=f"{EMULATE} | {OTHER_ENGINE} model.fp8_recipe=null",
-    ),
     "no engine for anything": Refused(
         "model.fp8_backend=torchao", told="model.fp8_backend=torchao model.fp8=false", offers="model.fp8_backend=null"
     ),
@@ -44,7 +34,7 @@ WRONG = {
         f"{name} of Transformer Engine": Refused(
             f"fp8=tensorwise model.fp8_recipe={name}",
             told=f"model.fp8_recipe={name} {OTHER_ENGINE} delayed tensorwise blockwise mxfp8",
-            offers=f"fp8=delayed model.fp8_recipe=delayed | fp8=torchao_{name} model.fp8_backend=torchao {EMULATE}",
+            offers=f"fp8=delayed model.fp8_recipe=delayed | fp8=torchao_{name} model.fp8_backend=torchao",
         )
         for name in ("rowwise", "rowwise_with_gw_hp")
     },
@@ -112,6 +102,46 @@ WRONG = {
         f"{ROWWISE} model.gradient_accumulation_fusion=true",
         told=f"{EMULATE} model.gradient_accumulation_fusion=true",
         offers="model.gradient_accumulation_fusion=null,false",
+    ),
+    "sums in the product, on hardware": Refused(
+        "fp8=torchao_rowwise model.gradient_accumulation_fusion=true",
+        told="model.fp8_backend=torchao model.gradient_accumulation_fusion=true",
+        offers="model.gradient_accumulation_fusion=null,false",
+    ),
+    "layers of Transformer Engine, on hardware": Refused(
+        "fp8=torchao_rowwise model.transformer_engine=true",
+        told="model.fp8_backend=torchao model.transformer_engine=true",
+        offers="model.transformer_engine=null,false",
+    ),
+    "FP32 on hardware": Refused(
+        "fp8=torchao_rowwise trainer.precision=fp32",
+        told="model.fp8_backend=torchao trainer.precision=fp32",
+        offers=f"trainer.precision=auto,bf16 | {EMULATE}",
+    ),
+    "split sequences on hardware": Refused(
+        "fp8=torchao_rowwise parallelism=cp2",
+        told="model.fp8_backend=torchao model.context_parallel_size=2",
+        offers="model.context_parallel_size=1",
+    ),
+    "experts on hardware": Refused(
+        "fp8=torchao_tensorwise model.num_moe_experts=4",
+        told="model.fp8_recipe=tensorwise model.num_moe_experts TorchAO",
+        legal="fp8=torchao_tensorwise",
+    ),
+    "stored weights on hardware": Refused(
+        "fp8=torchao_rowwise model.fp8_params=true",
+        told="model.fp8_params=true model.fp8_recipe=rowwise FSDP",
+        offers="model.fp8_params=false | fp8=delayed,tensorwise,blockwise",
+    ),
+    "attention on hardware": Refused(
+        "fp8=torchao_tensorwise model.fp8_dot_product_attention=true",
+        told="model.fp8_dot_product_attention=true model.fp8_recipe=tensorwise",
+        offers="model.fp8_dot_product_attention=false | fp8=delayed,tensorwise",
+    ),
+    "FlashAttention-4": Refused(
+        "fp8=torchao_rowwise model.use_flash_attention=true",
+        told="model.use_flash_attention=true model.fp8_backend=torchao",
+        offers="model.use_flash_attention=null,false",
     ),
     "layers of Transformer Engine": Refused(
         f"{ROWWISE} model.transformer_engine=true",

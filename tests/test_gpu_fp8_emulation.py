@@ -5,7 +5,7 @@ import torch
 
 from gpt_pretrain.fp8.emulation.casts import stateless_cast
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling
-from gpt_pretrain.fp8.emulation.layers import LinearProducts
+from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.recipes import resolve_fp8
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small

@@ -7,8 +7,8 @@ import torch
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import Batch
-from gpt_pretrain.fp8.emulation.layers import emulated_layers
 from gpt_pretrain.fp8.gemms import Phase, Role
+from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.layers import whole_model_modules
@@ -85,7 +85,7 @@ def one_step(config, given=None):
     """Trains one step; with a tape, each linear layer gets the inputs and output gradients that are on it."""
     platform, tape = detect_platform(), Tape()
     spec = spec_of(config, platform)
-    model = build_model(spec, emulated_layers(spec))
+    model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
 

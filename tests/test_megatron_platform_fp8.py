@@ -21,6 +21,7 @@ GPU, GPU_WITHOUT_TE = H200, H200_WITHOUT_TE
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
 FP8 = "model.fp8=true"
 BLOCKWISE, MXFP8, TENSORWISE = "fp8=blockwise", "fp8=mxfp8", "fp8=tensorwise"
+TORCHAO, ROWWISE = "fp8=torchao_tensorwise", "fp8=torchao_rowwise"
 ATTENTION = "model.fp8_dot_product_attention=true"
 EMULATE, NO_ATTENTION = "model.fp8_emulate=true", "model.fp8_dot_product_attention=false"
 A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
@@ -45,6 +46,16 @@ def with_variables(**variables: str) -> Platform:
         (replace(GPU, torch_cuda="12.8"), BLOCKWISE, "model.fp8_recipe=blockwise 9.0 12.9 H200 12.8", EMULATE),
         (GPU, MXFP8, "model.fp8_recipe=mxfp8 10.x H200 9.0", EMULATE),
         (RTX5090, MXFP8, "model.fp8_recipe=mxfp8 10.x 5090 12.0", EMULATE),
+        (CPU, TORCHAO, f"{FP8} model.fp8_backend=torchao CUDA device", EMULATE),
+        (A100, TORCHAO, f"{FP8} model.fp8_backend=torchao 8.9 A100 8.0", EMULATE),
+        (GPU, TORCHAO, f"{FP8} model.fp8_backend=torchao TorchAO installed pip '.[torchao]'", EMULATE),
+        (
+            replace(GPU, torchao_problem="0.18 is needed, and 0.16.0 is installed"),
+            TORCHAO,
+            f"{FP8} model.fp8_backend=torchao 0.18 0.16.0 '.[torchao]'",
+            EMULATE,
+        ),
+        (replace(L40S, torchao="0.18.0"), ROWWISE, "model.fp8_recipe=rowwise 9.0 L40S 8.9", EMULATE),
         (L40S, f"{FP8} {ATTENTION}", f"{ATTENTION} 9.x 10.x L40S 8.9", NO_ATTENTION),
         (GPU, f"{FP8} {ATTENTION} model=gpt2_124m", f"{ATTENTION} 128 Hopper model.kv_channels=64", NO_ATTENTION),
         (B200, f"{FP8} {ATTENTION} model.kv_channels=256", f"{ATTENTION} 16 128 model.kv_channels=256", NO_ATTENTION),
@@ -139,6 +150,16 @@ def test_emulated_fp8_where_the_gpu_has_its_own_is_told() -> None:
     assert "model.fp8_emulate" in note
     for platform in (CPU, GPU_WITHOUT_TE, GPU_WITH_BROKEN_TE, A100):
         assert machine_notes(spec_of(config, platform)) == []
+
+
+def test_torchao_that_no_gpu_has_run_is_told() -> None:
+    config, with_torchao = load_config(["data=mock", ROWWISE]), replace(GPU, torchao="0.18.0")
+    (note,) = machine_notes(spec_of(config, with_torchao))
+    assert "TorchAO" in note
+    emulated = load_config(["data=mock", ROWWISE, EMULATE])
+    assert machine_notes(spec_of(emulated, GPU)) == []
+    (note,) = machine_notes(spec_of(emulated, with_torchao))
+    assert "model.fp8_emulate" in note
 
 
 def test_variables_of_recipes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,14 @@ SPOILS = {
         emulate("tensorwise", "parallelism=dp", "trainer.precision=bf16"),
         emulate("blockwise"),
         emulate("mxfp8"),
+        emulate("torchao_tensorwise", "trainer.precision=bf16"),
+        emulate("torchao_rowwise"),
+        emulate("torchao_rowwise_with_gw_hp"),
     ],
-    ids=["delayed", "delayed, history of 1", "tensorwise", "blockwise", "mxfp8"],
+    ids=[
+        *("delayed", "delayed, history of 1", "tensorwise", "blockwise", "mxfp8"),
+        *("torchao_tensorwise", "torchao_rowwise", "torchao_rowwise_with_gw_hp"),
+    ],
 )
 def test_a_step_with_an_infinity_in_an_fp8_layer_might_as_well_not_have_been(overrides, spoil):
     """A cast saturates, so that loss and gradients are finite; what follows is bit for bit a training without it."""
@@ -403,7 +409,9 @@ def test_one_ranks_nan_skips_the_step_on_all(num_ranks, layout, rank, run, tmp_p
 
 
 @pytest.mark.parametrize("what", ["input", "gradient"])
-@pytest.mark.parametrize(("recipe", "layout"), [("delayed", "DP2"), ("tensorwise", "TP2"), ("blockwise", "PP2")])
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [("delayed", "DP2"), ("tensorwise", "TP2"), ("blockwise", "PP2"), ("torchao_rowwise", "TP2")]
+)
 def test_one_ranks_infinity_in_an_fp8_layer_skips_the_step_on_all(recipe, layout, what, run, tmp_path):
     num_ranks, overrides, rank = LAYOUTS[layout]
     codes, text = run(

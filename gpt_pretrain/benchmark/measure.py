@@ -36,7 +36,7 @@ from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, P
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
-from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.environment import ask_driver, library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.model import build_model, translate_optimizer
@@ -87,7 +87,7 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
     kernels = spec.kernels
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
         kernels = replace(kernels, cross_entropy_loss_fusion=CrossEntropyFusion.native if platform.cuda else None)
-    model = build_model(replace(spec, kernels=kernels), emulated_layers(spec))
+    model = build_model(replace(spec, kernels=kernels), fp8_layers(spec))
     assert model.transformer_config.finalize_model_grads_func is finalize_model_grads
     optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
     chunk = model.chunks[0]

@@ -246,7 +246,7 @@ def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
         "model.fp8_exclude": written(list(settings.exclude)),
         "model.fp8_emulate": written(settings.emulate),
     }
-    if not settings.emulate:
+    if not settings.in_local_layers:
         described["Transformer Engine"] = importlib.metadata.version("transformer_engine")
     return described
 

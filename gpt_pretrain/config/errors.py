@@ -116,6 +116,7 @@ _INSTALL_COMMANDS = {
     "te": "python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     # Its wheel for CUDA 13.
     "flash": "python -m pip install -c constraints.txt -e '.[flash]'",
+    "torchao": "python -m pip install -c constraints.txt -e '.[torchao]'",
     "wandb": "python -m pip install -c constraints.txt -e '.[wandb]'",
     "plot": "python -m pip install -c constraints.txt -e '.[plot]'",
 }

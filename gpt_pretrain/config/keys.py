@@ -115,8 +115,8 @@ UNSUPPORTED = {
     ),
     **dict.fromkeys(
         ("compile.enabled", "compile.mode", "compile.fullgraph", "compile.dynamic"),
-        "no key compiles layers: those of Transformer Engine have their kernels, and emulated ones are for trying "
-        "recipes; leave it out",
+        "no key compiles layers: TorchAO's casts and products always are, and Transformer Engine has its own kernels; "
+        "leave it out",
     ),
 }
 

@@ -16,7 +16,6 @@ from gpt_pretrain.doctor.facts import (
     Facts,
     Failure,
     Finding,
-    FlashAttention,
     Torch,
     TransformerEngine,
 )
@@ -37,15 +36,15 @@ def _failed(failure: Failure) -> tuple[str, str]:
     return failure.version or "?", "cannot be used"
 
 
-def _failed_without_loss(failure: Failure) -> tuple[str, str]:
-    return ("not installed", "runs are slower without it") if failure.is_missing else _failed(failure)
+def _failed_without_loss(failure: Failure, without: str = "runs are slower without it") -> tuple[str, str]:
+    return ("not installed", without) if failure.is_missing else _failed(failure)
 
 
 def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Name, version and remark of each."""
     yield "Python", facts.python, facts.executable
     torch, driver, application = facts.torch, facts.driver, facts.application
-    te, flash, apex = facts.transformer_engine, facts.flash_attention, facts.apex
+    te, apex = facts.transformer_engine, facts.apex
     if isinstance(torch, Torch):
         libraries = (("CUDA", torch.cuda), ("cuDNN", torch.cudnn), ("NCCL", torch.nccl))
         built = ", ".join(f"{name} {version}" for name, version in libraries if version is not None)
@@ -62,10 +61,7 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "Transformer Engine", te.version, f"with cuDNN {te.cudnn}, cuBLASLt {te.cublaslt}"
     else:
         yield "Transformer Engine", *_failed(te)
-    if isinstance(flash, FlashAttention):
-        yield "FlashAttention-4", flash.version, "loads"
-    else:
-        yield "FlashAttention-4", *_failed_without_loss(flash)
+    yield from _optional_libraries(facts)
     if isinstance(application, Failure):
         yield "megatron-core", application.version or "not installed", "training does not load"
     else:
@@ -75,6 +71,17 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "apex", apex.version, parts or "none of its compiled parts load"
     else:
         yield "apex", *_failed_without_loss(apex)
+
+
+def _optional_libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
+    for name, library, without in (
+        ("FlashAttention-4", facts.flash_attention, "runs are slower without it"),
+        ("TorchAO", facts.torchao, "its recipes are emulated only"),
+    ):
+        if isinstance(library, Failure):
+            yield name, *_failed_without_loss(library, without)
+        else:
+            yield name, library.version, "loads"
 
 
 def _gpus(facts: Facts, torch: Torch | Failure) -> Iterator[tuple[str, str, str]]:

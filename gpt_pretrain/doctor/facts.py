@@ -99,6 +99,15 @@ class FlashAttention:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TorchAO:
+    """TorchAO, loaded, and of the version that runs use."""
+
+    version: str
+    product_problem: str | None
+    """How a small FP8 layer on the first GPU failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Apex:
     """apex, installed; each part loads or does not."""
 
@@ -135,6 +144,7 @@ class Facts:
     """How processes reach the GPUs, `/dev/nvidia0` and so on; they exist even without a working driver."""
     transformer_engine: TransformerEngine | Failure
     flash_attention: FlashAttention | Failure
+    torchao: TorchAO | Failure
     apex: Apex | Failure
     application: Application | Failure
     requirements: tuple[Requirement, ...] | Failure | None
@@ -192,7 +202,7 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
     """
     application = "application" if assumed_gpu is None else "application_on_gpu"
     files = device_files()
-    on_gpu = ["torch", "transformer_engine", "flash-attn-4", "apex", application]
+    on_gpu = ["torch", "transformer_engine", "flash-attn-4", "torchao", "apex", application]
     queues = [on_gpu] if files else [[name] for name in on_gpu]
     answers = run_probes([*queues, ["driver"], ["requirements"]])
     shm = Path("/dev/shm")
@@ -203,7 +213,8 @@ def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
         driver=_read(Driver, answers["driver"]),
         device_files=tuple(files),
         transformer_engine=_read(TransformerEngine, answers["transformer_engine"]),
-        flash_attention=_read_flash_attention(answers["flash-attn-4"]),
+        flash_attention=_read_optional(FlashAttention, "flash-attn-4", answers["flash-attn-4"]),
+        torchao=_read_optional(TorchAO, "torchao", answers["torchao"]),
         apex=_read(Apex, answers["apex"]),
         application=_read(Application, answers[application]),
         requirements=_read_requirements(answers["requirements"]),
@@ -277,13 +288,13 @@ def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: hardware.Gpu | Non
     return _read(Torch, {**found, "gpus": [_read(Gpu, gpu) for gpu in found["gpus"]]})
 
 
-def _read_flash_attention(found: dict[str, Any] | Failure) -> FlashAttention | Failure:
+def _read_optional[Kind](kind: type[Kind], name: str, found: dict[str, Any] | Failure) -> Kind | Failure:
     """A problem that a run survives is a failure here, too."""
     if isinstance(found, Failure):
         return found
     if found["problem"] is not None:
-        return Failure(problem=found["problem"], version=_version_of("flash-attn-4"))
-    return FlashAttention(version=found["version"])
+        return Failure(problem=found["problem"], version=_version_of(name))
+    return kind(**{field: value for field, value in found.items() if field != "problem"})
 
 
 def _read_requirements(found: dict[str, Any] | Failure) -> tuple[Requirement, ...] | Failure | None:

@@ -35,6 +35,7 @@ def list_findings(facts: Facts) -> list[Finding]:
         *_application(facts),
         *_transformer_engine(facts),
         *_flash_attention(facts),
+        *_torchao(facts),
         *_surroundings(facts),
     ]
     return sorted(found, key=lambda finding: list(Blocks).index(finding.blocks))
@@ -216,6 +217,21 @@ def _flash_attention(facts: Facts) -> Iterator[Finding]:
         f"{_REMOVE_FLASH} && {install_command('flash')}",
         Blocks.nothing,
     )
+
+
+def _torchao(facts: Facts) -> Iterator[Finding]:
+    """A TorchAO that is there and cannot be used; none where it is not asked for, on a machine without a GPU."""
+    torchao, torch = facts.torchao, facts.torch
+    if isinstance(torch, Failure) or not torch.gpus:
+        return
+    fix = f"python -m pip uninstall --yes torchao && {install_command('torchao')}"
+    if isinstance(torchao, Failure) and not torchao.is_missing:
+        what = f"is installed and cannot be used: {torchao.problem}. Its recipes (model.fp8_backend=torchao) do not run"
+        yield Finding("TorchAO", what, fix, Blocks.nothing)
+    if not isinstance(torchao, Failure) and torchao.product_problem is not None:
+        fix = _WHO_HAS_IT if _is_taken(torchao.product_problem) else fix
+        what = f"loads, and a small FP8 layer fails: {torchao.product_problem}"
+        yield Finding(f"TorchAO {torchao.version}", what, fix, Blocks.nothing)
 
 
 def _transformer_engine(facts: Facts) -> Iterator[Finding]:

@@ -122,6 +122,29 @@ def probe_flash_attention() -> dict[str, Any]:
     return {"version": version, "problem": None if problem is None else problem.partition("\n")[0]}
 
 
+def probe_torchao() -> dict[str, Any]:
+    """TorchAO as a run looks it up: the problem says why runs do not use it."""
+    importlib.metadata.version("torchao")  # its absence is the answer
+
+    from gpt_pretrain.spec.platform import FP8_CAPABILITY, torchao
+
+    version, problem = torchao()
+    if problem is not None:
+        return {"version": version, "problem": problem.partition("\n")[0], "product_problem": None}
+    import torch
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    def train_a_layer() -> None:
+        plain = torch.nn.Linear(_SMALL, _SMALL, bias=False, dtype=torch.bfloat16, device="cuda")
+        x = torch.ones(_SMALL, _SMALL, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        Float8Linear.from_float(plain, Float8LinearConfig())(x).sum().backward()
+        torch.cuda.synchronize()
+
+    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+    return {"version": version, "problem": None, "product_problem": _fails(train_a_layer) if has_fp8 else None}
+
+
 def probe_apex() -> dict[str, Any]:
     """The parts of apex that load."""
     import apex  # noqa: F401  its absence is the answer
@@ -187,6 +210,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "driver": probe_driver,
     "transformer_engine": probe_transformer_engine,
     "flash-attn-4": probe_flash_attention,
+    "torchao": probe_torchao,
     "apex": probe_apex,
     "application": probe_application,
     "application_on_gpu": probe_application_on_gpu,

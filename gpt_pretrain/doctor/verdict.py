@@ -8,12 +8,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.doctor.facts import Apex, Blocks, Facts, Failure, Finding, FlashAttention, Torch, TransformerEngine
+from gpt_pretrain.doctor.facts import (
+    Apex,
+    Blocks,
+    Facts,
+    Failure,
+    Finding,
+    FlashAttention,
+    Torch,
+    TorchAO,
+    TransformerEngine,
+)
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform
-from gpt_pretrain.spec.recipes import Recipe, recipes_of
+from gpt_pretrain.spec.recipes import RECIPES, Recipe
 
 VERSION = 1
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
@@ -59,7 +69,7 @@ class Verdict:
         return TRAINS_WITHOUT_FP8 if self.trains else TRAINS_NOT
 
 
-def _found(library: TransformerEngine | FlashAttention | Failure) -> tuple[str | None, str | None]:
+def _found(library: TransformerEngine | FlashAttention | TorchAO | Failure) -> tuple[str | None, str | None]:
     """The fields of `Platform` about a library: its version, or why it is not used where it is installed."""
     if isinstance(library, Failure):
         return None, None if library.is_missing else library.problem
@@ -72,6 +82,7 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
     # Without a GPU a run looks for none of these libraries.
     te_version, te_problem = _found(facts.transformer_engine) if gpu is not None else (None, None)
     flash_version, flash_problem = _found(facts.flash_attention) if gpu is not None else (None, None)
+    torchao_version, torchao_problem = _found(facts.torchao) if gpu is not None else (None, None)
     parts: Mapping[str, bool] = facts.apex.parts if gpu is not None and isinstance(facts.apex, Apex) else {}
     return Platform(
         cuda=gpu is not None,
@@ -81,6 +92,8 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
         torch_cuda=None if gpu is None else torch.cuda,
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
+        torchao=torchao_version,
+        torchao_problem=torchao_problem,
         recipe_variables={name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment},
         multicast_variables={name: facts.environment[name] for name in MULTICAST_OFF if name in facts.environment},
         flash_attention=flash_version,
@@ -96,9 +109,9 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Recipe) -> str | No
     lacking = why_no_recipe(platform, recipe)
     if lacking is not None:
         return f"needs {lacking}"
-    te = facts.transformer_engine
-    if isinstance(te, TransformerEngine) and te.product_problem is not None:
-        return f"a small FP8 layer fails: {te.product_problem}"
+    library = facts.torchao if recipe.backend is Fp8Backend.torchao else facts.transformer_engine
+    if not isinstance(library, Failure) and library.product_problem is not None:
+        return f"a small FP8 layer fails: {library.product_problem}"
     return next(recipe_variable_problems(platform, recipe, attention=False), None)
 
 
@@ -169,15 +182,15 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
 def give_verdict(facts: Facts) -> Verdict:
     """Judges a machine."""
     findings = tuple(list_findings(facts))
-    torch, on_gpus = facts.torch, recipes_of(Fp8Backend.transformer_engine)
+    torch = facts.torch
     if isinstance(torch, Failure):
-        recipes = dict.fromkeys((recipe.name for recipe in on_gpus), "needs PyTorch, which does not load")
+        recipes = dict.fromkeys((recipe.preset for recipe in RECIPES.values()), "needs PyTorch, which does not load")
         return Verdict(device="nothing", recipes=recipes, parts=(), findings=findings)
     platform = platform_of(facts, torch)
     device = f"{platform.num_gpus} × {platform.device_name}" if platform.cuda else "the CPU: small models"
     return Verdict(
         device=f"an assumed {facts.assumed_gpu}" if facts.assumed_gpu is not None else device,
-        recipes={recipe.name: _why_no_recipe(facts, platform, recipe) for recipe in on_gpus},
+        recipes={recipe.preset: _why_no_recipe(facts, platform, recipe) for recipe in RECIPES.values()},
         parts=_parts(facts, platform),
         findings=findings,
     )

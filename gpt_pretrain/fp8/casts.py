@@ -2,7 +2,6 @@
 
 import torch
 
-from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.checks import Checks
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Role, role_format, role_name
 from gpt_pretrain.fp8.rounding import (
@@ -143,8 +142,7 @@ class CastChecks:
         quotient = FORMAT_MAX[format] / amaxes.double().clamp(min=recipe.least_amax)
         ordinary = (quotient > _LEAST) & (quotient < _MOST)
         error: torch.Tensor | float = QUOTIENT_ERROR
-        if recipe.powers_of_two and recipe.backend is Fp8Backend.torchao:
-            # It takes the logarithm in fp32, where a quotient just below a power of two becomes that power.
+        if recipe.takes_logarithm:
             error = QUOTIENT_ERROR * (1 + quotient.log2().abs())
 
         def rule(exact: torch.Tensor) -> torch.Tensor:

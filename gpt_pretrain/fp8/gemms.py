@@ -1,6 +1,6 @@
 """How a linear layer's matrix products are described: the one language of proof, statistics and emulation.
 
-`fp8/observer.py` watches Transformer Engine's products from outside; emulated layers report theirs themselves.
+`fp8/observer.py` watches Transformer Engine's products from outside; local layers report theirs themselves.
 
 Delayed scaling also has state, its scales and amax histories: at the end of the file is what training asks of it before
 a model's first step.

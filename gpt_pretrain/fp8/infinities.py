@@ -4,7 +4,7 @@ A cast saturates. An infinity becomes the largest code, and whatever is computed
 gradient norm do not show it. A NaN stays NaN in the codes and shows in the gradient norm. What an infinity leaves, as
 run with Transformer Engine (TE) 2.12 on an H200 (tests/test_gpu_infinities.py):
 
-- emulated layers: the largest amax of their casts, which they keep;
+- local layers, emulated or of TorchAO: the largest amax of their casts, which they keep;
 - TE's delayed scaling: an infinite amax in the history, as far back as `model.fp8_amax_history_len` passes;
 - TE's tensorwise: an infinite amax in the quantizer, until its next cast. So amaxes are read before each pass;
 - TE's blockwise: a block of scale 1. So has a block whose amax is between 224 and 448, and one of zeros. Blocks of that
@@ -53,7 +53,7 @@ class StepCasts:
         self._before = _flat(self._histories).nan_to_num_(nan=0.0, posinf=0.0), _flat(self._scales)
         _write(self._before[0], self._histories)
         self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
-        # Emulated layers are no matter of megatron-core's configuration.
+        # Local layers are no matter of megatron-core's configuration.
         recipes = {chunk.config.fp8_recipe for chunk in chunks if chunk.config.fp8}
         self._has_blocks = Fp8RecipeName.blockwise.value in recipes
         self._scales_tensors = Fp8RecipeName.tensorwise.value in recipes

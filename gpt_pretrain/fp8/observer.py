@@ -1,6 +1,6 @@
 """Watches the matrix products of live linear layers, for the proof and the statistics, and compares them with the plan.
 
-Emulated layers report their products themselves. Transformer Engine's are watched where they are computed
+Local layers report their products themselves. Transformer Engine's are watched where they are computed
 (`fp8/te_products.py`).
 
 A rank must have computed every planned product itself, with one exception: its experts, where no token came to any of
@@ -54,7 +54,7 @@ def observe_products(
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
         idle_listener: Receives the layer's name and which of its products, where experts compute nothing.
         asks_result: Products of Transformer Engine are told of with the values that were cast, and those for which it
-            returns true with their result. Emulated layers always tell both.
+            returns true with their result. Local layers always tell both.
         measure_amax: Computes the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
     """
     emulated: list[tuple[Any, ProductListener | None]] = []

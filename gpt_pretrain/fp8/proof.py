@@ -204,7 +204,7 @@ class Proof:
             if module is None:
                 yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
                 continue
-            # What emulated layers were told is no evidence of what they do.
+            # What local layers were told is no evidence of what they do.
             if not hasattr(module, "product_listener"):
                 yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high

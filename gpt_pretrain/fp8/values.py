@@ -14,7 +14,7 @@ them again from the tensors and the plan alone (`fp8/rounding.py`):
 Ranks and steps take turns at microbatches, at layers, and at parts of tensors that are large, so that a proof takes
 seconds and megabytes whatever the model.
 
-Emulated layers tell of all values. Those of Transformer Engine's layers are unknown in three places: a weight that is
+Local layers tell of all values. Those of Transformer Engine's layers are unknown in three places: a weight that is
 stored in FP8 has no others (`proof.MasterCheck` compares it with its master), an activation may be cast by the kernel
 that computes it, and ranks that split a sequence gather codes. There the codes must fill their format: the largest is
 that of amax · scale.

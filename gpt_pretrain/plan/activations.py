@@ -24,7 +24,7 @@ class Storage:
     element: int
     """Bytes of a value in the run's precision: 2 or 4."""
     fp8: Fp8Settings | None
-    """FP8 as Transformer Engine stores it; None also where it is emulated, in the run's precision."""
+    """FP8 as Transformer Engine and TorchAO store it; None also where it is emulated, in the run's precision."""
     fused_attention: bool
     """Attention keeps a number for each token and head; otherwise the softmax of all scores."""
     fused_activation: bool

@@ -74,8 +74,8 @@ KEYS = (
         )
     ),
 )
-# What emulated layers read in place of megatron-core's fields, from `spec.fp8.Fp8Settings`.
-_EMULATED = {
+# What local layers read in place of megatron-core's fields, from `spec.fp8.Fp8Settings`.
+_IN_LOCAL_LAYERS = {
     "model.fp8_backend": "backend",
     "model.fp8_recipe": "recipe",
     "model.fp8_hybrid": "gradient_format",
@@ -98,7 +98,7 @@ class Setting:
     requested: str
     """As it would be written in YAML."""
     effective: Mapping[str, str]
-    """Field of megatron-core's configs, or of the emulated layers, and its value; empty where nothing reads it."""
+    """Field of megatron-core's configs, or of the local layers, and its value; empty where nothing reads it."""
     inert: str
     """Why the key changes nothing in this run; empty where it counts."""
     note: str
@@ -145,9 +145,7 @@ def _resolved_null(spec: RunSpec, key: str) -> str:
         return ""
     needed = "model.fp8_params=true needs it" if model.fp8_params else "nothing needs it"
     notes = {
-        "model.transformer_engine": "on a GPU"
-        if spec.kernels.transformer_engine
-        else "emulated FP8 needs local layers",
+        "model.transformer_engine": "on a GPU" if spec.kernels.transformer_engine else "local layers compute this FP8",
         "model.use_distributed_optimizer": f"null is {show(uses_distributed_optimizer(model))}: {needed}",
     }
     if fp8 is not None:
@@ -157,12 +155,16 @@ def _resolved_null(spec: RunSpec, key: str) -> str:
     return notes.get(key, "")
 
 
-def _emulated(key: str, settings: Fp8Settings) -> dict[str, str]:
-    name = _EMULATED.get(key)
+def _local(key: str, settings: Fp8Settings) -> dict[str, str]:
+    name = _IN_LOCAL_LAYERS.get(key)
     if name is None:
         return {}
     value = getattr(settings, name)
-    return {f"emulated layers: {name}": value.name if name == "recipe" else _shown(value)}
+    return {f"{_layers(settings)}: {name}": value.name if name == "recipe" else _shown(value)}
+
+
+def _layers(settings: Fp8Settings) -> str:
+    return "emulated layers" if settings.emulate else "layers of TorchAO"
 
 
 def effective_settings(spec: RunSpec) -> Iterator[Setting]:
@@ -176,10 +178,10 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
         inert = why_no_effect(spec, key) or _one_rank(spec, key)
         effective = reached.get(key, {})
         is_fp8 = is_fp8_key(key)
-        if spec.fp8 is not None and spec.fp8.emulate and (is_fp8 or key == "model.fp8"):
+        if spec.fp8 is not None and spec.fp8.in_local_layers and (is_fp8 or key == "model.fp8"):
             # megatron-core is told of no FP8 then.
-            requested = {} if inert else {"emulated layers": _shown(_requested(spec.config, key))}
-            effective = _emulated(key, spec.fp8) or effective or requested
+            requested = {} if inert else {_layers(spec.fp8): _shown(_requested(spec.config, key))}
+            effective = _local(key, spec.fp8) or effective or requested
         elif is_fp8 and spec.fp8 is None:
             effective = {}
         yield Setting(

@@ -19,7 +19,7 @@ from gpt_pretrain.spec.platform import Platform, multicast_variables, recipe_var
 from gpt_pretrain.spec.run_spec import build_run_spec
 
 # What this project is tested with (pyproject.toml, constraints.txt).
-TRANSFORMER_ENGINE, FLASH_ATTENTION, TORCH_CUDA = "2.12.0", "4.0.0b36", "13.0"
+TRANSFORMER_ENGINE, FLASH_ATTENTION, TORCHAO, TORCH_CUDA = "2.12.0", "4.0.0b36", "0.18.0", "13.0"
 
 
 def planned_platform(config: Config, launch: Launch) -> Platform:
@@ -36,6 +36,8 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         torch_cuda=TORCH_CUDA,
         transformer_engine=TRANSFORMER_ENGINE,
         transformer_engine_problem=None,
+        torchao=TORCHAO,
+        torchao_problem=None,
         recipe_variables=recipe_variables(),
         multicast_variables=multicast_variables(),
         flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,

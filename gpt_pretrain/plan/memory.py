@@ -90,6 +90,9 @@ class MemoryForecast:
 
 def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
     """Bytes per weight of what FP8 products read: one byte, a second in the other layout where needed, and scales."""
+    if settings.recipe.scales_tensors and settings.in_local_layers:
+        # TorchAO lays codes out anew for each product.
+        return 1.0
     if settings.recipe.scales_tensors:
         return 2.0 if gpu.needs_fp8_transposes else 1.0
     return 2 * (1 + settings.recipe.weight_scale_bytes)
@@ -229,7 +232,7 @@ def plan_storage(spec: RunSpec) -> Storage:
     return Storage(
         element=4 if spec.config.trainer.precision is Precision.fp32 else 2,
         # Emulated layers hold rounded values in the run's precision.
-        fp8=spec.te_fp8,
+        fp8=None if spec.fp8 is None or spec.fp8.emulate else spec.fp8,
         fused_attention=spec.kernels.transformer_engine or spec.kernels.torch_attention,
         fused_activation=spec.kernels.bias_activation_fusion,
         fused_softmax=spec.kernels.masked_softmax_fusion,

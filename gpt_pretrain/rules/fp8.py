@@ -14,7 +14,7 @@ from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import ROUTER, Resolved, linears
-from gpt_pretrain.spec.recipes import Fp8Settings, emulation, recipes_for, recipes_of
+from gpt_pretrain.spec.recipes import Fp8Settings, emulation, local_layers, recipes_for, recipes_of
 
 # Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
 # value of a tensor would be among the subnormal ones.
@@ -49,33 +49,24 @@ def formats(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         )
 
 
-def engine(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
+def engine(settings: Fp8Settings) -> Iterator[str]:
     """Recipes that an engine does not have."""
     recipe, backend = settings.recipe, settings.backend
     if recipe.backend is backend:
         return
     own = recipes_of(backend)
-    other = f"fp8={recipe.preset} with fp8_backend={recipe.backend.name}"
-    if recipe.backend is Fp8Backend.torchao and not settings.emulate:
-        other += f" and {emulation(model)}"
     yield (
         f"model.fp8_recipe={recipe.name} is no recipe of model.fp8_backend={backend.name}, which has "
-        f"{', '.join(each.name for each in own)}; use fp8={own[0].preset} with fp8_recipe={own[0].name}, or {other}"
+        f"{', '.join(each.name for each in own)}; use fp8={own[0].preset} with fp8_recipe={own[0].name}, or "
+        f"fp8={recipe.preset} with fp8_backend={recipe.backend.name}"
     )
 
 
 def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """What the recipes of TorchAO leave no choice about, and what this application does not compute with it yet."""
+    """What the recipes of TorchAO leave no choice about."""
     recipe = settings.recipe
     if settings.backend is not Fp8Backend.torchao:
         return
-    if not settings.emulate:
-        of_te = [each.name for each in recipes_of(Fp8Backend.transformer_engine)]
-        yield (
-            "model.fp8_backend=torchao with model.fp8_emulate=false: no GPU has proven TorchAO's products in this "
-            f"application's layers yet; use {emulation(model)}, or fp8_backend=transformer_engine"
-            + ("" if recipe.name in of_te else " with fp8_recipe=null")
-        )
     for key, fits in (("fp8_hybrid", settings.hybrid), ("fp8_e4m3", not settings.hybrid)):
         value = getattr(model, key)
         if value is not None and value is not fits:
@@ -255,9 +246,10 @@ def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
 
 
 def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """Who computes in FP8: TE's layers, or emulated local ones. megatron-core's local layers ignore FP8 silently."""
+    """Who computes in FP8: TE's layers, or local ones. megatron-core's own ignore FP8 silently."""
     model = config.model
-    if not settings.emulate:
+    local = local_layers(model)
+    if not local:
         if model.transformer_engine is False:
             yield (
                 "model.fp8=true with model.transformer_engine=false: megatron-core's local layers have no FP8; "
@@ -269,21 +261,26 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
                 f"outside FP8 in TF32; use precision=auto or bf16, or {emulation(model)}"
             )
         return
+    if not settings.emulate and config.trainer.precision is Precision.fp32:
+        yield (
+            "model.fp8_backend=torchao with trainer.precision=fp32: FP8 products of rows have results in BF16; use "
+            f"precision=auto or bf16, or {emulation(model)}"
+        )
     if model.gradient_accumulation_fusion:
         yield (
-            "model.fp8_emulate=true with model.gradient_accumulation_fusion=true: emulated layers compute weight "
-            "gradients themselves; use gradient_accumulation_fusion=null or false"
+            f"{local} with model.gradient_accumulation_fusion=true: these layers compute weight gradients themselves; "
+            "use gradient_accumulation_fusion=null or false"
         )
     if model.transformer_engine:
         yield (
-            "model.fp8_emulate=true with model.transformer_engine=true: emulated layers are megatron-core's local "
-            "ones; use transformer_engine=null or false"
+            f"{local} with model.transformer_engine=true: megatron-core's local layers compute it; use "
+            "transformer_engine=null or false"
             + (", or fp8_emulate=false" if settings.backend is Fp8Backend.transformer_engine else "")
         )
     if model.context_parallel_size > 1:
         yield (
-            f"model.fp8_emulate=true with model.context_parallel_size={model.context_parallel_size}: only Transformer "
-            "Engine's attention splits sequences, and emulated layers do not use it; use context_parallel_size=1"
+            f"{local} with model.context_parallel_size={model.context_parallel_size}: only Transformer Engine's "
+            "attention splits sequences, and local layers do not use it; use context_parallel_size=1"
         )
 
 
@@ -298,7 +295,7 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     yield from statistics(config)
     if settings is None:
         return
-    problems = list(engine(model, settings))
+    problems = list(engine(settings))
     yield from problems
     if problems:
         return

@@ -16,7 +16,7 @@ from gpt_pretrain.spec.kernels import (
     qkv_rope_obstacles,
 )
 from gpt_pretrain.spec.products import Resolved
-from gpt_pretrain.spec.recipes import recipes_for
+from gpt_pretrain.spec.recipes import local_layers, recipes_for
 
 
 def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
@@ -83,8 +83,7 @@ def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[st
             f"{asked} overlaps exchanges along the sequence, and model.tensor_model_parallel_size={tp} with "
             f"model.sequence_parallel={str(model.sequence_parallel).lower()} has none; use parallelism=tp2_sp, or false"
         )
-    if model.transformer_engine is False or model.fp8_emulate:
-        cause = "model.fp8_emulate=true" if model.fp8_emulate else "model.transformer_engine=false"
+    if cause := local_layers(model) or "model.transformer_engine=false" * (model.transformer_engine is False):
         yield f"{asked} needs Transformer Engine's linear layers, and {cause} excludes them; use false"
     if model.num_moe_experts is not None:
         yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"

@@ -7,7 +7,7 @@ silently. TE 2.12 asserts most of this when the first layer runs; it reads its e
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MomentDtype, Precision
+from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.rules.check import spell_out
@@ -25,26 +25,36 @@ from gpt_pretrain.spec.platform import (
     Platform,
     leading_version,
 )
-from gpt_pretrain.spec.recipes import Fp8Settings, Recipe, emulation
+from gpt_pretrain.spec.recipes import Fp8Settings, Recipe, emulation, local_layers
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # The first version whose recipes and quantizers this project was read against and tested with.
 _OLDEST_TRANSFORMER_ENGINE = (2, 12)
 
 
-def _why_no_fp8(platform: Platform) -> str | None:
-    """What this machine lacks for any FP8."""
+def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
+    """What this machine lacks for any FP8 of an engine."""
+    of_torchao = backend is Fp8Backend.torchao
+    library, why_not = "Transformer Engine", platform.why_no_transformer_engine
+    if of_torchao:
+        library, why_not = "TorchAO", _why_no_torchao(platform)
     if platform.compute_capability is None:
-        return f"a GPU with FP8 (Ada, Hopper or newer) and Transformer Engine, but {platform.why_no_transformer_engine}"
+        return f"a GPU with FP8 (Ada, Hopper or newer) and {library}, but {why_not}"
     if not platform.has_fp8:
         return f"a GPU with FP8 (compute capability 8.9 or newer), and this is {platform.gpu}"
-    if platform.transformer_engine is None:
-        return f"Transformer Engine: {platform.why_no_transformer_engine}"
-    if leading_version(platform.transformer_engine) < _OLDEST_TRANSFORMER_ENGINE:
-        return (
-            f"Transformer Engine 2.12 or newer, and {platform.transformer_engine} is installed; {how_to_install('te')}"
-        )
+    version = platform.torchao if of_torchao else platform.transformer_engine
+    if version is None:
+        return f"{library}: {why_not}"
+    if not of_torchao and leading_version(version) < _OLDEST_TRANSFORMER_ENGINE:
+        return f"Transformer Engine 2.12 or newer, and {version} is installed; {how_to_install('te')}"
     return None
+
+
+def _why_no_torchao(platform: Platform) -> str:
+    """Why TorchAO cannot be used, asked where it cannot."""
+    if not platform.cuda:
+        return "there is no CUDA device"
+    return f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
 
 
 def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:
@@ -103,18 +113,19 @@ def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: b
 
 def why_no_recipe(platform: Platform, recipe: Recipe) -> str | None:
     """What this machine lacks for a recipe, as a phrase that follows "needs"; None where it has all."""
-    return _why_no_fp8(platform) or _why_no_scaling(platform, recipe)
+    return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe)
 
 
 def fp8_machine_problems(spec: RunSpec) -> Iterator[str]:
     """FP8 that this machine cannot compute, or that its environment would change."""
-    settings, platform = spec.te_fp8, spec.platform
-    if settings is None:
+    settings, platform = spec.fp8, spec.platform
+    if settings is None or settings.emulate:
         return
     emulate = f"{emulation(spec.model)} computes the same values here, exactly but slowly"
-    problem = _why_no_fp8(platform)
+    problem = _why_no_fp8(platform, settings.backend)
     if problem is not None:
-        yield f"model.fp8=true needs {problem}; {emulate}"
+        engine = f" with model.fp8_backend={settings.backend.name}" * (settings.backend is Fp8Backend.torchao)
+        yield f"model.fp8=true{engine} needs {problem}; {emulate}"
         return
     problem = _why_no_scaling(platform, settings.recipe)
     if problem is not None:
@@ -129,7 +140,7 @@ def machine_notes(spec: RunSpec) -> list[str]:
     """What the user should know about this machine before the run starts."""
     notes = []
     model, platform = spec.model, spec.platform
-    unasked = model.transformer_engine is None and not model.fp8_emulate
+    unasked = model.transformer_engine is None and not local_layers(model)
     if platform.cuda and platform.transformer_engine is None and unasked:
         why = platform.transformer_engine_problem or f"it is not installed; {how_to_install('te')}"
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
@@ -137,10 +148,17 @@ def machine_notes(spec: RunSpec) -> list[str]:
         mended = replace(platform, flash_attention=OLDEST_FLASH_ATTENTION)
         if build_run_spec(spec.config, spec.launch, mended).kernels.use_flash_attention:
             notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
-    if model.fp8_emulate and platform.transformer_engine is not None and platform.has_fp8:
+    of_torchao = spec.fp8 is not None and spec.fp8.backend is Fp8Backend.torchao
+    engine = platform.torchao if of_torchao else platform.transformer_engine
+    if model.fp8_emulate and engine is not None and platform.has_fp8:
         notes.append(
             "FP8 is emulated, slower than BF16, on a GPU that has FP8 itself; leave model.fp8_emulate out to use the "
             "hardware"
+        )
+    if of_torchao and not model.fp8_emulate:
+        notes.append(
+            "TorchAO's products have not been run on a GPU in this application before; the proof of the first step "
+            "ends the run if they are not what the recipe says"
         )
     return notes
 

@@ -161,7 +161,7 @@ def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
     if fp8 is None:
         yield Field("fp8", None, ("model.fp8",))
         if spec.fp8 is not None:
-            # Emulated layers bring their own FP8. An override, though it matches no module, is what lets megatron-core
+            # Local layers bring their own FP8. An override, though it matches no module, is what lets megatron-core
             # tell them of a step's first microbatch (MegatronModule.set_is_first_microbatch).
             yield Field("quant_recipe", HighPrecision(()))
         return

@@ -12,7 +12,7 @@ from gpt_pretrain.config.derived import kv_channels, matmul_parameters_per_layer
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.spec.platform import APEX_PARTS, Platform
 from gpt_pretrain.spec.products import FC1, FC2, Resolved
-from gpt_pretrain.spec.recipes import Fp8Settings
+from gpt_pretrain.spec.recipes import Fp8Settings, local_layers
 
 # A setting, and why it excludes the optimisation.
 type Obstacle = tuple[str, str]
@@ -55,16 +55,17 @@ class Kernels:
 def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves each `null` of the kernel keys of a run that breaks no rule; explicit values stand."""
     config, model, settings = run.config, run.model, run.fp8
-    # Local layers compute emulated FP8, even where TE is installed.
-    otherwise_te = platform.transformer_engine is not None and not model.fp8_emulate
+    # Local layers compute emulated FP8 and TorchAO's, even where TE is installed.
+    in_local_layers = settings is not None and settings.in_local_layers
+    otherwise_te = platform.transformer_engine is not None and not in_local_layers
 
     def choose(value: bool | None, otherwise: bool) -> bool:
         return otherwise if value is None else value
 
     te = choose(model.transformer_engine, otherwise_te)
     graphs = _plan_graphs(run, world_size, transformer_engine=te)
-    # Emulated layers compute their weight gradients themselves.
-    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not model.fp8_emulate)
+    # These layers compute their weight gradients themselves.
+    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not in_local_layers)
     rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
     rotary = model.position_embedding_type is PositionEmbedding.rope
     # Deterministic and fp32 runs serve as references, and PyTorch's kernels draw dropout from another random state.
@@ -187,8 +188,8 @@ def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[O
     model, settings = run.model, run.fp8
     if settings is None:
         yield "model.fp8=false", "there is no cast to compute an activation with"
-    elif settings.emulate:
-        yield "model.fp8_emulate=true", "emulated layers cast for themselves"
+    elif cause := local_layers(model):
+        yield cause, "these layers cast for themselves"
     elif (why := settings.recipe.why_not("activation_cast_fusion")) is not None:
         yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.activation is Activation.gelu:
@@ -234,8 +235,8 @@ def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
     model = config.model
     if model.gradient_accumulation_fusion is False:
         yield "model.gradient_accumulation_fusion=false", "a tied LM head must add its gradient in the product too"
-    if model.fp8_emulate:
-        yield "model.fp8_emulate=true", "emulated layers compute weight gradients themselves"
+    if cause := local_layers(model):
+        yield cause, "these layers compute weight gradients themselves"
     if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
         yield "model.grad_reduce_in_fp32=false", "BF16 would round the gradient of every token"
     if model.cuda_graph_impl is CudaGraphImpl.local:
@@ -258,8 +259,8 @@ def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
     """Settings that exclude `model.use_flash_attention`."""
     if model.transformer_engine is False:
         yield "model.transformer_engine=false", "it takes the place of Transformer Engine's attention"
-    if model.fp8_emulate:
-        yield "model.fp8_emulate=true", "it takes the place of Transformer Engine's attention"
+    if cause := local_layers(model):
+        yield cause, "it takes the place of Transformer Engine's attention"
     if model.fp8_dot_product_attention:
         yield "model.fp8_dot_product_attention=true", "its products are in BF16"
     if model.context_parallel_size > 1:
@@ -305,8 +306,8 @@ def _layers_without_graphs(model: ModelConfig) -> Iterator[Obstacle]:
 
 def _fp8_without_graphs(run: Resolved) -> Iterator[Obstacle]:
     model, settings, interval = run.model, run.fp8, run.config.logging.fp8_statistics_interval
-    if model.fp8_emulate:
-        yield "model.fp8_emulate=true", "emulated layers take decisions in Python, which a replay would not repeat"
+    if cause := local_layers(model):
+        yield cause, "these layers take decisions in Python, which a replay would not repeat"
     if settings is not None and (why := settings.recipe.why_not("cuda_graph_impl")) is not None:
         yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.fp8_dot_product_attention:

@@ -56,6 +56,9 @@ USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 # The oldest version tested, and what `megatron.flash_attention` calls of it.
 OLDEST_FLASH_ATTENTION = "4.0.0b36"
 _FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
+# Its casts and products are no public API: another version may have them elsewhere, or round otherwise.
+TESTED_TORCHAO = (0, 18)
+_TORCHAO = "torchao.float8.float8_training_tensor", "Float8TrainingTensor", "hp_tensor_and_scale_to_float8"
 # What each part of apex needs: its Python module, where it has one, and its compiled kernels.
 APEX_PARTS = {
     "apex_layer_norm": ("apex.normalization", "fused_layer_norm_cuda"),
@@ -83,6 +86,10 @@ class Platform:
     """Version of Transformer Engine, if it imports on this machine."""
     transformer_engine_problem: str | None
     """Why Transformer Engine, though installed, does not import."""
+    torchao: str | None
+    """Version of TorchAO, if it is the one that `fp8.torchao` calls."""
+    torchao_problem: str | None
+    """Why TorchAO, though installed, is not used."""
     recipe_variables: Mapping[str, str]
     """Environment variables that are set and could change what an FP8 recipe computes."""
     multicast_variables: Mapping[str, str]
@@ -191,18 +198,31 @@ def flash_attention() -> tuple[str | None, str | None]:
     return (version if problem is None else None), problem
 
 
+def torchao() -> tuple[str | None, str | None]:
+    """The fields of `Platform` about TorchAO: its version, or why it is not used where it is installed."""
+    try:
+        version = importlib.metadata.version("torchao")
+    except importlib.metadata.PackageNotFoundError:
+        return None, None
+    if leading_version(version)[:2] != TESTED_TORCHAO:
+        return None, f"{'.'.join(map(str, TESTED_TORCHAO))} is needed, and {version} is installed"
+    problem = _why_it_does_not_load(*_TORCHAO)
+    return (version if problem is None else None), problem
+
+
 def apex_parts() -> dict[str, bool]:
     """The fields of `Platform` about apex: which of its parts load."""
     return {field: all(map(_imports, modules)) for field, modules in APEX_PARTS.items()}
 
 
 def detect_platform() -> Platform:
-    """Looks up what is there; imports Transformer Engine, FlashAttention-4 and apex where they are installed."""
+    """Looks up what is there; imports Transformer Engine, FlashAttention-4, TorchAO and apex where installed."""
     import torch
 
     cuda = torch.cuda.is_available()
     te_version, te_problem = _transformer_engine() if cuda else (None, None)
     flash_version, flash_problem = flash_attention() if cuda else (None, None)
+    torchao_version, torchao_problem = torchao() if cuda else (None, None)
     return Platform(
         cuda=cuda,
         num_gpus=torch.cuda.device_count() if cuda else 0,
@@ -211,6 +231,8 @@ def detect_platform() -> Platform:
         torch_cuda=torch.version.cuda if cuda else None,
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
+        torchao=torchao_version,
+        torchao_problem=torchao_problem,
         recipe_variables=recipe_variables(),
         multicast_variables=multicast_variables(),
         flash_attention=flash_version,

@@ -50,6 +50,8 @@ class Recipe:
     """The weight that dgrad reads has one scale for the whole tensor, whatever the other operands have."""
     powers_of_two: bool = False
     """Scales are rounded down to powers of two."""
+    takes_logarithm: bool = False
+    """That is done by a logarithm in fp32, which takes a quotient just below a power of two for that power."""
     adds_bias_rounded: bool = False
     """A bias is added to the rounded product, rather than before that is rounded."""
     least_amax: float = 0.0
@@ -131,6 +133,16 @@ _OF_TORCHAO = {
         ("tp_comm_overlap", "activation_cast_fusion"), "it belongs to Transformer Engine's layers, not to TorchAO's"
     ),
     "cuda_graph_impl": "tensorwise of Transformer Engine is the only FP8 recipe tested with graphs",
+}
+
+
+_OF_ROWS = {
+    "scales_rows": True,
+    "powers_of_two": True,
+    "takes_logarithm": True,
+    # torch._scaled_mm with scales of rows.
+    "capability": ((9, 0), None),
+    "hardware": "compute capability 9.0 or newer",
 }
 
 
@@ -244,19 +256,17 @@ _TORCHAO = (
         name="rowwise",
         e4m3=True,
         scales_from="the scale of a row or column comes from its own values",
-        scales_rows=True,
-        powers_of_two=True,
         searches_amax=True,
+        **_OF_ROWS,
     ),
     _torchao(
         name="rowwise_with_gw_hp",
         e4m3=True,
         scales_from="the scale of a row or column comes from its own values",
-        scales_rows=True,
         scales_dgrad_weight_whole=True,
-        powers_of_two=True,
         searches_amax=True,
         has_wgrad=False,
+        **_OF_ROWS,
     ),
 )
 # By their presets. The first of an engine's is the one that `fp8_recipe=null` means.
@@ -304,6 +314,11 @@ class Fp8Settings:
     emulate: bool
 
     @property
+    def in_local_layers(self) -> bool:
+        """Whether megatron-core's local layers compute it: where it is emulated, and with TorchAO."""
+        return self.emulate or self.backend is Fp8Backend.torchao
+
+    @property
     def hybrid(self) -> bool:
         """E4M3 forward and E5M2 backward; otherwise E4M3 in both."""
         return self.gradient_format == "e5m2"
@@ -343,6 +358,14 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
         exclude=tuple(model.fp8_exclude),
         emulate=model.fp8_emulate,
     )
+
+
+def local_layers(model: ModelConfig) -> str:
+    """The setting that leaves FP8 to megatron-core's local layers; empty where none does."""
+    if not model.fp8:
+        return ""
+    of_torchao = f"model.fp8_backend={Fp8Backend.torchao.name}" * (model.fp8_backend is Fp8Backend.torchao)
+    return "model.fp8_emulate=true" if model.fp8_emulate else of_torchao
 
 
 def emulation(model: ModelConfig) -> str:

@@ -61,8 +61,8 @@ class RunSpec(Resolved):
 
     @property
     def te_fp8(self) -> Fp8Settings | None:
-        """The FP8 of Transformer Engine's layers; None also where it is emulated."""
-        return None if self.fp8 is None or self.fp8.emulate else self.fp8
+        """The FP8 of Transformer Engine's layers; None also where local layers compute it."""
+        return None if self.fp8 is None or self.fp8.in_local_layers else self.fp8
 
 
 def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpec:

@@ -12,7 +12,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
-from gpt_pretrain.fp8.emulation.layers import emulated_layers
+from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.spec.run_spec import RunSpec
@@ -61,7 +61,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
     _check_fp8_state(start, spec)
-    model = build_model(spec, emulated_layers(spec))
+    model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
     restored = _restore(start, trainable, config, corpus)

@@ -1,6 +1,6 @@
 """Two ranks train tiny GPTs with emulated FP8, one after the other in the same process groups.
 
-    FOLDER LAYOUT:RECIPE[:resume] …
+    FOLDER LAYOUT:RECIPE[:resume|:own] …
 
 Rank r writes FOLDER/LAYOUT.RECIPE.r.pt: what `observed_training` saw on this rank; where it says "resume" also losses
 and states of a run that was saved after a validation, "uncut", and of one that was resumed there, "resumed".
@@ -20,7 +20,15 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from tests.emulated_training import TINY, Training, build_training, emulate, observed_training, save_checkpoint
+from tests.emulated_training import (
+    TINY,
+    Training,
+    build_training,
+    build_training_of,
+    emulate,
+    observed_training,
+    save_checkpoint,
+)
 
 
 def two_more_steps(training: Training) -> tuple[list[float], dict[str, Any]]:
@@ -28,7 +36,11 @@ def two_more_steps(training: Training) -> tuple[list[float], dict[str, Any]]:
     return losses, {name: layer.get_extra_state() for name, layer in training.layers().items()}
 
 
-def train(folder: Path, layout: str, recipe: str, resume: bool) -> dict[str, Any]:
+def train(folder: Path, layout: str, recipe: str, resume: bool, own: bool) -> dict[str, Any]:
+    if own:
+        # TorchAO's own products, which a CPU computes with one scale for each tensor.
+        config = load_config([*TINY, f"parallelism={layout}", f"fp8={recipe}", "trainer.precision=bf16"])
+        return observed_training(build_training_of(config, {"compiled": False}))
     overrides = (f"parallelism={layout}", *emulate(recipe))
     training = build_training(*overrides)
     result = observed_training(training)
@@ -52,8 +64,9 @@ def main() -> None:
     launch = read_launch()
     with process_groups(load_config([*TINY, f"parallelism={cases[0][0]}"]).model, launch, detect_platform()):
         for layout, recipe, *more in cases:
-            result = train(folder, layout, recipe, resume="resume" in more)
-            torch.save(result, folder / f"{layout}.{recipe}.{launch.rank}.pt")
+            own = "own" in more
+            result = train(folder, layout, recipe, resume="resume" in more, own=own)
+            torch.save(result, folder / f"{layout}{'.own' if own else ''}.{recipe}.{launch.rank}.pt")
 
 
 if __name__ == "__main__":

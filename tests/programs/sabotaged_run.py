@@ -44,14 +44,14 @@ def replace_emulated_layers():
     """Plain local layers where emulated ones were planned."""
     from gpt_pretrain.training import setup
 
-    setup.emulated_layers = lambda *arguments: None
+    setup.fp8_layers = lambda *arguments: None
 
 
 def _change_emulated(**changes):
     from gpt_pretrain.training import setup
 
-    build = setup.emulated_layers
-    setup.emulated_layers = lambda spec: build(dataclasses.replace(spec, fp8=dataclasses.replace(spec.fp8, **changes)))
+    build = setup.fp8_layers
+    setup.fp8_layers = lambda spec: build(dataclasses.replace(spec, fp8=dataclasses.replace(spec.fp8, **changes)))
 
 
 def swap_emulated_recipe():
@@ -69,10 +69,10 @@ def leave_fp8_after_the_first_step():
     """Layers that compute in FP8 while they are watched at the start, and no more."""
     import torch
 
-    from gpt_pretrain.fp8.emulation import layers
+    from gpt_pretrain.fp8 import local_layers as layers
     from gpt_pretrain.training import trainer
 
-    steps, emulated, train_step = [], layers._EmulatedLinear._forward_impl, trainer.train_step
+    steps, emulated, train_step = [], layers._Fp8Linear._forward_impl, trainer.train_step
 
     def compute(layer, input, weight, bias, **more):
         if len(steps) == 1:
@@ -83,7 +83,7 @@ def leave_fp8_after_the_first_step():
         steps.append(1)
         return train_step(*given)
 
-    layers._EmulatedLinear._forward_impl, trainer.train_step = compute, step
+    layers._Fp8Linear._forward_impl, trainer.train_step = compute, step
 
 
 SABOTAGES = {

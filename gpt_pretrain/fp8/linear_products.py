@@ -1,0 +1,203 @@
+"""The three products of a linear layer in FP8, whoever casts and multiplies: one autograd function for all engines.
+
+    forward  y  = x·wᵀ + b     over codes of x and w
+    dgrad    dx = dy·w         over codes of dy and w
+    wgrad    dw = dyᵀ·x        over codes of dy and x; of the values themselves where the run keeps it out of FP8
+
+Emulated products of codes are summed in fp32 and rounded once, to the run's precision. The bias is added before that
+rounding, and its gradient comes from the values, as in Transformer Engine (TE); TorchAO adds it to the rounded product.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from gpt_pretrain.fp8.emulation.casts import Cast, Directions, Quantised
+from gpt_pretrain.fp8.emulation.delayed import LayerScaling
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role
+from gpt_pretrain.spec.recipes import Fp8Settings
+
+# How far a result may be from the product of its codes (`gemms.Product.result_error`): summed in fp32 and rounded once,
+# to BF16 at worst; or summed by Hopper's tensor cores (`te_products`), where TorchAO may scale what was rounded.
+_RESULT_ERROR, _HARDWARE_ERROR = 2e-3, 1e-2
+
+
+class Multiply(Protocol):
+    """How an engine computes a product of a linear layer."""
+
+    def __call__(
+        self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, *, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The result, a matrix of the given type.
+
+        Args:
+            phase: Which product.
+            first: In the order of `gemms.OPERANDS`, cast for this product.
+            second: Likewise.
+            dtype: Of the result.
+            bias: [columns], added to it.
+        """
+
+
+def _multiply_values(
+    settings: Fp8Settings,
+    phase: Phase,
+    first: Quantised,
+    second: Quantised,
+    dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product of what the codes stand for, in fp32."""
+    a, b = first.values(), second.values()
+    y = a @ b.t() if phase is Phase.forward else a @ b if phase is Phase.dgrad else a.t() @ b
+    if bias is None:
+        return y.to(dtype)
+    return y.to(dtype) + bias if settings.recipe.adds_bias_rounded else (y + bias.float()).to(dtype)
+
+
+class LinearProducts:
+    """What the products of one layer share: how its tensors are cast, and the codes of its weight.
+
+    The weight is cast in the first microbatch of a step, and its codes serve the others, so that with delayed scaling a
+    step has one scale for it (TE's `get_weight_workspace`, driven by megatron-core's `set_is_first_microbatch`).
+    """
+
+    def __init__(self, settings: Fp8Settings, cast: Cast, multiply: Multiply | None = None) -> None:
+        self.largest_amax = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
+        """fp32 [1]: raised to the amax of each cast, until somebody sets it back."""
+        self._rule = cast
+        self._settings = settings
+        self._multiply = multiply or partial(_multiply_values, settings)
+        self._weight: Directions | None = None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        is_first_microbatch: bool,
+        listener: Callable[[], ProductListener | None],
+    ) -> torch.Tensor:
+        """The layer's output.
+
+        Args:
+            x: [..., in], gathered where ranks split the sequence; in the weight's type, or fp32 where the module before
+                it does not round.
+            weight: [out, in]; the output is of its type.
+            bias: [out], added to the product.
+            is_first_microbatch: The weight has changed.
+            listener: Returns who is told about the products; called at the time of each.
+        """
+        rows = x.reshape(-1, x.shape[-1])
+        rule = self._rule
+        input_codes = self._cast(rows.detach(), Role.input)
+        if is_first_microbatch or self._weight is None:
+            self._weight = self._cast(weight.detach(), Role.weight)
+        call = _Call(
+            cast=self._cast,
+            multiply=self._multiply,
+            settings=self._settings,
+            weight=self._weight,
+            # The codes are all that the backward pass needs; those who check them need the values.
+            x_values=None if listener() is None else rows.detach(),
+            weight_values=weight.detach(),
+            end_backward=rule.end_backward if isinstance(rule, LayerScaling) and rule.ends_backward else None,
+            listener=listener,
+        )
+        y: torch.Tensor = _Linear.apply(rows, weight, bias, (call, input_codes))  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], -1)
+
+    def _cast(self, x: torch.Tensor, role: Role) -> Directions:
+        directions = self._rule(x, role)
+        torch.maximum(self.largest_amax, directions.along_rows.amax, out=self.largest_amax)
+        return directions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """One forward pass of a layer; keeps its codes until the backward pass has read them."""
+
+    cast: Cast
+    multiply: Multiply
+    settings: Fp8Settings
+    weight: Directions
+    x_values: torch.Tensor | None
+    """[tokens, in]; None where nobody is told about the products."""
+    weight_values: torch.Tensor
+    """[out, in]"""
+    end_backward: Callable[[], None] | None
+    listener: Callable[[], ProductListener | None]
+
+    def tell(
+        self,
+        phase: Phase,
+        output: torch.Tensor,
+        *operands: Quantised | torch.Tensor,
+        dy: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Reports a product that has been computed."""
+        listener = self.listener()
+        if listener is not None:
+            values = {Role.input: self.x_values, Role.weight: self.weight_values, Role.output_gradient: dy}
+            first, second = (
+                _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
+            )
+            error = _RESULT_ERROR if self.settings.emulate else _HARDWARE_ERROR
+            # A second rounding is to BF16 at worst, too.
+            error += _RESULT_ERROR * (bias is not None and self.settings.recipe.adds_bias_rounded)
+            listener(Product(phase=phase, operands=(first, second), output=output, added=bias, result_error=error))
+
+
+def _operand(role: Role, data: Quantised | torch.Tensor, values: torch.Tensor | None) -> Operand:
+    if isinstance(data, torch.Tensor):
+        format = str(data.dtype).removeprefix("torch.")
+        return Operand(role=role, format=format, codes=None, scale=None, amax=None, values=data)
+    return Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax, values=values)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        call_and_codes: tuple[_Call, Directions],
+    ) -> torch.Tensor:
+        call, codes = call_and_codes
+        # Of the input's codes the backward pass reads those that lie along columns.
+        ctx.call, ctx.codes = call, codes.along_columns
+        ctx.has_bias = bias is not None
+        ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        # The codes replace the values, unless the weight's gradient comes from the values.
+        ctx.save_for_backward(None if call.settings.wgrad else x)
+        y = call.multiply(Phase.forward, codes.along_rows, call.weight.along_rows, weight.dtype, bias=bias)
+        call.tell(Phase.forward, y, codes.along_rows, call.weight.along_rows, bias=bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy,), call = gradients, ctx.call
+        (x,) = ctx.saved_tensors
+        codes = call.cast(dy.detach(), Role.output_gradient)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = call.multiply(Phase.dgrad, codes.along_rows, call.weight.along_columns, dy.dtype)
+            call.tell(Phase.dgrad, dx, codes.along_rows, call.weight.along_columns, dy=dy)
+            dx = dx.to(ctx.input_dtype)
+        if ctx.needs_input_grad[1] and call.settings.wgrad:
+            dw = call.multiply(Phase.wgrad, codes.along_columns, ctx.codes, ctx.weight_dtype)
+            call.tell(Phase.wgrad, dw, codes.along_columns, ctx.codes, dy=dy)
+        elif ctx.needs_input_grad[1]:
+            rounded = x.to(dy.dtype)
+            dw = dy.t() @ rounded
+            call.tell(Phase.wgrad, dw, dy, rounded)
+        if call.end_backward is not None:
+            call.end_backward()
+        return dx, dw, dy.sum(dim=0) if ctx.has_bias else None, None

@@ -1,0 +1,205 @@
+"""FP8 in megatron-core's local layers: what emulated runs, and those of TorchAO, build the model from.
+
+The column- and row-parallel layers keep megatron-core's weights, communication and checkpoint keys. Only their three
+products are ours (`fp8/linear_products.py`), of an engine that casts and multiplies: `fp8/emulation/`, or
+`fp8/torchao.py`.
+
+Where ranks split the sequence, the input is gathered before it is cast; megatron-core gathers the gradient of a
+row-parallel output likewise. TE casts first and gathers codes, with an amax that it has reduced over these ranks, or
+with blocks that end where the parts do: the same codes for fewer bytes.
+
+Attention, embeddings and the LM head stay as they are. With delayed scaling TE computes the norm before a
+column-parallel layer and its cast in one kernel, which takes amax and codes from values that were never rounded to BF16
+(TE 2.12, pytorch/csrc/extensions/normalization.cpp); such a norm passes on fp32 here. The other recipes cast what was
+rounded.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+
+from gpt_pretrain.fp8.emulation.casts import Cast, stateless_cast
+from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
+from gpt_pretrain.fp8.gemms import ProductListener
+from gpt_pretrain.fp8.linear_products import LinearProducts, Multiply
+from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
+from gpt_pretrain.spec.recipes import Fp8Settings
+from gpt_pretrain.spec.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from gpt_pretrain.fp8.torchao import TorchAO
+
+
+class _Fp8Linear(torch.nn.Module):
+    """What column- and row-parallel layers in FP8 have in common, before megatron-core's class in the bases."""
+
+    def __init__(
+        self, *args: Any, settings: Fp8Settings, cast: Cast, multiply: Multiply | None, name: str, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, name=name, **kwargs)
+        self.product_listener: ProductListener | None = None
+        self.is_first_microbatch = True
+        """Set by megatron-core's schedules: the weight has changed."""
+        self._scaling = cast if isinstance(cast, LayerScaling) else None
+        self._products = LinearProducts(settings, cast, multiply)
+
+    @property
+    def largest_amax(self) -> torch.Tensor:
+        """fp32 [1]: the largest amax of the casts since it was set back (`fp8.infinities.StepCasts`)."""
+        return self._products.largest_amax
+
+    @property
+    def fp8_meta(self) -> dict[str, Scaling]:
+        """The state of delayed scaling under the names of Transformer Engine's layers; empty for other recipes."""
+        scaling = self._scaling
+        return {} if scaling is None else {"scaling_fwd": scaling.forward, "scaling_bwd": scaling.backward}
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: torch.distributed.ProcessGroup | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """x·wᵀ + b in the weight's type; the other arguments belong to fusions that the rules refuse."""
+        if sequence_parallel:
+            # Its backward sums the gradients over the ranks and scatters them.
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        is_first, self.is_first_microbatch = self.is_first_microbatch, False
+        return self._products(input, weight, bias, is_first_microbatch=is_first, listener=lambda: self.product_listener)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor] | None:
+        """Scales and amax histories; None for recipes without."""
+        return None if self._scaling is None else self._scaling.state()
+
+    def set_extra_state(self, state: dict[str, torch.Tensor] | None) -> None:
+        """Restores them; a checkpoint without them leaves the initial ones."""
+        if self._scaling is not None and state is not None:
+            self._scaling.load(state)
+
+
+class _LayerNorm(torch.nn.LayerNorm):
+    """torch's norm, or one whose result stays in fp32."""
+
+    is_rounded = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The norm over the last dimension."""
+        if self.is_rounded:
+            return super().forward(input)
+        weight, bias = self.weight.float(), self.bias.float()
+        return torch.nn.functional.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
+
+
+class _RMSNorm(torch.nn.RMSNorm):
+    """torch's norm, or one whose result stays in fp32."""
+
+    is_rounded = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The norm over the last dimension."""
+        if self.is_rounded:
+            return super().forward(input)
+        weight = self.weight.float()
+        return torch.nn.functional.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
+
+
+class _Norm(TorchNorm):
+    """The norms beside layers in FP8."""
+
+    layer_norm = _LayerNorm
+    rms_norm = _RMSNorm
+
+
+class Fp8ColumnParallelLinear(_Fp8Linear, ColumnParallelLinear):  # type: ignore[misc]
+    """A linear layer whose outputs are split over the tensor parallel ranks."""
+
+
+class Fp8RowParallelLinear(_Fp8Linear, RowParallelLinear):  # type: ignore[misc]
+    """A linear layer whose inputs are split over the tensor parallel ranks."""
+
+
+class Fp8Layers(LocalLayers):
+    """megatron-core's local layers, with products in FP8 in the linear layers that the plan puts there.
+
+    Args:
+        settings: The FP8 of the run.
+        modules: Names, in the whole model, of the layers in FP8; the others are megatron-core's own.
+        engine: Casts and multiplies; None: as the settings emulate it.
+    """
+
+    def __init__(self, settings: Fp8Settings, modules: frozenset[str], engine: "TorchAO | None" = None) -> None:
+        super().__init__(apex_layer_norm=False)
+        self._settings = settings
+        self._modules = modules
+        self._engine = engine
+        self._scaling: DelayedScaling | None = None
+        if settings.recipe.keeps_history:
+            group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+            self._scaling = DelayedScaling(settings, group)
+
+    def column_parallel_linear(self) -> Any:
+        """What builds column-parallel layers."""
+        return partial(self._build, ColumnParallelLinear, Fp8ColumnParallelLinear)
+
+    def row_parallel_linear(self) -> Any:
+        """What builds row-parallel layers."""
+        return partial(self._build, RowParallelLinear, Fp8RowParallelLinear)
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        """The norm's class."""
+        return _Norm
+
+    def attach(self, chunk: MegatronModule) -> None:
+        """Follows the passes of a model chunk built from these layers."""
+        if self._scaling is None:
+            return
+        self._scaling.attach(chunk.decoder)
+        for layer in chunk.decoder.layers:
+            for norm, linear in (
+                (layer.input_layernorm, layer.self_attention.linear_qkv),
+                (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
+            ):
+                norm.is_rounded = not isinstance(linear, Fp8ColumnParallelLinear)
+
+    def _build(
+        self, plain: type[torch.nn.Module], in_fp8: type[_Fp8Linear], *args: Any, name: str, **kwargs: Any
+    ) -> torch.nn.Module:
+        if name not in self._modules:
+            return plain(*args, name=name, **kwargs)
+        if self._engine is not None:
+            own: dict[str, Any] = {"cast": self._engine.cast, "multiply": self._engine.multiply}
+        else:
+            cast = stateless_cast(self._settings) if self._scaling is None else self._scaling.new_layer()
+            own = {"cast": cast, "multiply": None}
+        return in_fp8(*args, settings=self._settings, name=name, **own, **kwargs)
+
+
+def fp8_layers(spec: RunSpec) -> Fp8Layers | None:
+    """The layers of a run whose FP8 is in local layers: emulated, or TorchAO's; None for other runs.
+
+    Process groups must be open (`megatron.parallel.process_groups`).
+    """
+    settings = spec.fp8
+    if settings is None or not settings.in_local_layers:
+        return None
+    modules = frozenset(linear.module for linear in spec.linears if linear.precision == "fp8")
+    if settings.emulate:
+        return Fp8Layers(settings, modules)
+    from gpt_pretrain.fp8.torchao import TorchAO
+
+    return Fp8Layers(settings, modules, TorchAO(settings, compiled=True))

@@ -1,0 +1,114 @@
+"""TorchAO's float8 casts and products, as its own linear layer makes them (`torchao.float8`, 0.18).
+
+`Float8Linear` computes its three products in one autograd function. Here each cast and each product is a function of
+its own, made of the operations that Float8Linear calls in the order in which it calls them, so that codes and scales
+can be watched and checked like those of any engine. torch.compile fuses each into a few kernels. It must not fall back:
+a graph that breaks, or a shape too many, is an error (`fullgraph=True`).
+
+On a GPU a product is `torch._scaled_mm`, which cuBLAS or CUTLASS computes; none has run it here yet. PyTorch computes
+it on a CPU, too, but for the forward product of rows. `emulate` is TorchAO's own emulation, in fp32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchao.float8 import Float8LinearConfig, GemmInputRole, LinearMMConfig, ScaledMMConfig, ScalingGranularity
+from torchao.float8.float8_training_tensor import Float8TrainingTensor, hp_tensor_and_scale_to_float8
+from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
+
+from gpt_pretrain.fp8.emulation.casts import Directions, Quantised
+from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Phase, Role, role_format
+from gpt_pretrain.spec.recipes import Fp8Settings
+
+_ROLES = {
+    Role.input: GemmInputRole.INPUT,
+    Role.weight: GemmInputRole.WEIGHT,
+    Role.output_gradient: GemmInputRole.GRAD_OUTPUT,
+}
+# Codes, scale, the dimension that shares one, and what the tensor is.
+type _Operand = tuple[torch.Tensor, torch.Tensor, int | None, GemmInputRole]
+# Shapes that one function is compiled for: four linear layers, three tensors of each along two dimensions, also in
+# validation.
+_MOST_SHAPES = 64
+
+
+class TorchAO:
+    """The casts and products of a recipe.
+
+    Args:
+        settings: The FP8 of the run, of a recipe of TorchAO.
+        compiled: By torch.compile, which takes seconds for each shape.
+        emulate: Multiplies in fp32 what the codes stand for.
+    """
+
+    def __init__(self, settings: Fp8Settings, *, compiled: bool, emulate: bool = False) -> None:
+        self._settings = settings
+        config = Float8LinearConfig.from_recipe_name(settings.recipe.name)
+        self._powers_of_two = config.round_scales_to_power_of_2
+        gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+        self._gemms = LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, False) for gemm in gemms))
+        self._cast = _compiled(_cast) if compiled else _cast
+        self._multiply = _compiled(_multiply) if compiled else _multiply
+
+    def cast(self, x: torch.Tensor, role: Role) -> Directions:
+        """Casts a matrix [rows, columns]; see `fp8.emulation.casts.Cast`."""
+        recipe, (rows, columns) = self._settings.recipe, x.shape
+        if recipe.scales_tensors:
+            quantised = self._quantised(x, role, None, None)
+            return Directions(quantised, quantised)
+        along_rows = self._quantised(x, role, -1, (1, columns))
+        is_whole = recipe.scales_dgrad_weight_whole and role is Role.weight
+        if not recipe.has_wgrad and role is not Role.weight:
+            # Nothing sums over the rows of their codes.
+            return Directions(along_rows, along_rows)
+        axis, block = (None, None) if is_whole else (0, (rows, 1))
+        return Directions(along_rows, self._quantised(x, role, axis, block))
+
+    def _quantised(self, x: torch.Tensor, role: Role, axis: int | None, block: tuple[int, int] | None) -> Quantised:
+        format = role_format(self._settings, role)
+        codes, scale, amax = self._cast(x, CODE_TYPES[format], axis, self._powers_of_two)
+        return Quantised(format=format, codes=codes, scale=scale, amax=amax, block=block)
+
+    def multiply(
+        self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One of the three products; see `fp8.local_layers.Multiply`."""
+        operands: list[_Operand] = []
+        for role, quantised in zip(OPERANDS[phase], (first, second), strict=True):
+            along_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
+            axis = None if quantised.block is None else -1 if along_rows else 0
+            operands.append((quantised.codes, quantised.scale, axis, _ROLES[role]))
+        y = self._multiply(phase, operands[0], operands[1], dtype, self._gemms)
+        return y if bias is None else y + bias
+
+
+def _compiled[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _MOST_SHAPES)
+    # What is compiled rounds where the operations say it; TorchAO asks for it with scales of rows.
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+def _cast(
+    x: torch.Tensor, dtype: torch.dtype, axis: int | None, powers_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scale and amax [1] (`hp_tensor_to_float8_dynamic`, which keeps no amax)."""
+    granularity = ScalingGranularity.TENSORWISE if axis is None else ScalingGranularity.AXISWISE
+    amax = tensor_to_amax(x, scaling_granularity=granularity, axiswise_dim=axis)
+    scale = amax_to_scale(amax, dtype, round_scales_to_power_of_2=powers_of_two)
+    codes = hp_tensor_and_scale_to_float8(x, scale, dtype, axiswise_dim=axis)._data
+    return codes, scale.reshape(1) if axis is None else scale, amax.amax().float().reshape(1)
+
+
+def _multiply(
+    phase: Phase, first: _Operand, second: _Operand, dtype: torch.dtype, gemms: LinearMMConfig
+) -> torch.Tensor:
+    """x·wᵀ, dy·w or dyᵀ·x (`matmul_with_hp_or_float8_args`)."""
+    a, b = (
+        Float8TrainingTensor(codes, scale, dtype, gemms, role, axis) for codes, scale, axis, role in (first, second)
+    )
+    if phase is Phase.forward:
+        return torch.mm(a, b.t())
+    return torch.mm(a, b) if phase is Phase.dgrad else torch.mm(a.t(), b)
