@@ -12,6 +12,7 @@ from gpt_pretrain.commands.train import main as train
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.data.tokenizer import load_tokenizer
+from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics
 from tests.refusals import compose_quickly
 
 pytestmark = [pytest.mark.usefixtures("no_launcher"), pytest.mark.timeout(60)]
@@ -63,6 +64,14 @@ def test_a_hostile_file_is_told_in_a_line_by_who_reads_it(kind, tmp_path, capsys
     assert len(rest) <= 12, "a line for each field that is missing"
     (line, *_) = told_by(picture, [f"path={manifest}", f"out={tmp_path}/out.png"], capsys)
     assert str(manifest) in line
+
+
+@pytest.mark.parametrize("kind", [os.mkfifo, zero])
+def test_a_log_that_is_no_file_is_told(kind, tmp_path):
+    kind(tmp_path / "metrics.jsonl")
+    for read in (load_metrics, MetricsFile):
+        with pytest.raises(UserError, match=r"metrics\.jsonl .* no regular file"):
+            read(tmp_path)
 
 
 ALIASES = "a: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))

@@ -23,6 +23,7 @@ from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import ended_by_signals, prepare_libraries
+from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
 
 if TYPE_CHECKING:
@@ -67,6 +68,12 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         return USER_ERROR if isinstance(error, UserError) else CRASH
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:
+        problem = limit_met(error)
+        if problem is None:
+            raise
+        print_error(RunError(problem), "" if launch is None or launch.world_size == 1 else f" (rank {launch.rank})")
+        return CRASH
 
 
 def run_with_config(

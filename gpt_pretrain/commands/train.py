@@ -31,6 +31,7 @@ from gpt_pretrain.commands.command_line import Request, run_hydra
 from gpt_pretrain.commands.door import CRASH, USER_ERROR, print_error, print_job, run_with_config
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
+from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
 from gpt_pretrain.launch.slurm import submit
@@ -78,15 +79,21 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
             print_error_after_rank_zero(error, launch)
             code = USER_ERROR if isinstance(error, UserError) else CRASH
         except Exception as error:
-            from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+            out_of_memory = None
+            # There is no torch where not even that found room.
+            if "torch" in sys.modules:
+                from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
 
-            out_of_memory = explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
-            if not request.options.multirun and out_of_memory is None:
+                out_of_memory = explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
+            problem = out_of_memory or limit_met(error)
+            if not request.options.multirun and problem is None:
                 raise
-            traceback.print_exc()
-            if out_of_memory is not None:
+            # What ran out besides memory is not where it was met first.
+            if out_of_memory is not None or problem is None:
+                traceback.print_exc()
+            if problem is not None:
                 # Below the traceback, where it is seen.
-                print_error(UserError(out_of_memory))
+                print_error(RunError(problem), "" if launch.world_size == 1 else f" (rank {launch.rank})")
             code = CRASH
         if asked_for and request.options.multirun:
             # Ctrl-C and signals end the sweep, not only the job that they hit.

@@ -62,6 +62,12 @@ class RunError(RuntimeError):
     """What ended a run although nothing that was given is wrong: printed without a traceback, exit code 1."""
 
 
+def reason(error: BaseException) -> str:
+    """What an error of another program's code says, for a line of ours: some say nothing, or print all they have."""
+    said = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
+
+
 def show(value: Any) -> str:
     """A value as messages print it: strings quoted, null, true and false as in YAML."""
     if value is None:

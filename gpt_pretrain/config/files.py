@@ -28,6 +28,21 @@ def unfinished_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Inside, an error of the file system says which file it is of; the system's own does not once a file is open.
+
+    Raises:
+        OSError: With its `filename`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
     """Replaces a text file in one piece; one process at a time may write it.
 
@@ -38,10 +53,11 @@ def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
     """
     unfinished = unfinished_path(path)
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        if wait_for_disk:
-            fsync(unfinished)
-        os.replace(unfinished, path)
+        with named(path):
+            unfinished.write_text(text, encoding="utf-8")
+            if wait_for_disk:
+                fsync(unfinished)
+            os.replace(unfinished, path)
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise

@@ -4,6 +4,7 @@ What is read here is data. Nothing of it is looked up in the environment, resolv
 """
 
 import json
+import math
 import os
 import re
 import stat
@@ -24,6 +25,17 @@ _LOOKED_UP = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 class ForeignFileError(UserError):
     """A file that cannot be read as what it should be: names it and the reason."""
+
+
+def check_regular(path: Path) -> None:
+    """Refuses what would never end or never begin to be read.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ForeignFileError: It is a pipe, a device or a directory.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ForeignFileError(f"{path} cannot be read: it is no regular file")
 
 
 def read_foreign_text(path: Path) -> str:
@@ -49,26 +61,37 @@ def read_foreign_text(path: Path) -> str:
 
 
 def read_foreign_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object.
-
-    Raises:
-        FileNotFoundError: It is not there.
-        ForeignFileError: It cannot be read, is no JSON (NaN and infinity are not), is nested too deeply, or holds
-            something else.
-    """
-    try:
-        values = json.loads(read_foreign_text(path), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ForeignFileError):
-            raise
-        raise ForeignFileError(f"{path} cannot be read: {error}") from error
+    """A file that holds a JSON object; see `read_foreign_value` for the errors."""
+    values = read_foreign_value(path)
     if not isinstance(values, dict):
         raise ForeignFileError(f"{path} cannot be read: it holds no JSON object")
     return values
 
 
+def read_foreign_value(path: Path) -> Any:
+    """A file that holds JSON.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ForeignFileError: It cannot be read, is no JSON (NaN and infinity are not), or is nested too deeply.
+    """
+    try:
+        return json.loads(read_foreign_text(path), parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ForeignFileError):
+            raise
+        raise ForeignFileError(f"{path} cannot be read: {error}") from error
+
+
 def _refuse_constant(name: str) -> Never:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is beyond any number")
+    return value
 
 
 def check_yaml(path: Path) -> None:

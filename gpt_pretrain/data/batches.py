@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries
 
@@ -117,7 +118,11 @@ class BatchIterator(Iterator[Batch]):
         return list(islice(self._ahead, num_batches))
 
     def _read(self, batches: Iterator[dict[str, torch.Tensor]]) -> Batch:
-        fields = next(batches)
+        try:
+            fields = next(batches)
+        except UserError as error:
+            # torch puts the traceback of a data-loading process before it.
+            raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2]) from error
         if self._device.type == "cuda":
             fields = {name: value.to(self._device, non_blocking=True) for name, value in fields.items()}
         return Batch(**fields)

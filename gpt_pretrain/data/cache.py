@@ -9,7 +9,6 @@ Whoever holds an entry's lock publishes its progress, and whoever waits for the 
 where another rank, or another run, does the work.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -30,12 +29,11 @@ from rich.progress import Progress as RichProgress
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import fsync_tree, new_directory, write_file
 from gpt_pretrain.config.schema import DataConfig
+from gpt_pretrain.launch.limits import disk_is_full
 
 _POLL_S = 0.2
 _PUBLISH_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 5.0
-# What a full disk answers: no space, no quota left, or a file-size limit.
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Progress:
@@ -245,11 +243,11 @@ def write_entry(entry: Path, fill: Callable[[Path], None]) -> None:
             # Here, where the bytes can still be counted.
             fsync_tree(unfinished)
         except OSError as error:
-            if error.errno not in DISK_FULL:
+            if not disk_is_full(error):
                 raise
             written = sum(path.stat().st_size for path in unfinished.iterdir())
             free = shutil.disk_usage(entry.parent).free
             raise UserError(
-                f"no space left while writing {entry} ({error.strerror}): {written:,} bytes were written, "
+                f"no space left while writing {entry} ({error.strerror or error}): {written:,} bytes were written, "
                 f"{free:,} bytes are free; free space there or set model.data.cache_dir to another disk"
             ) from error

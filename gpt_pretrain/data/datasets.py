@@ -28,10 +28,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
-from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.config.errors import UserError, format_bytes, reason
+from gpt_pretrain.config.foreign import check_regular
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.data.cache import DISK_FULL, Progress, cache_directory, fingerprint, hold_lock
+from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
+from gpt_pretrain.launch.limits import disk_is_full
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
@@ -92,27 +94,48 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 
     Data-loading processes get it pickled; its memory-mapped indices travel as file names, where plain pickling would
     copy gigabytes into each process.
+
+    Args:
+        dataset: megatron-core's.
+        num_epochs: See `SampleDataset`.
+        index: The directory of its indices, which no checksum vouches for.
     """
 
-    def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float) -> None:
+    def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float, index: Path) -> None:
         self._dataset = dataset
         self.num_epochs = num_epochs
+        self._index = index
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = self._dataset[index]
+        """A sample.
+
+        Raises:
+            UserError: The index points to where no tokens are.
+        """
+        try:
+            sample = self._dataset[index]
+        except _NO_INDEX as error:
+            raise _no_index(self._index, error) from error
         return {field: sample[field] for field in FIELDS}
 
     def __getstate__(self) -> dict[str, Any]:
         buffer = io.BytesIO()
         _MemmapPickler(buffer).dump(self._dataset)
-        return {"dataset": buffer.getvalue(), "num_epochs": self.num_epochs}
+        return {**self.__dict__, "_dataset": buffer.getvalue()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._dataset = pickle.loads(state["dataset"])
-        self.num_epochs = state["num_epochs"]
+        self.__dict__ = {**state, "_dataset": pickle.loads(state["_dataset"])}
+
+
+# What megatron-core raises where its files hold other numbers, or none.
+_NO_INDEX = (pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AssertionError, OverflowError)
+
+
+def _no_index(index: Path, error: BaseException) -> UserError:
+    return UserError(f"{index} holds no indices of samples ({reason(error)}); remove it, and it is built again")
 
 
 class _MemmapPickler(pickle.Pickler):
@@ -167,6 +190,10 @@ def build_datasets(
     writes = writes and not (index / _COMPLETE).exists()
     lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
     try:
+        for path in index.glob("*.npy"):
+            check_regular(path)
+            # megatron-core would take a pickle as well.
+            numpy.load(path, mmap_mode="r", allow_pickle=False)
         with lock:
             if writes and index.exists() and not (index / _COMPLETE).exists():
                 # Left by a process that died; megatron-core would take half a file for a whole one.
@@ -181,20 +208,23 @@ def build_datasets(
             f"this rank does not see the sample index that rank 0 wrote ({error.filename}): model.data.cache_dir "
             f"(now {cache}) must be a directory that all nodes share"
         ) from error
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        free = format_bytes(shutil.disk_usage(cache).free)
-        raise UserError(
-            f"no space left while writing {index} ({error.strerror}): {free} are free; free space there or set "
-            "model.data.cache_dir to another disk"
-        ) from error
-    except (pickle.UnpicklingError, ValueError, EOFError) as error:
-        raise UserError(f"{index} holds no indices of samples: {error}; remove it, and it is built again") from error
-    train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0))
+    except UserError:
+        raise
+    except Exception as error:
+        # megatron-core may have put another one around it.
+        if disk_is_full(error):
+            free = format_bytes(shutil.disk_usage(cache).free)
+            raise UserError(
+                f"no space left while writing {index}: {free} are free; free space there or set model.data.cache_dir "
+                "to another disk"
+            ) from error
+        if isinstance(error, _NO_INDEX):
+            raise _no_index(index, error) from error
+        raise
+    train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0), index)
     if valid_dataset is None:
         return train, None
-    return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1))
+    return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1), index)
 
 
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:

@@ -28,6 +28,7 @@ from megatron.core.datasets.indexed_dataset import DType
 
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_value
 from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_lock
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -139,7 +140,7 @@ def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progres
             if not record.is_file():
                 _check_offsets(token_file)
                 write_file(record, json.dumps(_scan(token_file, progress)))
-    low, high = json.loads(record.read_text())
+    low, high = _read_scan(record)
     if low < 0 or high >= vocab_size:
         position, token = _first_outside(token_file, vocab_size)
         ends = numpy.cumsum(token_file.lengths(), dtype=numpy.int64)
@@ -149,6 +150,18 @@ def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progres
             f"vocabulary of model.vocab_size={vocab_size}; the file's ids run from {low} to {high}: it belongs to "
             f"another tokenizer, or model.vocab_size must be at least {high + 1}"
         )
+
+
+def _read_scan(record: Path) -> tuple[int, int]:
+    try:
+        low, high = read_foreign_value(record)
+        if type(low) is int and type(high) is int:
+            return low, high
+    except (ForeignFileError, ValueError, TypeError):
+        pass
+    raise UserError(
+        f"{record} does not hold the smallest and the largest id of a token file; remove it, and it is made again"
+    )
 
 
 def _chunks(token_file: TokenFile) -> Iterator[tuple[int, numpy.ndarray]]:

@@ -28,6 +28,7 @@ from typing import Self
 from filelock import FileLock, Timeout
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import named
 from gpt_pretrain.config.schema import Config
 
 RENEW_S = 20.0
@@ -215,7 +216,8 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
             note = f"took over {_check_left_over(path, this_process())}"
             # A new file: the process that wrote the old one may live after all, and renews and deletes its own alone.
             path.unlink()
-        path.write_text(this_process().to_json() + "\n", encoding="utf-8")
+        with named(path):
+            path.write_text(this_process().to_json() + "\n", encoding="utf-8")
         file = os.open(path, os.O_RDWR)
         os.fsync(file)
     released = threading.Event()

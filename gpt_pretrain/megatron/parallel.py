@@ -29,6 +29,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.spec.platform import MULTICAST_OFF, USER_BUFFERS_WITHOUT, Platform
 from gpt_pretrain.spec.run_spec import RunSpec
@@ -172,7 +173,7 @@ def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
         except UserError as error:
             answer = [(None, str(error))]
         except OSError as error:
-            answer = [(None, f"{error.filename or 'the file system'}: {error.strerror or error}")]
+            answer = [(None, limit_met(error) or f"{error.filename or 'the file system'}: {error.strerror or error}")]
     torch.distributed.broadcast_object_list(answer, src=0, device=torch.device(torch.cuda.current_device()))
     result, problem = answer[0]
     if problem is not None:

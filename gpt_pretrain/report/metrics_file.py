@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError, how_to_install
+from gpt_pretrain.config.files import named
+from gpt_pretrain.config.foreign import check_regular
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.records import (
@@ -56,14 +58,16 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Appends one record."""
-        self._file.write(record.to_line() + "\n")
-        self._file.flush()
+        with named(self.path):
+            self._file.write(record.to_line() + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Forces what was written to the disk and closes the file."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            with named(self.path):
+                os.fsync(self._file.fileno())
+                self._file.close()
 
 
 def _mend_last_line(path: Path) -> None:
@@ -73,6 +77,7 @@ def _mend_last_line(path: Path) -> None:
     """
     if not path.exists():
         return
+    check_regular(path)
     content = path.read_bytes()
     if not content or content.endswith(b"\n"):
         return
@@ -137,6 +142,7 @@ def load_metrics(run_dir: str | Path) -> Metrics:
 def load_records(path: Path) -> Metrics:
     """`load_metrics` of a file of any name."""
     try:
+        check_regular(path)
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give the directory of a run (its run_dir)") from None

@@ -123,7 +123,7 @@ def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_s
 def _open_sinks(setup: Setup) -> MetricsSinks:
     """Writes what the run directory says of the whole run, and opens what its records go to."""
     config, run_dir = setup.config, setup.run_dir
-    (run_dir / "config.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+    write_file(run_dir / "config.yaml", config_to_yaml(config))
     if setup.corpus.tokenizer is not None:
         # Exports and text from a checkpoint need it where the corpus is not.
         write_file(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())

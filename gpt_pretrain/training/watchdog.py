@@ -262,15 +262,18 @@ class Watchdog:
             why = self._peers.news()
             if why is not None:
                 error.add_note(f"watchdog: {why}")
-            self._file.write(self._header("it ended with an error"))
-            traceback.print_exception(error, file=self._file)
+            # A full disk may be that error.
+            with suppress(OSError):
+                self._file.write(self._header("it ended with an error"))
+                traceback.print_exception(error, file=self._file)
+                self._file.flush()
             if why is not None and not self._peers.failure:
                 # This rank's own error is no more than a broken connection.
                 traceback.print_exception(error)
-                self._file.flush()
                 self._end(why)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
         if self._path.stat().st_size == 0:
             self._path.unlink()
             # The last of the ranks succeeds.

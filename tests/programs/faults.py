@@ -7,6 +7,7 @@ import ctypes
 import itertools
 import os
 import pathlib
+import resource
 import signal
 import sys
 import threading
@@ -31,6 +32,11 @@ def hurry():
     end_soon()
     watchdog.BEAT_S, watchdog.SILENT_S = 0.5, 8.0
     watchdog.TICK_S, watchdog.STEP_FLOOR_S = 0.2, 5.0
+
+
+def limit(name, amount):
+    """As `ulimit` in a job's script: NOFILE descriptors, AS bytes of addresses, FSIZE bytes of a file."""
+    resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (amount, amount))
 
 
 def _at_step(number, fault):
