@@ -4,11 +4,12 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import KEEP_ALL, Destination, Retention
-from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, write_manifest
+from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, read_manifest, write_manifest
 
 
 def manifest(step: int, *, saved_at: float | None = None, **changes: object) -> Manifest:
@@ -48,6 +49,11 @@ def publish(
     write_manifest(destination.unfinished, manifest(step, saved_at=saved_at, files=files, **changes))
     destination.publish()
     return destination.path
+
+
+def rewrite_manifest(checkpoint: Path, **changes: object) -> None:
+    """Gives a manifest other fields and the checksum that goes with them, as its writer could."""
+    write_manifest(checkpoint, replace(read_manifest(checkpoint), **changes))
 
 
 _at_open: list[Callable[[str], None]] = []

@@ -1,5 +1,6 @@
 """Pickles that run code in whoever loads them freely, each by another way: they create a file, the canary."""
 
+import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from gpt_pretrain.checkpoint.manifest import hash_files, read_manifest, write_manifest
 
 
 class _Calls:
@@ -48,3 +51,28 @@ def hostile_pickles(canary: Path) -> Mapping[str, bytes]:
         + b"tR.",
         "a pickle in a pickle": pickle.dumps(_Calls(pickle.loads, pickle.dumps(_Calls(exec, code)))),
     }
+
+
+def as_if_written_so(checkpoint: Path) -> None:
+    """Gives a checkpoint the checksums of what it holds now, as its writer could."""
+    manifest = read_manifest(checkpoint)
+    write_manifest(checkpoint, dataclasses.replace(manifest, files=hash_files(checkpoint, manifest.files)))
+
+
+def plant_index(checkpoint: Path, planted: bytes) -> None:
+    """Other bytes for torch's index."""
+    (checkpoint / ".metadata").write_bytes(planted)
+    as_if_written_so(checkpoint)
+
+
+def plant_object(checkpoint: Path, planted: bytes, name: str = "random_states/shard_0_1") -> None:
+    """Puts other bytes in the place of an object."""
+    index = pickle.loads((checkpoint / ".metadata").read_bytes())
+    (entry,) = [key for key in index.storage_data if key.fqn == name]
+    info = index.storage_data[entry]
+    file = checkpoint / info.relative_path
+    index.storage_data[entry] = dataclasses.replace(info, offset=file.stat().st_size, length=len(planted))
+    with file.open("ab") as stream:
+        stream.write(planted)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
+    as_if_written_so(checkpoint)

@@ -5,6 +5,7 @@ processor time. Every run of the suite draws the same cases; `slow` draws more o
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import struct
@@ -13,11 +14,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 from gpt_pretrain.checkpoint.directory import find_checkpoints
 from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from gpt_pretrain.checkpoint.saved_model import CheckpointTensors
+from gpt_pretrain.commands.checkpoint import main as checkpoint
 from gpt_pretrain.commands.import_hf import main as import_hf
 from gpt_pretrain.commands.plan import main as plan
 from gpt_pretrain.config.errors import UserError
@@ -27,6 +32,7 @@ from gpt_pretrain.data.token_files import check_token_file
 from gpt_pretrain.data.tokenizer import load_tokenizer
 from tests.checkpoint_files import publish
 from tests.launching import REPOSITORY
+from tests.published_models import LLAMA
 from tests.token_files import write_token_file
 
 LIMIT_S = 10.0
@@ -89,7 +95,9 @@ def fuzz(**drawn):
             )
             chosen(given(**drawn)(test))()
 
-        return pytest.mark.parametrize("number", [NUM_CASES, pytest.param(NUM_SLOW, marks=pytest.mark.slow)])(cases)
+        return pytest.mark.parametrize(
+            "number", [NUM_CASES, pytest.param(NUM_SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+        )(cases)
 
     return decorate
 
@@ -178,10 +186,32 @@ def test_a_manifest_of_any_json_is_read_or_refused(data):
     with tempfile.TemporaryDirectory() as folder:
         path = publish(Path(folder), 10)
         values = json.loads((path / MANIFEST).read_text())
-        name = data.draw(st.sampled_from(sorted(values)))
-        values[name] = data.draw(JSON)
-        (path / MANIFEST).write_text(json.dumps(values))
-        assert not read_or_refused(lambda: read_manifest(path)) or json.loads((path / MANIFEST).read_text())
+        del values["sha256"]
+        part = data.draw(
+            st.sampled_from([values, values, values["layout"], values["config"]["model"], values["files"]])
+        )
+        part[data.draw(st.sampled_from(sorted(part)))] = data.draw(JSON)
+        # As its writer could; one without it is refused unread.
+        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        (path / MANIFEST).write_text(json.dumps({**values, "sha256": digest}))
+        for command in ("list", "verify"):
+            judged(lambda command=command: checkpoint([command, folder]))
+
+
+@fuzz(data=st.data())
+def test_an_index_of_tensors_is_read_or_refused(data):
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(3, dtype=torch.bfloat16)}
+        save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        index = Path(folder, ".metadata")
+        index.write_bytes(damaged(index.read_bytes(), data.draw))
+
+        def read():
+            tensors = CheckpointTensors(Path(folder))
+            for name in tensors:
+                tensors.read(name)
+
+        read_or_refused(read)
 
 
 @fuzz(data=st.data())
@@ -206,24 +236,6 @@ def test_a_text_file_is_read_or_refused(content, suffix):
         path = Path(folder, f"text{suffix}")
         path.write_bytes(content)
         read_or_refused(lambda: list(FileSource([str(path)], "text").pieces()))
-
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 64,
-    "vocab_size": 320,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "head_dim": 16,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.usefixtures("no_launcher")

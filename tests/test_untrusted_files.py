@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import json
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -10,20 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.safe_globals import safe_numpy_load
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from gpt_pretrain.checkpoint.manifest import check_files, hash_files, read_manifest, write_manifest
+from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, hash_files, read_manifest, write_manifest
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from tests.forked_runs import fork_ranks
-from tests.hostile_pickles import hostile_pickles
+from tests.hostile_pickles import as_if_written_so, hostile_pickles, plant_index, plant_object
+from tests.published_models import LLAMA
 from tests.runs import run_small, small_run_arguments
 
 SHAPES = tuple(hostile_pickles(Path("canary")))
 STEP = "step_00000002"
 RANDOM_STATES = "random_states/shard_0_1"
+IN_FP8 = ("fp8=delayed", "model.fp8_emulate=true")
 RUN = ("trainer.max_steps=2", "trainer.limit_val_batches=0", "checkpoint.save_at_end=true")
 
 
@@ -46,30 +49,6 @@ def checkpoint(run_dir):
     return run_dir / "checkpoints" / STEP
 
 
-def as_if_written_so(checkpoint):
-    """Gives a checkpoint the checksums of what it holds now, as its writer could."""
-    manifest = read_manifest(checkpoint)
-    write_manifest(checkpoint, dataclasses.replace(manifest, files=hash_files(checkpoint, manifest.files)))
-
-
-def plant_index(checkpoint, planted):
-    (checkpoint / ".metadata").write_bytes(planted)
-    as_if_written_so(checkpoint)
-
-
-def plant_object(checkpoint, planted, name=RANDOM_STATES):
-    """Puts other bytes in the place of an object."""
-    index = pickle.loads((checkpoint / ".metadata").read_bytes())
-    (entry,) = [key for key in index.storage_data if key.fqn == name]
-    info = index.storage_data[entry]
-    file = checkpoint / info.relative_path
-    index.storage_data[entry] = dataclasses.replace(info, offset=file.stat().st_size, length=len(planted))
-    with file.open("ab") as stream:
-        stream.write(planted)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(index))
-    as_if_written_so(checkpoint)
-
-
 # In a process of its own: megatron-core replaces what torch's tensors are unpickled with.
 LOADED_FREELY = """
 import pathlib, pickle, sys
@@ -89,7 +68,7 @@ def test_each_pickle_runs_code_where_it_is_loaded_freely(tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_none_runs_in_an_index_an_object_a_layers_state_or_a_cached_index(shape, checkpoint, tmp_path):
+def test_none_runs_in_an_index_an_object_or_a_layers_state(shape, checkpoint, tmp_path):
     canary = tmp_path / "canary"
     planted = hostile_pickles(canary)[shape]
     plant_object(checkpoint, planted)
@@ -100,10 +79,18 @@ def test_none_runs_in_an_index_an_object_a_layers_state_or_a_cached_index(shape,
         CheckpointTensors(checkpoint)
     with pytest.raises(UserError, match=r"qkv\._extra_state in the checkpoint cannot be read"):
         harmless_state("qkv._extra_state", torch.frombuffer(bytearray(planted), dtype=torch.uint8))
-    (tmp_path / "index.npy").write_bytes(planted)
-    with pytest.raises((pickle.UnpicklingError, ValueError)):
-        safe_numpy_load(tmp_path / "index.npy", allow_pickle=True, mmap_mode="r")
     assert not canary.exists()
+
+
+def test_a_number_in_a_pickle_takes_no_memory(checkpoint):
+    """A place in the memo: the unpickler in C makes room for all that lie before it."""
+    planted = b"\x80\x03N" + b"r" + (2**32 - 1).to_bytes(4, "little") + b"."
+    plant_index(checkpoint, planted)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=r"\.metadata cannot be read"):
+        CheckpointTensors(checkpoint)
+    harmless_state("state", torch.frombuffer(bytearray(planted), dtype=torch.uint8))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
 
 
 def test_a_layers_state_arrives_as_it_was(checkpoint):
@@ -114,27 +101,163 @@ def test_a_layers_state_arrives_as_it_was(checkpoint):
     assert loaded["amax_history_fwd"].equal(state["amax_history_fwd"])
 
 
+def _resume(run_dir, arguments):
+    return [*arguments, "trainer.max_steps=4"]
+
+
+def _init_from(run_dir, arguments):
+    others = [each for each in arguments if not each.startswith("run_dir=")]
+    return [*others, f"run_dir={run_dir.parent / 'other'}", f"checkpoint.init_from={run_dir / 'checkpoints' / STEP}"]
+
+
+def _export(run_dir, arguments):
+    return [*_module("export"), f"checkpoint={run_dir / 'checkpoints' / STEP}", f"out={run_dir.parent / 'exported'}"]
+
+
+def _generate(run_dir, arguments):
+    return [*_module("generate"), f"checkpoint={run_dir / 'checkpoints' / STEP}", "prompt='def '", "max_new_tokens=2"]
+
+
+def _import(run_dir, arguments):
+    return [*_module("import_hf"), f"path={run_dir}", f"out={run_dir.parent / 'imported'}"]
+
+
+def _module(name):
+    return ["-m", f"gpt_pretrain.{name}"]
+
+
 COMMANDS = {
-    "resume": lambda run_dir, arguments: [*arguments, "trainer.max_steps=4"],
-    "init_from": lambda run_dir, arguments: [
-        *(each for each in arguments if not each.startswith("run_dir=")),
-        f"run_dir={run_dir.parent / 'other'}",
-        f"checkpoint.init_from={run_dir / 'checkpoints' / STEP}",
+    "resume": _resume,
+    "init_from": _init_from,
+    "export": _export,
+    "generate": _generate,
+    "list": lambda run_dir, _: [*_module("checkpoint"), "list", str(run_dir)],
+    "verify": lambda run_dir, _: [*_module("checkpoint"), "verify", str(run_dir)],
+    "plan": lambda run_dir, arguments: [*_module("plan"), *arguments[2:]],
+    "prepare_data": lambda run_dir, arguments: [*_module("prepare_data"), *arguments[2:]],
+    "compare": lambda run_dir, _: [
+        *_module("compare"),
+        f"runs=[{run_dir},{run_dir}]",
+        f"run_dir={run_dir.parent / 'compared'}",
     ],
-    "export": lambda run_dir, arguments: [
-        *("-m", "gpt_pretrain.export"),
-        f"checkpoint={run_dir / 'checkpoints' / STEP}",
-        f"out={run_dir.parent / 'exported'}",
+    "compare files": lambda run_dir, _: [
+        *_module("compare"),
+        f"runs=[{run_dir / 'compare.json'}]",
+        f"run_dir={run_dir.parent / 'compared'}",
     ],
-    "generate": lambda run_dir, arguments: [
-        *("-m", "gpt_pretrain.generate"),
-        f"checkpoint={run_dir / 'checkpoints' / STEP}",
-        *("prompt='def '", "max_new_tokens=2"),
+    "picture": lambda run_dir, _: [
+        *_module("benchmark.picture"),
+        str(run_dir / "compare.json"),
+        str(run_dir.parent / "step.svg"),
     ],
+    "import_hf": _import,
+}
+OF_CHECKPOINTS = ("resume", "init_from", "export", "generate", "list", "verify", "plan", "compare")
+
+
+def in_place(*names):
+    """Plants the bytes in the first of the files that is there, or makes it, as one of the checkpoint's own."""
+
+    def plant(run_dir, planted):
+        found = [path for name in names for path in sorted(run_dir.glob(name))]
+        (found[0] if found else run_dir / names[0]).write_bytes(planted)
+        if (run_dir / "checkpoints" / STEP / MANIFEST).read_bytes() != planted:
+            as_if_written_so(run_dir / "checkpoints" / STEP)
+
+    return plant
+
+
+def known_to_the_manifest(run_dir, planted):
+    checkpoint = run_dir / "checkpoints" / STEP
+    (checkpoint / "common.pt").write_bytes(planted)
+    manifest = read_manifest(checkpoint)
+    write_manifest(
+        checkpoint, dataclasses.replace(manifest, files=hash_files(checkpoint, [*manifest.files, "common.pt"]))
+    )
+
+
+def as_scales(run_dir, planted):
+    """As Transformer Engine keeps the scales of a layer: a pickle as the bytes of a tensor."""
+    saved = io.BytesIO()
+    torch.save(torch.frombuffer(bytearray(planted), dtype=torch.uint8), saved)
+    index = pickle.loads((run_dir / "checkpoints" / STEP / ".metadata").read_bytes())
+    name = next(key.fqn for key in index.storage_data if "_extra_state" in key.fqn)
+    plant_object(run_dir / "checkpoints" / STEP, saved.getvalue(), name)
+
+
+# A kind of file → who puts other bytes into it, and the commands that may read it.
+FILES = {
+    ".metadata": (lambda run_dir, planted: plant_index(run_dir / "checkpoints" / STEP, planted), OF_CHECKPOINTS),
+    "random states": (lambda run_dir, planted: plant_object(run_dir / "checkpoints" / STEP, planted), OF_CHECKPOINTS),
+    "what is no tensor": (
+        lambda run_dir, planted: plant_object(run_dir / "checkpoints" / STEP, planted, "common_state/shard_0_1"),
+        OF_CHECKPOINTS,
+    ),
+    "scales": (as_scales, OF_CHECKPOINTS),
+    "a tensor": (in_place(f"checkpoints/{STEP}/*.distcp"), OF_CHECKPOINTS),
+    "common.pt": (in_place(f"checkpoints/{STEP}/common.pt"), OF_CHECKPOINTS),
+    "common.pt of the manifest": (known_to_the_manifest, OF_CHECKPOINTS),
+    "metadata.json": (in_place(f"checkpoints/{STEP}/metadata.json"), OF_CHECKPOINTS),
+    "manifest.json": (in_place(f"checkpoints/{STEP}/{MANIFEST}"), OF_CHECKPOINTS),
+    "latest": (in_place("checkpoints/latest"), ("resume", "list", "verify", "plan")),
+    "tokenizer.json": (in_place("tokenizer.json"), ("generate", "export", "resume")),
+    "config.yaml": (in_place("config.yaml"), ("resume", "compare", "plan")),
+    "metrics.jsonl": (in_place("metrics.jsonl"), ("resume", "compare")),
+    "TensorBoard's": (
+        lambda run_dir, planted: in_place("compare.json")(run_dir, bytes(9) + b"brain.Event:2" + planted),
+        ("compare files",),
+    ),
+    "lock": (in_place("lock"), ("resume", "plan")),
+    "a tokenizer in the cache": (in_place("cache/corpora/*/tokenizer.json"), ("resume", "prepare_data")),
+    "tokens in the cache": (in_place("cache/corpora/*/corpus.bin"), ("resume", "prepare_data")),
+    "their index": (in_place("cache/corpora/*/corpus.idx"), ("resume", "prepare_data")),
+    "a scan": (in_place("cache/scans/*.json"), ("resume", "prepare_data")),
+    "samples": (in_place("cache/index/*/*sample_index.npy"), ("resume", "prepare_data")),
+    "documents": (in_place("cache/index/*/*document_index.npy"), ("resume", "prepare_data")),
+    "config.json": (in_place("config.json"), ("import_hf",)),
+    "safetensors": (in_place("model.safetensors"), ("import_hf",)),
+    "safetensors' index": (in_place("model.safetensors.index.json"), ("import_hf",)),
+    "pytorch_model.bin": (in_place("pytorch_model.bin"), ("import_hf",)),
+    "a comparison or a benchmark": (in_place("compare.json"), ("compare files", "picture")),
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.fixture(scope="module")
+def in_fp8(tmp_path_factory, cache_dir):
+    """A run with scales in its checkpoint, its cache inside, and a Hugging Face model's configuration beside it."""
+    run_dir = tmp_path_factory.mktemp("in_fp8") / "run"
+    run_small(1, run_dir, cache_dir, [*RUN, *IN_FP8, f"model.data.cache_dir={run_dir / 'cache'}"])
+    (run_dir / "config.json").write_text(json.dumps(LLAMA))
+    return run_dir
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("all_shapes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", FILES)
+def test_no_file_of_any_kind_runs_code_by_any_command(kind, all_shapes, in_fp8, cache_dir, tmp_path):
+    plant, commands = FILES[kind]
+    canary, saved = tmp_path / "canary", tmp_path / "saved"
+    in_fp8.rename(saved)
+    first = list(FILES).index(kind)
+    try:
+        for number, command in enumerate(commands):
+            for shape in SHAPES if all_shapes else [SHAPES[(first + number) % len(SHAPES)]]:
+                # In its place: the cache knows its files by their paths and times.
+                shutil.copytree(saved, in_fp8)
+                plant(in_fp8, hostile_pickles(canary)[shape])
+                own = [*RUN, *IN_FP8, f"model.data.cache_dir={in_fp8 / 'cache'}"]
+                done = fork_ranks(1, COMMANDS[command](in_fp8, small_run_arguments(in_fp8, cache_dir, own)))
+                assert not canary.exists(), (command, shape)
+                assert done.returncode in (0, 2), (command, shape, done.stderr[-3000:])
+                assert "Traceback" not in done.stderr, (command, shape, done.stderr[-3000:])
+                for path in in_fp8.parent.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        shutil.rmtree(in_fp8, ignore_errors=True)
+        saved.rename(in_fp8)
+
+
+@pytest.mark.parametrize("command", ["resume", "init_from", "export", "generate"])
 @pytest.mark.parametrize("place", ["index", "object"])
 def test_every_command_refuses_the_checkpoint(place, command, run_dir, cache_dir, tmp_path):
     canary, checkpoint = tmp_path / "canary", run_dir / "checkpoints" / STEP

@@ -296,14 +296,20 @@ def list_checkpoints(directory: Path) -> Table:
         mark = Text("latest", style="bold green") if path == newest else Text()
         try:
             manifest = read_manifest(path)
+            described = _described(path, manifest)
         except UserError as error:
             table.add_row(str(step_of(path)), "", "", "", "", Text(str(error), style="bold red"))
             continue
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_unix))
-        table.add_row(
-            str(manifest.step), saved, format_bytes(manifest.num_bytes), describe_layout(manifest), _fp8(manifest), mark
-        )
+        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), *described, mark)
     return table
+
+
+def _described(path: Path, manifest: Manifest) -> tuple[str, str]:
+    try:
+        return describe_layout(manifest), _fp8(manifest)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{path / MANIFEST} describes no run ({type(error).__name__}: {error})") from error
 
 
 def describe_layout(manifest: Manifest) -> str:

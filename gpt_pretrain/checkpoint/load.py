@@ -105,12 +105,17 @@ def load_checkpoint(
     def left_out(key: str) -> bool:
         return (key == RANDOM_STATES and not restores_random_states) or (EXTRA_STATE in key and not restores_fp8)
 
-    state = _load(path, trainable, wanted, left_out)
-    load_optimizer_state(trainable.optimizer, state["optimizer"])
-    share_weights_of_masters(trainable.optimizer, trainable.model)
-    # megatron-core adds the steps of the checkpoint to those that were taken.
-    trainable.scheduler.num_steps = 0
-    trainable.scheduler.load_state_dict(state["scheduler"])
+    with restricted(path):
+        state = _load(path, trainable, wanted, left_out)
+        load_optimizer_state(trainable.optimizer, state["optimizer"])
+        share_weights_of_masters(trainable.optimizer, trainable.model)
+        # megatron-core adds the steps of the checkpoint to those that were taken.
+        trainable.scheduler.num_steps = 0
+        trainable.scheduler.load_state_dict(state["scheduler"])
+        if restores_random_states:
+            restore_random_states(state[RANDOM_STATES])
+        else:
+            _seed_anew(model.seed, manifest.step)
     progress = Progress(
         step=manifest.step,
         consumed_samples=manifest.consumed_samples,
@@ -120,10 +125,6 @@ def load_checkpoint(
         spikes=tuple(manifest.spikes),
         given_up=tuple((int(step), time) for step, time in manifest.given_up),
     )
-    if restores_random_states:
-        restore_random_states(state[RANDOM_STATES])
-    else:
-        _seed_anew(model.seed, progress.step)
     return Restored(progress=progress, notes=notes)
 
 
@@ -161,9 +162,10 @@ def load_weights(
     def left_out(key: str) -> bool:
         return key == RANDOM_STATES or key.startswith("optimizer.") or EXTRA_STATE in key
 
-    state = _load(path, trainable, sharded_model(trainable.model), left_out)
-    weights = {key: state[key] for key in model_keys(len(trainable.model.gpt_chunks))}
-    make_masters_from_weights(trainable.optimizer, trainable.model, weights)
+    with restricted(path):
+        state = _load(path, trainable, sharded_model(trainable.model), left_out)
+        weights = {key: state[key] for key in model_keys(len(trainable.model.gpt_chunks))}
+        make_masters_from_weights(trainable.optimizer, trainable.model, weights)
     return Restored(progress=Progress(step=0, consumed_samples=0), notes=notes)
 
 
@@ -184,7 +186,7 @@ def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, st
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:
     """Reads `wanted` and gives the chunks their weights; `left_out` says which keys of a checkpoint are not read.
 
-    Ranks that hold the same tensors each read a part and hand it to the others.
+    Ranks that hold the same tensors each read a part and hand it to the others. The caller has `restricted` it.
     """
     keys = model_keys(len(trainable.model.gpt_chunks))
     not_restored = {key: take_extra_states(wanted[key]) if left_out(EXTRA_STATE) else [] for key in keys}
@@ -192,9 +194,8 @@ def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Ca
         get_default_load_sharded_strategy(str(path)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    with restricted(path):
-        _check_keys(path, wanted, left_out)
-        state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
+    _check_keys(path, wanted, left_out)
+    state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
     for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
         scales = {name: harmless_state(name, value) for name, value in state[key].items() if EXTRA_STATE in name}
         chunk.load_state_dict(state[key] | scales | dict.fromkeys(not_restored[key]))

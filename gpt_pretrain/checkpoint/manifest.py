@@ -49,7 +49,7 @@ class FileDigest:
         """
         if PurePath(name).name != name:
             raise ValueError(f"{name!r} is no name of a file in its directory")
-        if not isinstance(entry, dict) or [type(entry.get(key)) for key in ("num_bytes", "sha256")] != [int, str]:
+        if not isinstance(entry, dict) or not all(_fits(entry.get(key), kind) for key, kind in _DIGEST.items()):
             raise ValueError(f"{name!r} has no num_bytes and sha256")
         return cls(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
 
@@ -104,21 +104,42 @@ class Manifest:
         """Undoes `to_json`; fields that this version does not know are ignored.
 
         Raises:
-            ValueError: A field is missing or of another type.
+            ValueError: A field is missing or holds something else.
         """
         fields = [
             field for field in dataclasses.fields(cls) if field.name in values or field.default is dataclasses.MISSING
         ]
         for field in fields:
-            accepted = _ACCEPTED[typing.get_origin(field.type) or field.type]
-            if not isinstance(values.get(field.name), accepted):
-                raise ValueError(f'"{field.name}" is missing or no {" or ".join(kind.__name__ for kind in accepted)}')
+            if not _fits(values.get(field.name), field.type):
+                raise ValueError(f'"{field.name}" is missing, or does not hold what belongs there')
+        if not 0 <= values["time_unix"] <= _LAST_S:
+            raise ValueError('"time_unix" is no date')
+        pairs = [pair for name in ("passed_over", "given_up") for pair in values.get(name, [])]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ValueError('"passed_over" and "given_up" hold pairs')
         files = {name: FileDigest.of(name, entry) for name, entry in values["files"].items()}
         known = {field.name: values[field.name] for field in fields}
         return cls(**{**known, "files": files})
 
 
-_ACCEPTED: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), Mapping: (dict,), Sequence: (list,)}
+_DIGEST = {"num_bytes": int, "sha256": str}
+# Counts of steps, samples and bytes, and seconds since 1970 of which every system makes a date.
+_LARGEST, _LAST_S = 2**53, 2**32
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is what a field of that type holds, all the way down."""
+    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_fits(each, inside[1]) for each in value.values())
+    if origin is Sequence:
+        return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
+    if kind is int:
+        return type(value) is int and 0 <= value <= _LARGEST
+    if kind is float:
+        return type(value) in (int, float)
+    # Files are read by `FileDigest.of`, the configuration by its schema.
+    return isinstance(value, str) if kind is str else True
 
 
 def installed_versions() -> dict[str, str]:

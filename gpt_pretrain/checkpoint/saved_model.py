@@ -37,7 +37,7 @@ from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from gpt_pretrain.megatron.pickles import restrict
+from gpt_pretrain.megatron.pickles import restricted, unreadable_told
 
 # megatron-core's place for what is no tensor.
 _COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
@@ -121,14 +121,15 @@ class CheckpointTensors:
         path: A checkpoint's directory.
 
     Raises:
-        UserError: Its index cannot be read.
+        UserError: Its index cannot be read; later, a tensor cannot be.
     """
 
     def __init__(self, path: Path) -> None:
-        restrict()
+        self._path = path
         self._reader = FileSystemReader(path)
-        metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        with restricted(path):
+            metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -159,7 +160,8 @@ class CheckpointTensors:
         part = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, entry, [part])
         assert sum(item.lengths.numel() for item in items) == target.numel(), f"the pieces of {key} make the whole"
-        self._reader.read_data(LoadPlan(items), _IntoOneTensor(target)).wait()
+        with unreadable_told(self._path):
+            self._reader.read_data(LoadPlan(items), _IntoOneTensor(target)).wait()
         return target if layer is None else target[0]
 
 

@@ -3,13 +3,14 @@
 torch keeps a checkpoint's index and its objects (random states, step counts, FP8 scales) as pickles, and Transformer
 Engine keeps each layer's scales as a pickle in a tensor. A pickle calls whatever it names. A checksum is no
 protection: whoever can write the pickle can write that, too. What a file names beyond the lists is an error before it
-is looked up. (megatron-core reads its indices of samples, which may be pickles, by a list of its own.)
+is looked up.
 """
 
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from io import IOBase
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch.distributed.checkpoint import metadata as index_of_torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, reason
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patch
 
@@ -52,10 +53,23 @@ _INDEX = frozenset(
 )
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Takes what is named on a list alone.
+
+    It is Python's own: the one in C takes 64 GiB of memory for a place in its memo that a pickle of 9 bytes asks for.
+
+    Args:
+        stream: What it reads.
+        names: Modules and names.
+    """
+
+    def __init__(self, stream: IOBase, names: Collection[tuple[str, str]]) -> None:
+        super().__init__(stream)
+        self._names = names
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _INDEX:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        if (module, name) not in self._names:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which it has no need of")
         return super().find_class(module, name)
 
 
@@ -64,21 +78,41 @@ def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadat
     path = self._get_metadata_path(kwargs.get("rank"))
     try:
         with self.fs.create_stream(path, "rb") as stream:
-            index = _IndexUnpickler(stream).load()
-        if not isinstance(index, Metadata):
-            raise TypeError("it is no index")
-        names = {str(info.relative_path) for info in index.storage_data.values()}
+            index = _checked_index(_Unpickler(stream, _INDEX).load(), Path(self.path))
     except FileNotFoundError:
         # torch has a way on.
         raise
     except Exception as error:  # a garbled pickle raises almost anything
-        raise UserError(f"{path} cannot be read: {error}; use another checkpoint") from error
-    for name in names:
-        if PurePath(name).name != name:
-            raise UserError(f"{path} names a file outside of its directory: {name}; use another checkpoint")
+        raise UserError(f"{path} cannot be read: {reason(error)}; use another checkpoint") from error
     if index.storage_meta is None:
         index.storage_meta = StorageMeta()
     index.storage_meta.load_id = self.load_id
+    return index
+
+
+def _checked_index(index: Any, directory: Path) -> Metadata:
+    """An index that names no file elsewhere, and of which every tensor is whole: torch would leave out what it lacks.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if not isinstance(index, Metadata):
+        raise ValueError("it is no index")
+    sizes: dict[str, int] = {}
+    for info in index.storage_data.values():
+        name = str(info.relative_path)
+        if PurePath(name).name != name:
+            raise ValueError(f"it names a file outside of its directory: {name}")
+        if name not in sizes:
+            file = directory / name
+            sizes[name] = file.stat().st_size if file.is_file() else 0
+        if not 0 <= info.offset <= info.offset + info.length <= sizes[name]:
+            raise ValueError(f"it names bytes that {name} does not have")
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise ValueError(f"the pieces of {key} do not make the whole")
     return index
 
 
@@ -91,7 +125,9 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
         loaded = torch.load(value, weights_only=True)
     except pickle.UnpicklingError as error:
         name = read_item.dest_index.fqn
-        raise UserError(f"{name} in the checkpoint cannot be read: {_reason(error)}; use another checkpoint") from error
+        raise UserError(
+            f"{name} in the checkpoint cannot be read: {_of_torch(error)}; use another checkpoint"
+        ) from error
     copy = io.BytesIO()
     torch.save(loaded, copy)
     copy.seek(0)
@@ -116,15 +152,35 @@ def restricted(checkpoint: Path) -> Iterator[None]:
         UserError: It names what no checkpoint needs, or cannot be read; torch's own error says less.
     """
     restrict()
-    # torch takes an error in the index for an index that is not there, and looks for another.
-    FileSystemReader(checkpoint).read_metadata()
+    with unreadable_told(checkpoint):
+        # torch takes an error in the index for an index that is not there, and looks for another.
+        FileSystemReader(checkpoint).read_metadata()
+        yield
+
+
+@contextmanager
+def unreadable_told(checkpoint: Path) -> Iterator[None]:
+    """Inside, what the files of a checkpoint hold is used: they are what was written, and may still be of no run.
+
+    Raises:
+        UserError: Instead of whatever that raises, but for memory that runs out and other ranks that are gone.
+    """
     try:
         yield
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, UserError):
-                raise UserError(str(failure)) from error
+    except (UserError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
+    except CheckpointException as error:
+        failure = next((failure for failure, _ in error.failures.values()), error)
+        raise failure if isinstance(failure, UserError) else _unreadable(checkpoint, failure) from error
+    except Exception as error:
+        # A rank that has lost the others raises Gloo's plain RuntimeError.
+        if "gloo" in str(error):
+            raise
+        raise _unreadable(checkpoint, error) from error
+
+
+def _unreadable(checkpoint: Path, error: BaseException) -> UserError:
+    return UserError(f"{checkpoint} cannot be read: {reason(error)}; use another checkpoint")
 
 
 def harmless_state(name: str, state: Any) -> Any:
@@ -140,13 +196,14 @@ def harmless_state(name: str, state: Any) -> Any:
     if not isinstance(state, torch.Tensor) or not state.numel():
         return state
     try:
-        values = safe_globals.SafeUnpickler(io.BytesIO(state.detach().cpu().numpy().tobytes())).load()
+        stream = io.BytesIO(state.detach().cpu().numpy().tobytes())
+        values = _Unpickler(stream, safe_globals.SafeUnpickler._SAFE_CLASSES).load()
     except Exception as error:  # a garbled pickle raises almost anything
-        raise UserError(f"{name} in the checkpoint cannot be read: {error}; use another checkpoint") from error
+        raise UserError(f"{name} in the checkpoint cannot be read: {reason(error)}; use another checkpoint") from error
     return torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
 
 
-def _reason(error: pickle.UnpicklingError) -> str:
+def _of_torch(error: pickle.UnpicklingError) -> str:
     """torch's, without its advice to load the file freely."""
-    _, found, reason = str(error).partition("WeightsUnpickler error: ")
-    return reason.partition("\n")[0].strip() if found else "it is no pickle of tensors and plain values"
+    _, found, said = str(error).partition("WeightsUnpickler error: ")
+    return said.partition("\n")[0].strip() if found else "it is no pickle of tensors and plain values"

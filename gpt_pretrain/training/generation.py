@@ -302,5 +302,5 @@ def loaded_model(saved: SavedModel, config: Config) -> Iterator[torch.nn.Module]
         extra_states = take_extra_states(wanted)
         with restricted(saved.path):
             state = dist_checkpointing.load({"model": wanted}, str(saved.path))["model"]
-        chunk.load_state_dict(state | dict.fromkeys(extra_states))
+            chunk.load_state_dict(state | dict.fromkeys(extra_states))
         yield Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
