@@ -66,6 +66,10 @@ class Run:
                     # It has not made its own group yet.
                     os.kill(self.pids[rank], signal.SIGKILL)
 
+    def signal(self, rank: int, number: int) -> None:
+        """A signal for the process of a rank alone, which has not been asked for its exit code."""
+        os.kill(self.pids[rank], number)
+
     def wait_as_torchrun(self, timeout_s: float) -> int:
         """Exit code of a launcher that ends all ranks when one has failed.
 
