@@ -185,12 +185,12 @@ def build_datasets(
     builder = BlendedMegatronDatasetBuilder(
         GPTDataset, sizes, lambda: True, _megatron_config(model, corpus, sizes, index)
     )
-    writes = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     # One that is complete may be on a read-only disk.
-    writes = writes and not (index / _COMPLETE).exists()
+    is_complete = (index / _COMPLETE).exists()
+    writes = not is_complete and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
     lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
     try:
-        for path in index.glob("*.npy"):
+        for path in index.glob("*.npy") if is_complete else ():
             check_regular(path)
             # megatron-core would take a pickle as well.
             numpy.load(path, mmap_mode="r", allow_pickle=False)
