@@ -114,11 +114,8 @@ def test_a_job_has_this_python_and_no_variable_that_changes_how_many_tasks_it_ha
         monkeypatch.setenv("VENV", "/mine")
 
 
-def test_another_launcher_of_hydra_is_refused_with_those_that_there_are(tmp_path, capsys):
-    folder = tmp_path / "hydra" / "launcher"
-    folder.mkdir(parents=True)
-    (folder / "other.yaml").write_text("_target_: somebody.elses.Launcher\n")
-    assert main(["-m", "hydra/launcher=other", "model.seed=1,2", "--config-dir", str(tmp_path)]) == 2
+def test_another_launcher_of_hydra_is_refused_with_those_that_there_are(capsys):
+    assert main(["-m", "hydra.launcher._target_=somebody.elses.Launcher", "model.seed=1,2"]) == 2
     assert "hydra/launcher=basic, one after another, or as jobs of Slurm, =slurm" in capsys.readouterr().err
 
 

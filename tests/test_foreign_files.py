@@ -106,7 +106,26 @@ DOORS = {
         "hydra:\n  hydra_logging:\n    handlers: {mine: {class: os.mkdir, path: CANARY}}\n",
     ),
     "a directory": ("hydra.run.dir", "hydra:\n  run: {dir: CANARY}\n"),
+    "a directory of sweeps": ("hydra.sweep.dir", "hydra:\n  sweep: {dir: CANARY}\n"),
+    "a directory of Hydra's": ("hydra.output_subdir", "hydra:\n  output_subdir: CANARY\n"),
+    "a log": (
+        "hydra.job_logging",
+        "hydra:\n  job_logging:\n    handlers: {mine: {class: logging.FileHandler, filename: CANARY, mode: w}}\n",
+    ),
+    "a function of logging": (
+        "hydra.hydra_logging",
+        "hydra:\n  hydra_logging:\n    handlers: {mine: {class: logging.config.listen}}\n",
+    ),
+    "the environment": ("hydra.job.env_set", "hydra:\n  job: {env_set: {LD_PRELOAD: CANARY}}\n"),
+    "a launcher": ("hydra.launcher", "hydra:\n  launcher: {_target_: os.mkdir, path: CANARY}\n"),
+    "a sweeper": ("hydra.sweeper", "hydra:\n  sweeper: {_target_: os.mkdir, path: CANARY}\n"),
+    "a job's script": ("hydra.launcher.script", "hydra:\n  launcher: {script: CANARY}\n"),
+    # Hydra would import it, before it composes anything.
+    "a package": ("hydra.searchpath", "hydra:\n  searchpath: ['pkg://antigravity']\n"),
+    "nothing": ("hydra=null", "hydra: null\n"),
     "aliases of aliases": ("mine.yaml", ALIASES),
+    "deep": ("mine.yaml", "[" * 100_000),
+    "no YAML": ("mine.yaml", "a: b: c"),
     "itself": ("itself", "model:\n  seed: ${trainer.max_steps}\ntrainer:\n  max_steps: ${model.seed}\n"),
 }
 
@@ -122,14 +141,28 @@ def test_hydra_calls_and_makes_nothing_that_a_file_names(door, arguments, tmp_pa
     assert not canary.exists()
 
 
-def test_a_launcher_of_ones_own_is_not_started(tmp_path, capsys):
+@pytest.mark.parametrize("place", ["override hydra/job_logging: mine", "logging@hydra.job_logging: mine"])
+def test_a_file_is_not_hydras_own_by_its_place(place, tmp_path, capsys):
     canary = tmp_path / "canary"
-    for plugin in ("launcher", "sweeper"):
-        target = f"hydra:\n  {plugin}: {{_target_: os.mkdir, path: {canary}}}\n"
-        (tmp_path / "mine.yaml").write_text(RUN + target)
-        (line, *_) = told_by(train, ["--config-dir", str(tmp_path), "--config-name", "mine", "-m"], capsys)
-        assert "mine" in line or plugin in line
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - config\n  - {place}\n  - _self_\n")
+    for folder in ("hydra/job_logging", "logging"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "mine.yaml").write_text(
+            f"version: 1\nhandlers: {{mine: {{class: logging.FileHandler, filename: {canary}}}}}\n"
+        )
+    for arguments in ([], ["-m"], ["--cfg", "hydra"]):
+        (line, *_) = told_by(train, ["--config-dir", str(tmp_path), "--config-name", "mine", *arguments], capsys)
+        assert "hydra.job_logging.version" in line
     assert not canary.exists()
+
+
+def test_what_a_sweep_varies_and_where_its_jobs_run_may_stand_in_a_file(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - config\n  - override hydra/launcher: slurm\n  - _self_\n"
+        "hydra:\n  launcher: {nodes: 2}\n  sweeper: {params: {model.seed: '1,2'}}\n"
+    )
+    assert train(["--config-dir", str(tmp_path), "--config-name", "mine", "--cfg", "hydra"]) == 0
+    assert "nodes: 2" in capsys.readouterr().out
 
 
 def test_defaults_that_name_themselves_end(tmp_path, capsys):

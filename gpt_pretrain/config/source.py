@@ -6,9 +6,11 @@ Hydra runs.
 """
 
 import pickle
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.foreign import check_yaml
-from gpt_pretrain.config.keys import did_you_mean, nearest_name
+from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 
 HYDRA_VERSION_BASE = "1.3"
 JOB_NAME = "gpt_pretrain"
 
-# Of conf/, and of Hydra where --config-path replaces it.
-_RUN_DIRS = (".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}")
+# What a file of unknown origin may set of Hydra's own. The rest is imported, called, made, exported or submitted.
+_MAY_SET = re.compile(r"hydra\.(?:launcher\.(?:nodes|gpus_per_node|tasks_per_node)|sweeper\.params\..+)$")
 
 _LEXER_ERROR = "LexerNoViableAltException: "
 
@@ -127,17 +129,28 @@ class _Files(ConfigRepository):
         """A file; None where there is none."""
         key = self.key(config_path)
         if key is not None and key not in _READ:
-            source = self._find_object_source(config_path, ObjectType.CONFIG)
-            assert source is not None
-            # What came with the package is not of unknown origin.
-            if source.scheme() == "file" and not (path := _file_path(source, config_path)).is_relative_to(
-                find_conf_dir()
-            ):
-                check_yaml(path)
-            read = super().load_config(config_path)
+            foreign = self.foreign_file(config_path)
+            if foreign is not None:
+                check_yaml(foreign)
+            try:
+                read = super().load_config(config_path)
+            except (yaml.YAMLError, RecursionError) as error:
+                said = " ".join(str(error).split())
+                raise ConfigError([f"{foreign or config_path} cannot be read: {said}"]) from error
             assert read is not None
+            if foreign is not None:
+                # Before Hydra searches where the primary file says.
+                _check_hydras_own(foreign, read, "")
             _READ[key] = _Original(read)
         return None if key is None else _READ[key]
+
+    def foreign_file(self, config_path: str) -> Path | None:
+        """A file of unknown origin, which did not come with a package; None for others."""
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.scheme() != "file":
+            return None
+        path = _file_path(source, config_path)
+        return None if path.is_relative_to(find_conf_dir()) else path
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         # A composition changes what it merges.
@@ -199,7 +212,12 @@ class Loader(ConfigLoaderImpl):
         if key not in self._composed:
             composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
             # Here, because Hydra itself composes nowhere else, and acts on what it has composed.
-            _check_hydras_own(composed, overrides)
+            for default in self._merged:
+                foreign = None if default.config_path is None else self._files.foreign_file(default.config_path)
+                if foreign is not None:
+                    file = self._files.read(str(default.config_path))
+                    assert file is not None, "Hydra lists only files that it found"
+                    _check_hydras_own(foreign, file.value, default.package or "")
             self._composed[key] = _Original(composed), self._merged
         return self._composed[key][0].copy()
 
@@ -249,43 +267,34 @@ class Loader(ConfigLoaderImpl):
                 yield default, file.value
 
 
-def _check_hydras_own(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuses what Hydra would import, call or make because a file says so.
+@cache
+def _own_values() -> Mapping[str, Any]:
+    """What conf/ itself sets of Hydra's own, which a copy of it may repeat."""
+    content = OmegaConf.to_container(OmegaConf.load(find_conf_dir() / "config.yaml"), resolve=False)
+    assert isinstance(content, dict)
+    return dict(flatten({"hydra": content["hydra"]}))
+
+
+def _check_hydras_own(path: Path, file: ConfigResult, package: str) -> None:
+    """Refuses what Hydra would import, call, make, export or submit because a file says so.
 
     Raises:
-        ConfigError: Callbacks, classes of loggers that are not Python's, or a directory of Hydra's own.
+        ConfigError: The file sets more of Hydra's own than `_MAY_SET`.
     """
-    hydra = OmegaConf.to_container(composed.hydra, resolve=False)
-    assert isinstance(hydra, dict)
-    problems = []
-    if hydra.get("callbacks"):
-        problems.append(f"hydra.callbacks={', '.join(map(str, hydra['callbacks']))} would be called; leave them out")
-    for name in ("job_logging", "hydra_logging"):
-        called = sorted({f"{key}={value}" for key, value in _leaves(hydra.get(name)) if _is_called(key, value)})
-        if called:
-            problems.append(f"hydra.{name}: {', '.join(called)} would be called; leave it out")
-    if hydra["run"]["dir"] not in _RUN_DIRS and not any(
-        line.lstrip("+").startswith("hydra.run.dir=") for line in overrides
-    ):
-        problems.append(f"hydra.run.dir={hydra['run']['dir']} is not where a run writes; use run_dir=DIRECTORY")
+    content = OmegaConf.to_container(file.config, resolve=False)
+    if package.partition(".")[0] != "hydra":
+        package, content = (
+            "",
+            {name: content[name] for name in ("hydra",) if isinstance(content, dict) and name in content},
+        )
+    keys = flatten(content, package) if isinstance(content, dict) else [(package, content)]
+    problems = [
+        f"{path}: {key}={show(value)} is Hydra's own, and a file sets values of a run; leave it out"
+        for key, value in keys
+        if not _MAY_SET.match(key) and (key not in _own_values() or _own_values()[key] != value)
+    ]
     if problems:
         raise ConfigError(problems)
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict | list):
-        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(child, str(name))
-    else:
-        yield key, value
-
-
-def _is_called(key: str, value: Any) -> bool:
-    """Whether `logging.config` looks a value up and calls it; Python's own handlers and formatters are harmless."""
-    text = str(value)
-    if key == "()" or (key == "class" and not text.startswith("logging.")):
-        return True
-    return text.startswith("ext://") and text not in ("ext://sys.stdout", "ext://sys.stderr")
 
 
 @contextmanager
