@@ -1,6 +1,7 @@
 """How a run ends early: a checkpoint of the present step, and an exit code that says what to do next."""
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -42,10 +43,17 @@ def saved_step(run_dir):
     return manifest.step
 
 
-ENDS = {"SIGTERM": ("terminated", 75), "SIGUSR1": ("warned", 75), "SIGINT": ("interrupted", 130)}
+ENDS = {
+    "SIGTERM": ("terminated", 75),
+    "SIGHUP": ("terminated", 75),
+    "SIGUSR1": ("warned", 75),
+    "SIGINT": ("interrupted", 130),
+}
 
 
-@pytest.mark.parametrize(("num_ranks", "name"), [(1, "SIGTERM"), (1, "SIGUSR1"), (1, "SIGINT"), (2, "SIGUSR1")])
+@pytest.mark.parametrize(
+    ("num_ranks", "name"), [*((1, name) for name in ENDS), (2, "SIGUSR1"), (2, "SIGHUP"), (2, "SIGINT")]
+)
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_its_code(num_ranks, name, run, tmp_path):
     layout = ["parallelism=dp"] if num_ranks == 2 else []
     codes, text = run(*layout, num_ranks=num_ranks, faults={num_ranks - 1: [["signal_at_step", 5, name]]})
@@ -115,6 +123,40 @@ def test_torchrun_hands_signals_on(number, to_all, reason, tmp_path, cache_dir):
     assert f"go on with: the same command again with run_dir={run_dir}\n" in stdout
 
 
+def test_a_run_whose_terminal_closes_saves(tmp_path, cache_dir):
+    run_dir, (master, slave) = tmp_path / "run", os.openpty()
+    process = subprocess.Popen(
+        [
+            "setsid",
+            "--ctty",
+            *start_command(1),
+            *small_run_arguments(run_dir, cache_dir, [*SMALL, "trainer.log_every_n_steps=1"]),
+        ],
+        cwd=REPOSITORY,
+        env=clean_environment(None),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    try:
+        shown, deadline = "", time.monotonic() + 240
+        # Somebody has to read what it shows.
+        while not (run_dir / "metrics.jsonl").exists() or '"step": 3,' not in (run_dir / "metrics.jsonl").read_text():
+            if select.select([master], [], [], 0.1)[0]:
+                shown += os.read(master, 65536).decode(errors="replace")
+            assert process.poll() is None, shown
+            assert time.monotonic() < deadline, shown
+        os.close(master)
+        assert process.wait(timeout=150) == 75
+    finally:
+        process.kill()
+    summary = load_metrics(run_dir).summary
+    assert (summary.end_reason, summary.exit_code) == ("terminated", 75)
+    assert saved_step(run_dir) == summary.step
+    assert not (run_dir / "stacks").exists()
+
+
 def test_time_that_is_used_up_asks_to_be_started_again(run, tmp_path):
     codes, text = run("trainer.max_time='00:00:00:01'")
     assert codes == [75], text
@@ -160,7 +202,9 @@ def test_a_signal_before_the_first_step_ends_at_once(name, code, run, tmp_path):
 
 
 def test_the_first_signal_stands_and_the_old_handlers_come_back():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     with emulated_training():
         with StopRequest(None) as stop:
             assert stop.poll() is None
@@ -170,4 +214,9 @@ def test_the_first_signal_stands_and_the_old_handlers_come_back():
             assert stop.poll() == "warned"
         with StopRequest(max_time_s=0.0) as stop:
             assert stop.poll() == "max_time"
+        nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopRequest(None) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.poll() is None
+        signal.signal(signal.SIGHUP, nohup)
     assert {number: signal.getsignal(number) for number in before} == before

@@ -156,11 +156,11 @@ class CheckpointTensors:
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
             offsets[0], sizes[0] = layer, 1
-        target = torch.empty(sizes, dtype=entry.properties.dtype)
         part = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, entry, [part])
-        assert sum(item.lengths.numel() for item in items) == target.numel(), f"the pieces of {key} make the whole"
         with unreadable_told(self._path):
+            target = torch.empty(sizes, dtype=entry.properties.dtype)
+            items = create_read_items_for_chunk_list(key, entry, [part])
+            assert sum(item.lengths.numel() for item in items) == target.numel(), f"the pieces of {key} make the whole"
             self._reader.read_data(LoadPlan(items), _IntoOneTensor(target)).wait()
         return target if layer is None else target[0]
 

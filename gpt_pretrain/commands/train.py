@@ -11,7 +11,8 @@ Torch is not imported before the gate has let the command line through, and what
          not finite
       2  a mistake in what was given
      71  a rank died or hung, and the watchdog ended the others: stack traces are in RUN_DIR/stacks
-     75  stopped by SIGTERM, SIGUSR1 or trainer.max_time with steps left: start it again (EX_TEMPFAIL of sysexits(3))
+     75  stopped by SIGTERM, SIGHUP, SIGUSR1 or trainer.max_time with steps left: start it again (EX_TEMPFAIL of
+         sysexits(3))
     130  Ctrl-C
 
 torchrun's own exit code is 1 after any of them but 0. The last line of RUN_DIR/metrics.jsonl is the summary with

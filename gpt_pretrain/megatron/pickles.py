@@ -113,6 +113,8 @@ def _checked_index(index: Any, directory: Path) -> Metadata:
             continue
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise ValueError(f"the pieces of {key} do not make the whole")
+        if not isinstance(entry.properties.dtype, torch.dtype):
+            raise ValueError(f"{key} is of no type")
     return index
 
 

@@ -17,9 +17,9 @@ from functools import cache
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
-"""Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM, a SIGUSR1 (Slurm's warning), too many steps in
-a row with a loss or gradient that is not finite, or more loss spikes than it may go back behind. One that fails in
-another way leaves no summary."""
+"""Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM or SIGHUP, a SIGUSR1 (Slurm's warning), too
+many steps in a row with a loss or gradient that is not finite, or more loss spikes than it may go back behind. One that
+fails in another way leaves no summary."""
 
 type JsonValue = str | int | float | list[JsonValue] | dict[str, JsonValue] | None
 
@@ -291,8 +291,8 @@ class SummaryRecord(Record):
     consumed_tokens: int
     """Training tokens seen."""
     end_reason: EndReason
-    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM), warned (SIGUSR1), not_finite,
-    loss_spike."""
+    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM, SIGHUP), warned (SIGUSR1),
+    not_finite, loss_spike."""
     exit_code: int | None
     """Exit code of the process: 0 done, 75 start it again for the steps that are left, 130 Ctrl-C, 1 given up."""
     skipped_steps: int | None

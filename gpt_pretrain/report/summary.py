@@ -21,7 +21,7 @@ _END_REASONS: dict[EndReason, str] = {
     "max_steps": "all steps done",
     "max_time": "stopped: trainer.max_time is used up",
     "interrupted": "stopped by Ctrl-C",
-    "terminated": "stopped by SIGTERM",
+    "terminated": "stopped by SIGTERM or SIGHUP",
     "warned": "stopped by SIGUSR1",
     "not_finite": "stopped: loss or gradient is not finite",
     "loss_spike": "stopped: the loss spikes again and again",

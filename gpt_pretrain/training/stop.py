@@ -1,10 +1,11 @@
 """What signals and clocks ask of a run, answered on all ranks after the same step: to end early, or to save.
 
-Ctrl-C, SIGTERM, SIGUSR1 (which Slurm sends ahead of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time`
-reach the ranks at different moments. At each step's end every rank tells the others what it knows through an
-asynchronous all-reduce of two numbers between the processors (gloo), and reads the answer one step later: all ranks see
-the same answer at the same step, and no rank waits for its GPU. An end has an exit code that says what to do next.
-The second number is rank 0's alone: whether `checkpoint.save_interval_minutes` are over by its clock.
+Ctrl-C, SIGTERM, SIGHUP (the terminal has closed), SIGUSR1 (which Slurm sends ahead of a time limit: `sbatch
+--signal=USR1@300`) and `trainer.max_time` reach the ranks at different moments. At each step's end every rank tells the
+others what it knows through an asynchronous all-reduce of two numbers between the processors (gloo), and reads the
+answer one step later: all ranks see the same answer at the same step, and no rank waits for its GPU. An end has an exit
+code that says what to do next. The second number is rank 0's alone: whether `checkpoint.save_interval_minutes` are over
+by its clock.
 
 A checkpoint follows, so between a signal and the checkpoint lie at most the present step, the next one, and the save.
 Signals that come later, in whatever order, change nothing: launchers repeat them, and a save must not be broken off.
@@ -37,6 +38,7 @@ _REASONS: tuple[EndReason | None, ...] = (None, "max_time", "interrupted", "warn
 _SIGNALS: Mapping[int, EndReason] = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
+    signal.SIGHUP: "terminated",
     signal.SIGUSR1: "warned",
 }
 # Ends that somebody asked for: of a whole sweep, then, and not only of the run that was hit.
@@ -67,7 +69,10 @@ class StopRequest:
         self._saved_since_asked = False
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        # nohup asks that it be ignored.
+        heard = [each for each in _SIGNALS if (each, signal.getsignal(each)) != (signal.SIGHUP, signal.SIG_IGN)]
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
     def __exit__(
@@ -77,10 +82,18 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         # A launcher repeats the terminal's Ctrl-C to its workers: a second signal must not break off the save.
         if self._signalled is None and self._announces:
             os.write(2, b"\nstopping after this step\n")
         self._signalled = self._signalled or _SIGNALS[number]
+
+    def _leave_terminal(self) -> None:
+        """Whatever is written to one that has closed is an error, which would come before the save."""
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            for descriptor in self._terminals:
+                os.dup2(nowhere.fileno(), descriptor)
 
     def _own_reason(self) -> EndReason | None:
         if self._signalled is None and self._deadline is not None and time.monotonic() >= self._deadline:
