@@ -189,3 +189,26 @@ def test_a_run_killed_at_random_moments_ends_as_the_one_that_never_was(victim, n
     )
     # A save that the loop waits for has ended before the next step.
     assert killed.num_saves_hit >= num_kills // 8 or victim != "alone"
+
+
+def test_of_two_first_runs_that_prepare_one_cache_either_may_be_killed(parent, cache_dir, tmp_path):
+    arguments = [*TINY, "trainer.max_steps=3", "checkpoint.save_at_end=false", f"model.data.cache_dir={tmp_path}/cache"]
+
+    def start(name):
+        return parent.start(
+            small_run_arguments(tmp_path / name, cache_dir, arguments)[2:], tmp_path / f"output of {name}"
+        )
+
+    victim, other = start("victim"), start("other")
+    deadline = time.monotonic() + 60
+    # Whichever has come first has the lock.
+    while not (waiting := [run for run in (victim, other) if "waiting for process" in run.text()]):
+        assert time.monotonic() < deadline, "they met"
+    holder = other if waiting[0] is victim else victim
+    holder.kill()
+    assert waiting[0].wait(120) == [0], waiting[0].text()
+    again = start("again")
+    assert again.wait(120) == [0], again.text()
+    left = tmp_path / ("other" if holder is victim else "victim")
+    assert len(curve(left)) == 3
+    assert curve(left) == curve(tmp_path / "again")
