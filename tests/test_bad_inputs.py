@@ -83,6 +83,7 @@ BAD_INPUTS = {
         ["--micro-batch-size=4"],
         [("--micro-batch-size=4:", "model.micro_batch_size=4")],
     ),
+    "Megatron-LM's length": (["--seq-length=64"], [("--seq-length=64:", "model.encoder_seq_length=64")]),
     "open values": (
         [
             "model=base",
@@ -94,7 +95,16 @@ BAD_INPUTS = {
         [("model.num_layers ", "model.num_layers=…", "integer: Transformer layers.")],
     ),
     "value for a section": (["logging=3"], [("logging=3:", "default, wandb")]),
-    "several values": (["model.seed=1,2"], [("model.seed=1,2 ", "model.seed=[…]", "-m")]),
+    "several values": (["model.seed=1,2"], [("model.seed=1,2 ", "-m")]),
+    "several options": (["fp8=delayed,none"], [("fp8=delayed,none ", "-m")]),
+    "several values for a list": (
+        ["model.optim.betas=0.9,0.95"],
+        [("model.optim.betas=0.9,0.95 ", "model.optim.betas=[0.9,0.95]", "-m")],
+    ),
+    "commas in a string": (
+        ["model.data.splits_string=700,300,0"],
+        [("model.data.splits_string=700,300,0 ", "\"model.data.splits_string='700,300,0'\"", "-m")],
+    ),
     "no value": (["model.fp8"], [("'model.fp8' ", "key=value")]),
     "special characters": (["name=it's"], [('"name=it\'s" ', '"\'" at character 8', "\"key='…'\"")]),
     "FP8": (

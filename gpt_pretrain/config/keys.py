@@ -40,7 +40,7 @@ _ALIASES_OF = {
     "model.hidden_size": "n_embd d_model dim",
     "model.ffn_hidden_size": "d_ff intermediate_size",
     "model.kv_channels": "head_dim",
-    "model.encoder_seq_length": "block_size context_length max_seq_len",
+    "model.encoder_seq_length": "block_size context_length max_seq_len seq_len seq_length",
     "model.rotary_base": "rope_theta",
     "model.rope_scaling_factor": "rope_scaling use_rope_scaling scale_positional_embedding",
     "model.layernorm_epsilon": "rms_norm_eps",

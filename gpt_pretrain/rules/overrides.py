@@ -15,6 +15,7 @@ from gpt_pretrain.config.keys import (
     flatten,
     is_known,
     nearest_name,
+    schema_keys,
     schema_sections,
     unknown_key,
 )
@@ -138,9 +139,19 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], list[str]
 def without_sweeps(overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
     """A run takes one value for each key; Hydra would stop at the first that has several."""
     problems = [
-        f"{o.input_line} has several values; write {o.get_key_element()}=[…] for a list, quote a string, "
-        "or sweep over them with -m"
+        f"{o.input_line} has several values; {_as_one_value(o)}sweep over them with -m"
         for o in overrides
         if o.is_sweep_override()
     ]
     return [override for override in overrides if not override.is_sweep_override()], problems
+
+
+def _as_one_value(override: Override) -> str:
+    """How to write values with commas between them as one, where the key takes a list or a string."""
+    key = schema_keys().get(override.key_or_group)
+    name, _, values = str(override.input_line).partition("=")
+    if key is not None and key.kind is list:
+        return f"write {name}=[{values}] for a list, or "
+    if key is not None and key.kind is str:
+        return f"write \"{name}='{values}'\" for one string, or "
+    return ""
