@@ -1,6 +1,5 @@
 """The LM head and its cross entropy in one give the losses and gradients of head, logits and loss one by one."""
 
-import importlib.util
 import json
 
 import pytest
@@ -16,7 +15,7 @@ from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import chunk_tokens
 from tests.emulated_training import TINY
 from tests.forked_runs import fork_ranks
-from tests.launching import run_ranks
+from tests.launching import interpret_kernels
 from tests.linear_loss_training import compare_variants, differences
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 96
@@ -184,12 +183,9 @@ for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
     launch_gradient(ours, labels, log_sum, factor)
     turn_into_gradient(expected, labels, log_sum, factor)
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=1e-6)
-print("done")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_compute_what_torch_does():
     """Interpreted on the CPU; the last block of columns is not full, and labels are on other ranks."""
-    done = run_ranks(1, ["-c", INTERPRETED], timeout_s=120, env={"TRITON_INTERPRET": "1"})
-    assert done.stdout == "done\n", done.stderr[-4000:]
+    interpret_kernels(INTERPRETED)

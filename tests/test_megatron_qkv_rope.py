@@ -1,7 +1,5 @@
 """Queries, keys and values split and rotated in one kernel: what it computes, where it is refused and where planned."""
 
-import importlib.util
-
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -9,7 +7,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.fused_layers import split_and_rotate
 from gpt_pretrain.rules.gate import load_config
-from tests.launching import run_ranks
+from tests.launching import interpret_kernels
 from tests.platforms import H200, spec_of
 
 ASKED = "model.fused_single_qkv_rope=true"
@@ -21,14 +19,11 @@ from tests.qkv_ropes import check_against_fp64, check_training
 check_against_fp64("cpu", torch.float32, 1e-6)
 check_against_fp64("cpu", torch.float16, 1.01 * 2**-11)
 check_training("model.num_query_groups=2", "model.rotary_percentage=0.5", "model.encoder_seq_length=16")
-print("done")
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_interpreted_rotates_and_trains_as_separate_operations_do():
-    done = run_ranks(1, ["-W", "ignore", "-c", INTERPRETED], timeout_s=120, env={"TRITON_INTERPRET": "1"})
-    assert done.stdout.endswith("done\n"), done.stderr[-4000:]
+    interpret_kernels(INTERPRETED)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])

@@ -17,7 +17,6 @@ MAX_POINTS = 1_000_000
 # Points of a curve in the document; neighbours of longer ones are averaged.
 KEPT_POINTS = 5_000
 _MAX_TEXT = 1_000
-NO_CURVE = Curve(steps=(), losses=(), tokens=(), gpu_seconds=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
