@@ -137,16 +137,16 @@ class RunParent:
             env: Variables of the ranks beside those that tell them their places.
         """
         outputs = [(path, path) for path in (output.with_suffix(f".{rank}") for rank in range(num_ranks))]
-        return self._start(["-m", "gpt_pretrain", *overrides], outputs, faults or {}, env or {})
+        return self.start_program(["-m", "gpt_pretrain", *overrides], outputs, faults or {}, env or {})
 
-    def _start(
+    def start_program(
         self,
         arguments: Sequence[str],
         outputs: Sequence[tuple[Path, Path]],
         faults: Mapping[int, Sequence[Fault]],
         env: Mapping[str, str],
     ) -> Run:
-        """Starts a rank for each pair of files, of what it prints and of its errors."""
+        """Starts a rank for each pair of files, of what it prints and of its errors; each is a session of its own."""
         num_ranks = len(outputs)
         # The ranks meet at a store of this process, whose port the system picks.
         store = (
@@ -173,7 +173,7 @@ class RunParent:
         """What `fork_ranks` does."""
         with TemporaryDirectory() as folder:
             stdout, stderr = Path(folder) / "stdout", Path(folder) / "stderr"
-            run = self._start(arguments, [(stdout, stderr)] * num_ranks, {}, env)
+            run = self.start_program(arguments, [(stdout, stderr)] * num_ranks, {}, env)
             try:
                 code = run.wait_as_torchrun(timeout_s)
             finally:

@@ -1,9 +1,8 @@
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from gpt_pretrain.data.batches import (
 )
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
-from tests.launching import REPOSITORY
+from tests.forked_runs import Run
 from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
 
 GLOBAL_BATCH_SIZE = 8
@@ -157,8 +156,6 @@ if __name__ == "__main__":
     asked_to_stop = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: asked_to_stop.append(1))
-    # A shell that starts pytest in the background has its processes ignore interrupts, and Python leaves it at that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     iterator = build_batch_iterator(
         RandomTokens(10**6, 16, 100, (0,)),
         config=config,
@@ -178,23 +175,29 @@ if __name__ == "__main__":
 """
 
 
+@dataclass
+class Loading:
+    """A process that loads batches, and what it says."""
+
+    run: Run
+    out: Path
+    err: Path
+
+    @property
+    def pid(self):
+        return self.run.pids[0]
+
+
 @pytest.fixture
-def loading_process(tmp_path):
-    program = tmp_path / "program.py"
+def loading(parent, tmp_path):
+    program, out, err = (tmp_path / name for name in ("program.py", "out", "err"))
     program.write_text(LOADING_PROGRAM)
-    process = subprocess.Popen(
-        [sys.executable, str(program), str(tmp_path / "cache")],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout.readline() == "started\n"
-    yield process
-    process.kill()
-    process.communicate()
+    run = parent.start_program([str(program), str(tmp_path / "cache")], [(out, err)], {}, {})
+    while not out.exists() or out.read_text() != "started\n":
+        assert not run.poll(), run.text()
+        time.sleep(0.02)
+    yield Loading(run, out, err)
+    run.kill()
 
 
 def members(session):
@@ -211,17 +214,18 @@ def members(session):
     return found
 
 
-def test_signals_to_all_processes_leave_the_rank_its_batches(loading_process):
+def test_signals_to_all_processes_leave_the_rank_its_batches(loading):
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        os.killpg(loading_process.pid, number)
-    out, err = loading_process.communicate(timeout=60)
-    assert (loading_process.returncode, out) == (0, "still loading\n"), err
+        os.killpg(loading.pid, number)
+    assert loading.run.wait(60) == [0], loading.err.read_text()
+    assert loading.out.read_text() == "started\nstill loading\n"
 
 
-def test_an_interrupt_of_all_processes_ends_them_with_one_traceback(loading_process):
-    assert len(members(loading_process.pid)) >= 4
-    os.killpg(loading_process.pid, signal.SIGINT)
-    _, err = loading_process.communicate(timeout=30)
+def test_an_interrupt_of_all_processes_ends_them_with_one_traceback(loading):
+    assert len(members(loading.pid)) >= 4
+    os.killpg(loading.pid, signal.SIGINT)
+    loading.run.wait(30)
+    err = loading.err.read_text()
     assert err.count("Traceback (most recent call last)") == 1, err
     assert err.rstrip().endswith("KeyboardInterrupt")
 
@@ -234,10 +238,10 @@ def test_a_rank_that_goes_away_is_no_defect_of_its_data_loaders(error, told, cap
     assert capsys.readouterr().err == told
 
 
-def test_a_killed_rank_leaves_no_process_behind(loading_process):
-    loading_process.kill()
-    loading_process.communicate(timeout=30)
+def test_a_killed_rank_leaves_no_process_behind(loading):
+    os.kill(loading.pid, signal.SIGKILL)
+    assert loading.run.wait(30) == [-signal.SIGKILL]
     deadline = time.monotonic() + 10
-    while members(loading_process.pid) and time.monotonic() < deadline:
+    while members(loading.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert members(loading_process.pid) == []
+    assert members(loading.pid) == []
