@@ -48,7 +48,7 @@ for record in PATCHES:
     except ImportError as error:
         assert (error.name or "").startswith("transformer_engine"), error
         continue
-    there = {name: parameters(getattr(owner, name)) for name in record.names if name in vars(owner)}
+    there = {name: parameters(getattr(owner, name)) for name in record.names if hasattr(owner, name)}
     found[record.place] = found.get(record.place, {}) | there
 print(json.dumps(found))
 """

@@ -19,6 +19,7 @@ from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 from gpt_pretrain.fp8.emulation.casts import Directions, Quantised
 from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Phase, Role, role_format
+from gpt_pretrain.megatron.patches import COMPILED_SHAPES, patch
 from gpt_pretrain.spec.recipes import Fp8Settings
 
 _ROLES = {
@@ -84,8 +85,7 @@ class TorchAO:
 
 
 def _compiled[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _MOST_SHAPES)
+    patch(COMPILED_SHAPES, recompile_limit=_MOST_SHAPES)
     # What is compiled rounds where the operations say it; TorchAO asks for it with scales of rows.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)

@@ -82,7 +82,7 @@ def hide_libraries(*names: str) -> None:
 
 def _check(record: Patch, owner: Any, name: str) -> None:
     assert name in record.names, f"megatron/patches.py does not list {record.place}.{name}"
-    if name not in vars(owner) and record.absent_without is None:
+    if not hasattr(owner, name) and record.absent_without is None:
         raise RuntimeError(
             f"{record.place} has no {name}, which is replaced because {record.why}; install the versions of "
             "constraints.txt, or adapt gpt_pretrain/megatron/patches.py"
@@ -140,6 +140,14 @@ CPU_LIBRARIES = Patch(
     what="Transformer Engine and apex do not import (hide_libraries)",
     why="megatron-core takes their optimizers and norms wherever they import, and those are CUDA kernels",
     until="megatron-core's caller can choose the implementations",
+)
+
+COMPILED_SHAPES = Patch(
+    place="torch._dynamo.config",
+    names={"recompile_limit": None},
+    what="one function may be compiled for 64 shapes instead of 8",
+    why="TorchAO's casts and products are one function each, and a model has more shapes of tensors than 8",
+    until="torch.compile takes the limit as an argument",
 )
 
 GRADIENT_NORM = Patch(
