@@ -23,7 +23,7 @@ from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform
-from gpt_pretrain.spec.recipes import RECIPES, Recipe
+from gpt_pretrain.spec.recipes import RECIPES, Recipe, recipes_of
 
 VERSION = 1
 TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
@@ -58,8 +58,9 @@ class Verdict:
 
     @property
     def trains_in_fp8(self) -> bool:
-        """Whether it would with at least one recipe."""
-        return self.trains and None in self.recipes.values()
+        """Whether it would with at least one recipe of Transformer Engine: no GPU has run TorchAO's here yet."""
+        te = (recipe.preset for recipe in recipes_of(Fp8Backend.transformer_engine))
+        return self.trains and any(self.recipes[preset] is None for preset in te)
 
     @property
     def exit_code(self) -> int:
