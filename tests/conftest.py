@@ -18,8 +18,9 @@ from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 
-# A shell starts what runs in its background with Ctrl-C ignored, and whatever that starts ignores it, too.
+# A shell starts what runs in its background with Ctrl-C ignored, nohup with SIGHUP; what those start inherits it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items):
