@@ -7,6 +7,7 @@ moment is the machine's.
 """
 
 import hashlib
+import os
 import random
 import re
 import signal
@@ -191,7 +192,18 @@ def test_a_run_killed_at_random_moments_ends_as_the_one_that_never_was(victim, n
     assert killed.num_saves_hit >= num_kills // 8 or victim != "alone"
 
 
-def test_of_two_first_runs_that_prepare_one_cache_either_may_be_killed(parent, cache_dir, tmp_path):
+def holds_a_lock(cache, pid):
+    """Whether a process that prepares a cache is now stopped with a lock of it in its hands."""
+    if not any(cache.glob("*/*.status.json")):
+        return False
+    os.kill(pid, signal.SIGSTOP)
+    if any(cache.glob("*/*.status.json")):
+        return True
+    os.kill(pid, signal.SIGCONT)
+    return False
+
+
+def test_of_two_first_runs_that_prepare_one_cache_the_first_may_be_killed(parent, cache_dir, tmp_path):
     arguments = [*TINY, "trainer.max_steps=3", "checkpoint.save_at_end=false", f"model.data.cache_dir={tmp_path}/cache"]
 
     def start(name):
@@ -199,16 +211,19 @@ def test_of_two_first_runs_that_prepare_one_cache_either_may_be_killed(parent, c
             small_run_arguments(tmp_path / name, cache_dir, arguments)[2:], tmp_path / f"output of {name}"
         )
 
-    victim, other = start("victim"), start("other")
-    deadline = time.monotonic() + 60
-    # Whichever has come first has the lock.
-    while not (waiting := [run for run in (victim, other) if "waiting for process" in run.text()]):
-        assert time.monotonic() < deadline, "they met"
-    holder = other if waiting[0] is victim else victim
-    holder.kill()
-    assert waiting[0].wait(120) == [0], waiting[0].text()
+    first = start("first")
+    (pid,) = first.pids
+    deadline = time.monotonic() + 120
+    # Stopped while it holds a lock, so that the other meets it on every machine.
+    while not holds_a_lock(tmp_path / "cache", pid):
+        assert time.monotonic() < deadline, first.text()
+    other = start("other")
+    while "waiting for process" not in other.text():
+        assert time.monotonic() < deadline, other.text()
+        time.sleep(0.05)
+    first.kill()
+    assert other.wait(120) == [0], other.text()
     again = start("again")
     assert again.wait(120) == [0], again.text()
-    left = tmp_path / ("other" if holder is victim else "victim")
-    assert len(curve(left)) == 3
-    assert curve(left) == curve(tmp_path / "again")
+    assert len(curve(tmp_path / "other")) == 3
+    assert curve(tmp_path / "other") == curve(tmp_path / "again")
