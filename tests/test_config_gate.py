@@ -142,6 +142,12 @@ def test_a_file_that_was_changed_is_read_anew(my_conf):
     assert seen == [(5, 2), (5, 3), (5, 2), (6, 2), (6, 3), (6, 2)]
 
 
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize("typed", ["1e3", "1_000", "-7", "0.50", "007"])
+def test_a_path_that_looks_like_a_number_is_taken_as_typed(plus, typed):
+    assert load_config([f"{plus}run_dir={typed}"]).run_dir == typed
+
+
 def test_an_experiment_overrides_several_groups(my_conf):
     text = "# @package _global_\ndefaults:\n  - override /parallelism: dp\ntrainer:\n  max_steps: 5\n"
     (job,) = jobs("--config-dir", str(my_conf(experiment__mine=text)), "experiment=mine")

@@ -120,6 +120,15 @@ def _split_at_spaces(overrides: Sequence[str]) -> Iterator[list[str]]:
         yield pieces
 
 
+def _text_as_typed(override: Override) -> Override:
+    """The override, a number for a key that takes text quoted: the path 1e3 is not 1000.0."""
+    key, value = schema_keys().get(override.key_or_group), single_value(override)
+    if key is None or key.kind is not str or isinstance(value, bool) or not isinstance(value, int | float):
+        return override
+    name, _, typed = str(override.input_line).partition("=")
+    return parse_override(f"{name}='{typed}'")
+
+
 def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides that follow Hydra's grammar, and a problem for each that does not."""
     parsed: list[Override] = []
@@ -130,7 +139,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], list[str]
             problems.append(f"{' '.join(pieces)}: spaces around = split it in {len(pieces)}; write {''.join(pieces)}")
             continue
         try:
-            parsed.append(parse_override(text))
+            parsed.append(_text_as_typed(parse_override(text)))
         except ConfigError as error:
             problems += error.problems
     return parsed, problems
