@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -74,6 +75,23 @@ def no_launcher(monkeypatch):
 def cache_dir(tmp_path_factory):
     """Where the runs of a test file keep their corpus and its index."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache_dir):
+    """The directory of a run with a checkpoint and a tokenizer, for reading alone."""
+    from tests.runs import SAVED, run_small
+
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    run_small(1, run_dir, cache_dir, SAVED)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path):
+    """A copy of it, to be spoiled."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,10 @@ SMALL_GPU_RUN = (
 )
 
 
+# The fixtures `trained` and `run_dir` hold such a run.
+SAVED = ("trainer.max_steps=2", "trainer.limit_val_batches=0", "checkpoint.save_at_end=true")
+
+
 def run_small(
     num_ranks: int, run_dir: Path, cache_dir: Path, overrides: Sequence[str] = (), *, on_gpus: bool = False
 ) -> Metrics:

@@ -15,24 +15,9 @@ from gpt_pretrain.commands.checkpoint import main as checkpoint_command
 from tests.checkpoint_files import publish, rewrite_manifest
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import as_if_written_so, plant_index, plant_object
-from tests.runs import run_small, small_run_arguments
+from tests.runs import SAVED, run_small, small_run_arguments
 
-RUN = ("trainer.max_steps=2", "trainer.limit_val_batches=0", "checkpoint.save_at_end=true")
 STEP = "checkpoints/step_00000002"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, cache_dir):
-    """A run with a checkpoint."""
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
-    run_small(1, run_dir, cache_dir, RUN)
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def refused(arguments, named):
@@ -109,7 +94,7 @@ OBJECTS = {
 def test_an_index_of_other_contents_is_told_by_every_command(kind, run_dir, cache_dir):
     checkpoint = run_dir / STEP
     INDICES[kind](checkpoint)
-    resume = [*small_run_arguments(run_dir, cache_dir, RUN), "trainer.max_steps=4"]
+    resume = [*small_run_arguments(run_dir, cache_dir, SAVED), "trainer.max_steps=4"]
     export = ["-m", "gpt_pretrain.export", f"checkpoint={checkpoint}", f"out={run_dir}/exported"]
     generate = ["-m", "gpt_pretrain.generate", f"checkpoint={checkpoint}", "prompt=x", "max_new_tokens=2"]
     for arguments in (resume, export, generate):
@@ -119,7 +104,7 @@ def test_an_index_of_other_contents_is_told_by_every_command(kind, run_dir, cach
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_an_object_of_other_contents_is_told(kind, run_dir, cache_dir):
     OBJECTS[kind](run_dir / STEP)
-    refused([*small_run_arguments(run_dir, cache_dir, RUN), "trainer.max_steps=4"], run_dir / STEP)
+    refused([*small_run_arguments(run_dir, cache_dir, SAVED), "trainer.max_steps=4"], run_dir / STEP)
 
 
 NO_RUN = {
@@ -196,15 +181,15 @@ CACHED = {
 def test_a_cached_file_of_other_contents_is_told(pattern, cache_dir, tmp_path):
     cache = tmp_path / "cache"
     own_cache = [f"model.data.cache_dir={cache}"]
-    run_small(1, tmp_path / "first", cache_dir, [*RUN, *own_cache])
+    run_small(1, tmp_path / "first", cache_dir, [*SAVED, *own_cache])
     (path, *_) = sorted(cache.glob(pattern))
     shutil.copy2(path, tmp_path / "saved")
     for number, plant in enumerate(CACHED[pattern].values()):
         plant(path)
         # Data-loading processes tell no more than the rank itself.
         workers = [f"model.data.num_workers={number % 2}"]
-        arguments = small_run_arguments(tmp_path / "second", cache_dir, [*RUN, *own_cache, *workers])
+        arguments = small_run_arguments(tmp_path / "second", cache_dir, [*SAVED, *own_cache, *workers])
         refused(arguments, path if path.suffix == ".json" else path.parent)
         path.unlink()
         shutil.copy2(tmp_path / "saved", path)
-    run_small(1, tmp_path / "second", cache_dir, [*RUN, *own_cache])
+    run_small(1, tmp_path / "second", cache_dir, [*SAVED, *own_cache])

@@ -21,27 +21,12 @@ from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import as_if_written_so, hostile_pickles, plant_index, plant_object
 from tests.published_models import LLAMA
-from tests.runs import run_small, small_run_arguments
+from tests.runs import SAVED, run_small, small_run_arguments
 
 SHAPES = tuple(hostile_pickles(Path("canary")))
 STEP = "step_00000002"
 RANDOM_STATES = "random_states/shard_0_1"
 IN_FP8 = ("fp8=delayed", "model.fp8_emulate=true")
-RUN = ("trainer.max_steps=2", "trainer.limit_val_batches=0", "checkpoint.save_at_end=true")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, cache_dir):
-    """A run with a checkpoint and a tokenizer."""
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
-    run_small(1, run_dir, cache_dir, RUN)
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -226,7 +211,7 @@ FILES = {
 def in_fp8(tmp_path_factory, cache_dir):
     """A run with scales in its checkpoint, its cache inside, and a Hugging Face model's configuration beside it."""
     run_dir = tmp_path_factory.mktemp("in_fp8") / "run"
-    run_small(1, run_dir, cache_dir, [*RUN, *IN_FP8, f"model.data.cache_dir={run_dir / 'cache'}"])
+    run_small(1, run_dir, cache_dir, [*SAVED, *IN_FP8, f"model.data.cache_dir={run_dir / 'cache'}"])
     (run_dir / "config.json").write_text(json.dumps(LLAMA))
     return run_dir
 
@@ -245,7 +230,7 @@ def test_no_file_of_any_kind_runs_code_by_any_command(kind, all_shapes, in_fp8, 
                 # In its place: the cache knows its files by their paths and times.
                 shutil.copytree(saved, in_fp8)
                 plant(in_fp8, hostile_pickles(canary)[shape])
-                own = [*RUN, *IN_FP8, f"model.data.cache_dir={in_fp8 / 'cache'}"]
+                own = [*SAVED, *IN_FP8, f"model.data.cache_dir={in_fp8 / 'cache'}"]
                 done = fork_ranks(1, COMMANDS[command](in_fp8, small_run_arguments(in_fp8, cache_dir, own)))
                 assert not canary.exists(), (command, shape)
                 assert done.returncode in (0, 2), (command, shape, done.stderr[-3000:])
@@ -267,7 +252,7 @@ def test_every_command_refuses_the_checkpoint(place, command, run_dir, cache_dir
     else:
         # Which every command reads.
         plant_object(checkpoint, planted, "common_state/shard_0_1")
-    done = fork_ranks(1, COMMANDS[command](run_dir, small_run_arguments(run_dir, cache_dir, RUN)))
+    done = fork_ranks(1, COMMANDS[command](run_dir, small_run_arguments(run_dir, cache_dir, SAVED)))
     assert not canary.exists()
     # Exporting reads tensors alone.
     expected = 0 if (place, command) == ("object", "export") else 2
@@ -283,7 +268,7 @@ def test_a_file_that_the_manifest_does_not_know_is_not_read(run_dir, checkpoint,
     (problem,) = check_files(checkpoint, read_manifest(checkpoint))
     assert str(checkpoint / "common.pt") in problem
     for command in ("resume", "init_from", "export", "generate"):
-        done = fork_ranks(1, COMMANDS[command](run_dir, small_run_arguments(run_dir, cache_dir, RUN)))
+        done = fork_ranks(1, COMMANDS[command](run_dir, small_run_arguments(run_dir, cache_dir, SAVED)))
         assert done.returncode == 2, done.stderr[-3000:]
         assert str(checkpoint / "common.pt") in done.stderr
 
@@ -315,12 +300,12 @@ def test_a_deep_manifest_and_a_pipe_are_told(checkpoint):
 
 def test_a_cached_index_of_samples_runs_nothing(cache_dir, tmp_path):
     canary, own_cache = tmp_path / "canary", f"model.data.cache_dir={tmp_path / 'cache'}"
-    run_small(1, tmp_path / "first", cache_dir, [*RUN, own_cache])
+    run_small(1, tmp_path / "first", cache_dir, [*SAVED, own_cache])
     indices = sorted((tmp_path / "cache").rglob("*.npy"))
     assert indices
     for index in indices:
         index.write_bytes(hostile_pickles(canary)["reduce"])
-    done = fork_ranks(1, [*small_run_arguments(tmp_path / "second", cache_dir, RUN), own_cache])
+    done = fork_ranks(1, [*small_run_arguments(tmp_path / "second", cache_dir, SAVED), own_cache])
     assert not canary.exists()
     assert done.returncode == 2, done.stderr[-3000:]
     assert str(indices[0].parent) in done.stderr
