@@ -18,8 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.errors import UserError, format_bytes, reason
 from gpt_pretrain.config.files import fsync, publish_directory, unfinished_path, write_file
+from gpt_pretrain.spec.recipes import recipes_of
 
 POINTER = "latest"
 _REMOVED = ".removed"
@@ -309,7 +311,7 @@ def _described(path: Path, manifest: Manifest) -> tuple[str, str]:
     try:
         return describe_layout(manifest), _fp8(manifest)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{path / MANIFEST} describes no run ({type(error).__name__}: {error})") from error
+        raise UserError(f"{path / MANIFEST} describes no run ({reason(error)})") from error
 
 
 def describe_layout(manifest: Manifest) -> str:
@@ -333,9 +335,10 @@ def _fp8(manifest: Manifest) -> str:
         return "off"
     emulated = ", emulated" if model["fp8_emulate"] else ""
     # Checkpoints before the key are Transformer Engine's.
-    backend = model.get("fp8_backend")
-    recipe = f"{backend} {model['fp8_recipe'] or 'tensorwise'}" if backend == "torchao" else model["fp8_recipe"]
-    return (recipe or "delayed") + (", weights in FP8" if model["fp8_params"] else "") + emulated
+    backend = Fp8Backend[model.get("fp8_backend") or Fp8Backend.transformer_engine.name]
+    recipe = model["fp8_recipe"] or recipes_of(backend)[0].name
+    engine = "" if backend is Fp8Backend.transformer_engine else f"{backend.name} "
+    return engine + recipe + (", weights in FP8" if model["fp8_params"] else "") + emulated
 
 
 def unfinished_saves(directory: Path) -> list[Path]:
