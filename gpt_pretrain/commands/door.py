@@ -43,6 +43,11 @@ def print_error(error: UserError | RunError, who: str = "") -> None:
     sys.stderr.flush()
 
 
+def of_rank(launch: Launch | None) -> str:
+    """What tells the errors of ranks apart that each meet their own; empty for a process alone."""
+    return "" if launch is None or launch.world_size == 1 else f" (rank {launch.rank})"
+
+
 def _printable(text: str) -> str:
     """Control characters of what was given would change the line, or the terminal."""
     return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
@@ -72,7 +77,7 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         problem = limit_met(error)
         if problem is None:
             raise
-        print_error(RunError(problem), "" if launch is None or launch.world_size == 1 else f" (rank {launch.rank})")
+        print_error(RunError(problem), of_rank(launch))
         return CRASH
 
 

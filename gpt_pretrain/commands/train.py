@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request, run_hydra
-from gpt_pretrain.commands.door import CRASH, USER_ERROR, print_error, print_job, run_with_config
+from gpt_pretrain.commands.door import CRASH, USER_ERROR, of_rank, print_error, print_job, run_with_config
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.limits import limit_met
@@ -94,7 +94,7 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
                 traceback.print_exc()
             if problem is not None:
                 # Below the traceback, where it is seen.
-                print_error(RunError(problem), "" if launch.world_size == 1 else f" (rank {launch.rank})")
+                print_error(RunError(problem), of_rank(launch))
             code = CRASH
         if asked_for and request.options.multirun:
             # Ctrl-C and signals end the sweep, not only the job that they hit.
