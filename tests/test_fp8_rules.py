@@ -185,11 +185,6 @@ WRONG = {
         told=f"{ATTENTION} {KEPT} fp8_exclude",
         offers="model.fp8_dot_product_attention=false",
     ),
-    "emulation around apex's weight gradients": Refused(
-        f"fp8=delayed {EMULATE} model.gradient_accumulation_fusion=true",
-        told=f"{EMULATE} model.gradient_accumulation_fusion=true",
-        offers="model.gradient_accumulation_fusion=null,false",
-    ),
     "layers kept by a count alone": Refused(
         "fp8=tensorwise model.num_layers_at_start_in_bf16=1",
         told="model.num_layers_at_start_in_bf16=1 model.first_last_layers_bf16=false",

@@ -98,16 +98,6 @@ WRONG = {
         told="model.fp8_multi_head_attention=true",
         offers="model.fp8_multi_head_attention=false",
     ),
-    "sums in the product": Refused(
-        f"{ROWWISE} model.gradient_accumulation_fusion=true",
-        told=f"{EMULATE} model.gradient_accumulation_fusion=true",
-        offers="model.gradient_accumulation_fusion=null,false",
-    ),
-    "sums in the product, on hardware": Refused(
-        "fp8=torchao_rowwise model.gradient_accumulation_fusion=true",
-        told="model.fp8_backend=torchao model.gradient_accumulation_fusion=true",
-        offers="model.gradient_accumulation_fusion=null,false",
-    ),
     "layers of Transformer Engine, on hardware": Refused(
         "fp8=torchao_rowwise model.transformer_engine=true",
         told="model.fp8_backend=torchao model.transformer_engine=true",

@@ -1,7 +1,7 @@
 """TorchAO as an engine: its casts and products in our layers, on the CPU as far as PyTorch computes them there.
 
-No GPU has run them. What is the same on a GPU: the operations, their order, and what torch.compile makes of them. What
-is not: `torch._scaled_mm` with scales of rows, in whose place stands TorchAO's own emulation.
+On a GPU a kernel writes the codes, and `torch._scaled_mm` also takes scales of rows in the forward product, in whose
+place stands TorchAO's own emulation here. `tests/test_gpu_torchao.py` has both.
 """
 
 import dataclasses
@@ -15,12 +15,16 @@ from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.emulation.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
+from gpt_pretrain.fp8.local_layers import Fp8ColumnParallelLinear
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.fp8.torchao import TorchAO
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.recipes import recipes_of, resolve_fp8
 from tests import sabotages
+from tests.emulated_training import emulate as emulated
 from tests.emulated_training import emulated_training
+from tests.launching import interpret_kernels
 from tests.platforms import H200, spec_of
 
 RECIPES = [recipe.name for recipe in recipes_of(Fp8Backend.torchao)]
@@ -113,6 +117,27 @@ def test_scaled_products_of_rows_are_near_those_of_their_codes(phase, compose_co
     assert torch.linalg.vector_norm(scaled - emulated) <= (2 * 2**-9 + 2**-9) * torch.linalg.vector_norm(emulated)
 
 
+def test_the_cast_kernel_interpreted_computes_what_torch_does():
+    interpret_kernels("from tests.fp8_casts import check_amaxes, check_codes; check_amaxes(); check_codes()")
+
+
+@pytest.mark.parametrize("recipe", ["torchao_tensorwise", "torchao_rowwise_with_gw_hp", "delayed"])
+def test_weight_gradients_are_added_to_the_main_ones_once(recipe):
+    gradients = []
+    for fused in ("true", "false"):
+        with emulated_training(*emulated(recipe, f"model.gradient_accumulation_fusion={fused}")) as training:
+            training.step()
+            layers = (module for _, module in whole_model_modules(training.chunks[0]))
+            gradients.append(
+                [layer.weight.main_grad.clone() for layer in layers if isinstance(layer, Fp8ColumnParallelLinear)]
+            )
+    fused, separate = gradients
+    assert len(fused) > 0
+    # The LM head's gradient, and with it the norm that all are divided by, is summed in another order.
+    for one, other in zip(fused, separate, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(("recipe", "emulate"), ENGINES)
 def test_training_is_proven(recipe, emulate):
     engine = {"compiled": False, "emulate": emulate}
@@ -164,15 +189,17 @@ def test_a_gpu_runs_it_in_local_layers(compose_config):
     kernels = spec_of(config, dataclasses.replace(H200, torchao="0.18.0")).kernels
     assert not kernels.transformer_engine
     assert kernels.torch_attention
-    assert not kernels.gradient_accumulation_fusion
+    assert kernels.fused_single_qkv_rope
+    assert kernels.gradient_accumulation_fusion
 
 
 @pytest.mark.timeout(600)
 def test_a_shape_too_many_ends_the_run_rather_than_its_gain(compose_config):
     # What other tests compiled would count, too.
     torch._dynamo.reset()
-    engine = TorchAO(settings_of("tensorwise", compose_config), compiled=True)
-    with torch._dynamo.config.patch(recompile_limit=1):
+    engine = TorchAO(settings_of("rowwise", compose_config), compiled=True)
+    # Scales of rows, and of columns.
+    with torch._dynamo.config.patch(recompile_limit=2):
         engine.cast(drawn(16, 16, seed=1), Role.input)
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             engine.cast(drawn(32, 16, seed=1), Role.input)

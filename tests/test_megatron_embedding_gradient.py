@@ -59,10 +59,6 @@ def test_rows_of_tokens_grow_and_no_others(tied):
             "model.gradient_accumulation_fusion=false",
         ),
         (
-            ("fp8=delayed", "model.fp8_emulate=true"),
-            "model.fp8_emulate=true",
-        ),
-        (
             (BF16, IN_BF16),
             "model.grad_reduce_in_fp32=false",
         ),

@@ -119,19 +119,18 @@ def active(kernels: Kernels) -> set[str]:
             ["model=llama3_8b", "model.grad_reduce_in_fp32=false"],
             {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, LOSS},
         ),
-        # Emulated layers compute their weight gradients themselves.
-        (GPU, ["model=tiny", "fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, ATTENTION, LOSS}),
+        (GPU, ["fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, LOSS}),
         (
             GPU,
             ["model=llama3_8b", "model.transformer_engine=false"],
-            {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS},
+            {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS},
         ),
         (GPU, ["model=llama3_8b", f"model.{GRADIENT}=false"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, LOSS}),
-        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS}),
-        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS}),
+        (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS}),
+        (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS}),
         # PyTorch's attention has no softmax of its own; megatron-core's, for references, is apex's.
         (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
-        (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, GRADIENT, ROWS, LOSS}),
+        (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS}),
         (
             APEX_WITHOUT_TE,
             ["model=llama3_8b", "trainer.deterministic=true"],
@@ -254,8 +253,8 @@ A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
         ),
         (CPU, Refused(f"model.{ROPE}=true", offers=f"model.{ROPE}=null,false")),
         (
-            GPU,
-            Refused(f"model.{QKV}=true model.{TE}=false", told=f"model.{QKV}=true", offers=f"model.{QKV}=null,false"),
+            CPU,
+            Refused(f"model.{QKV}=true", told=f"model.{QKV}=true CUDA", offers=f"model.{QKV}=null,false"),
         ),
         (
             GPU_WITHOUT_TE,
@@ -352,8 +351,8 @@ def test_more_processes_than_gpus_are_refused() -> None:
         (
             APEX_WITHOUT_TE,
             "megatron-core local",
-            "bias_activation_fusion, bias_dropout_add_fusion, torch_attention, gradient_accumulation_fusion, "
-            "embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
+            "bias_activation_fusion, bias_dropout_add_fusion, torch_attention, fused_single_qkv_rope, "
+            "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
             "layer norm, optimizer, softmax, weight gradient",
         ),
     ],

@@ -81,6 +81,7 @@ class LinearProducts:
         bias: torch.Tensor | None,
         *,
         is_first_microbatch: bool,
+        accumulates: bool = False,
         listener: Callable[[], ProductListener | None],
     ) -> torch.Tensor:
         """The layer's output.
@@ -91,6 +92,7 @@ class LinearProducts:
             weight: [out, in]; the output is of its type.
             bias: [out], added to the product.
             is_first_microbatch: The weight has changed.
+            accumulates: The backward pass adds the weight's gradient to `weight.main_grad`.
             listener: Returns who is told about the products; called at the time of each.
         """
         rows = x.reshape(-1, x.shape[-1])
@@ -106,6 +108,7 @@ class LinearProducts:
             # The codes are all that the backward pass needs; those who check them need the values.
             x_values=None if listener() is None else rows.detach(),
             weight_values=weight.detach(),
+            accumulates_in=weight if accumulates else None,
             end_backward=rule.end_backward if isinstance(rule, LayerScaling) and rule.ends_backward else None,
             listener=listener,
         )
@@ -130,6 +133,8 @@ class _Call:
     """[tokens, in]; None where nobody is told about the products."""
     weight_values: torch.Tensor
     """[out, in]"""
+    accumulates_in: Any
+    """The weight whose `main_grad` takes its gradient; None: autograd takes it."""
     end_backward: Callable[[], None] | None
     listener: Callable[[], ProductListener | None]
 
@@ -198,6 +203,10 @@ class _Linear(torch.autograd.Function):
             rounded = x.to(dy.dtype)
             dw = dy.t() @ rounded
             call.tell(Phase.wgrad, dw, dy, rounded)
+        if dw is not None and (accumulates_in := call.accumulates_in) is not None:
+            accumulates_in.main_grad.add_(dw)
+            # Data parallelism waits for some gradient of each weight, and does not read this one.
+            accumulates_in.grad_added_to_main_grad = True
         if call.end_backward is not None:
             call.end_backward()
         return dx, dw, dy.sum(dim=0) if ctx.has_bias else None, None

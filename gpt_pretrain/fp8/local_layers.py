@@ -68,6 +68,7 @@ class _Fp8Linear(torch.nn.Module):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         *,
+        gradient_accumulation_fusion: bool,
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: torch.distributed.ProcessGroup | None,
@@ -80,7 +81,14 @@ class _Fp8Linear(torch.nn.Module):
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         is_first, self.is_first_microbatch = self.is_first_microbatch, False
-        return self._products(input, weight, bias, is_first_microbatch=is_first, listener=lambda: self.product_listener)
+        return self._products(
+            input,
+            weight,
+            bias,
+            is_first_microbatch=is_first,
+            accumulates=gradient_accumulation_fusion,
+            listener=lambda: self.product_listener,
+        )
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
         """Scales and amax histories; None for recipes without."""

@@ -1,15 +1,19 @@
 """TorchAO's float8 casts and products, as its own linear layer makes them (`torchao.float8`, 0.18).
 
 `Float8Linear` computes its three products in one autograd function. Here each cast and each product is a function of
-its own, made of the operations that Float8Linear calls in the order in which it calls them, so that codes and scales
-can be watched and checked like those of any engine. torch.compile fuses each into a few kernels. It must not fall back:
-a graph that breaks, or a shape too many, is an error (`fullgraph=True`).
+its own, so that codes and scales can be watched and checked like those of any engine. Scales and products are made of
+the operations that Float8Linear calls, in the order in which it calls them, by torch.compile. It must not fall back: a
+graph that breaks, or a shape too many, is an error (`fullgraph=True`).
 
-On a GPU a product is `torch._scaled_mm`, which cuBLAS or CUTLASS computes; none has run it here yet. PyTorch computes
-it on a CPU, too, but for the forward product of rows. `emulate` is TorchAO's own emulation, in fp32.
+Codes are those of TorchAO's operations, too. On a GPU a kernel of ours writes them, along with their transpose where a
+product reads that (`kernels/cast_triton.py`): compiled by themselves, TorchAO's casts read the values for each
+direction again, and its products first copy operands of the wrong layout.
+
+On a GPU a product is `torch._scaled_mm`, which cuBLAS or CUTLASS computes. PyTorch computes it on a CPU, too, but for
+the forward product of rows. `emulate` is TorchAO's own emulation, in fp32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +33,8 @@ _ROLES = {
 }
 # Codes, scale, the dimension that shares one, and what the tensor is.
 type _Operand = tuple[torch.Tensor, torch.Tensor, int | None, GemmInputRole]
+# Codes, scale and amax [1] in each direction.
+type _Casts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 # Shapes that one function is compiled for: four linear layers, three tensors of each along two dimensions, also in
 # validation.
 _MOST_SHAPES = 64
@@ -49,27 +55,46 @@ class TorchAO:
         self._powers_of_two = config.round_scales_to_power_of_2
         gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
         self._gemms = LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, False) for gemm in gemms))
-        self._cast = _compiled(_cast) if compiled else _cast
+        self._scale = _compiled(amax_to_scale) if compiled else amax_to_scale
         self._multiply = _compiled(_multiply) if compiled else _multiply
 
     def cast(self, x: torch.Tensor, role: Role) -> Directions:
         """Casts a matrix [rows, columns]; see `fp8.emulation.casts.Cast`."""
         recipe, (rows, columns) = self._settings.recipe, x.shape
-        if recipe.scales_tensors:
-            quantised = self._quantised(x, role, None, None)
-            return Directions(quantised, quantised)
-        along_rows = self._quantised(x, role, -1, (1, columns))
-        is_whole = recipe.scales_dgrad_weight_whole and role is Role.weight
-        if not recipe.has_wgrad and role is not Role.weight:
-            # Nothing sums over the rows of their codes.
-            return Directions(along_rows, along_rows)
-        axis, block = (None, None) if is_whole else (0, (rows, 1))
-        return Directions(along_rows, self._quantised(x, role, axis, block))
-
-    def _quantised(self, x: torch.Tensor, role: Role, axis: int | None, block: tuple[int, int] | None) -> Quantised:
+        whole_in_dgrad = recipe.scales_dgrad_weight_whole and role is Role.weight
+        axes: list[int | None] = [None if recipe.scales_tensors else -1]
+        if recipe.has_wgrad or role is Role.weight:
+            axes.append(None if recipe.scales_tensors or whole_in_dgrad else 0)
+        # Without a second one nothing sums over the rows of the codes.
         format = role_format(self._settings, role)
-        codes, scale, amax = self._cast(x, CODE_TYPES[format], axis, self._powers_of_two)
-        return Quantised(format=format, codes=codes, scale=scale, amax=amax, block=block)
+        cast = self._cast_on_gpu if x.is_cuda else self._cast_by_operations
+        directions = [
+            Quantised(format=format, codes=codes, scale=scale, amax=amax, block=_block(axis, rows, columns))
+            for axis, (codes, scale, amax) in zip(axes, cast(x, CODE_TYPES[format], axes), strict=True)
+        ]
+        return Directions(directions[0], directions[-1])
+
+    def _cast_by_operations(self, x: torch.Tensor, dtype: torch.dtype, axes: Sequence[int | None]) -> _Casts:
+        """As `hp_tensor_to_float8_dynamic`, which keeps no amax."""
+        casts = {}
+        for axis in axes:
+            granularity = ScalingGranularity.TENSORWISE if axis is None else ScalingGranularity.AXISWISE
+            amax = tensor_to_amax(x, scaling_granularity=granularity, axiswise_dim=axis)
+            scale = self._scale(amax.reshape(1) if axis is None else amax, dtype, self._powers_of_two)
+            codes = hp_tensor_and_scale_to_float8(x, scale, dtype, axiswise_dim=axis)._data
+            casts[axis] = (codes, scale, amax.amax().float().reshape(1))
+        return [casts[axis] for axis in axes]
+
+    def _cast_on_gpu(self, x: torch.Tensor, dtype: torch.dtype, axes: Sequence[int | None]) -> _Casts:
+        """The same codes, by a kernel that writes both directions as the products read them."""
+        from gpt_pretrain.kernels import cast_triton
+
+        x = x.contiguous()
+        whole, of_rows, of_columns = cast_triton.measure(x, of_rows=-1 in axes, of_columns=0 in axes)
+        amaxes = {None: whole, -1: of_rows, 0: of_columns}
+        scales = {axis: self._scale(amaxes[axis], dtype, self._powers_of_two) for axis in set(axes)}
+        codes = cast_triton.cast(x, dtype, *(scales[axis] for axis in axes))
+        return [(each, scales[axis], whole) for axis, each in zip(axes, codes, strict=True)]
 
     def multiply(
         self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, bias: torch.Tensor | None = None
@@ -91,15 +116,9 @@ def _compiled[**Arguments, Result](function: Callable[Arguments, Result]) -> Cal
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def _cast(
-    x: torch.Tensor, dtype: torch.dtype, axis: int | None, powers_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scale and amax [1] (`hp_tensor_to_float8_dynamic`, which keeps no amax)."""
-    granularity = ScalingGranularity.TENSORWISE if axis is None else ScalingGranularity.AXISWISE
-    amax = tensor_to_amax(x, scaling_granularity=granularity, axiswise_dim=axis)
-    scale = amax_to_scale(amax, dtype, round_scales_to_power_of_2=powers_of_two)
-    codes = hp_tensor_and_scale_to_float8(x, scale, dtype, axiswise_dim=axis)._data
-    return codes, scale.reshape(1) if axis is None else scale, amax.amax().float().reshape(1)
+def _block(axis: int | None, rows: int, columns: int) -> tuple[int, int] | None:
+    """Rows and columns that share a scale of this axis; None: all do."""
+    return None if axis is None else (1, columns) if axis == -1 else (rows, 1)
 
 
 def _multiply(

@@ -13,14 +13,12 @@ import triton
 import triton.language as tl
 
 from gpt_pretrain.kernels.fp8_codes import CastInto
+from gpt_pretrain.kernels.fp8_codes_triton import ASSEMBLY, store_transposed
 
 # A tile, its rows in pairs. Of thirteen sizes on an H200 none was faster by more than 1%.
 _PAIRS = 32
 _COLUMNS = 64
 _WARPS = 4
-
-# Triton's interpreter does not run assembly.
-_ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -28,7 +26,7 @@ def _sigmoid(values):  # type: ignore[no-untyped-def]
     # tl.exp and a division take more instructions to handle subnormal numbers. Here those vanish beside 1, and a share
     # that small becomes the code 0.
     inverse = 1 + tl.exp2(-1.4426950408889634 * values)
-    if _ASSEMBLY:
+    if ASSEMBLY:
         share = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [inverse], tl.float32, True, 1)
     else:
         share = 1 / inverse
@@ -79,30 +77,6 @@ def _measure(magnitudes, amax):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _word(even, odd, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codes of two rows, one above the other, as one number: GPUs transpose numbers of two bytes, not of one.
-
-    They are not assembled from single codes: to shift the second one out of a conversion, ptxas 12.8 reads the wrong
-    register.
-    """
-    if _ASSEMBLY:
-        # Two values at a time.
-        tl.static_assert((dtype == tl.float8e4nv) | (dtype == tl.float8e5))
-        convert: tl.constexpr = (
-            "cvt.rn.satfinite.e4m3x2.f32" if dtype == tl.float8e4nv else "cvt.rn.satfinite.e5m2x2.f32"
-        )
-        first: tl.constexpr = "{ .reg .b16 a, b; " + convert + " a, $3, $1; "
-        word = tl.inline_asm_elementwise(
-            first + convert + " b, $4, $2; mov.b32 $0, {a, b}; }", "=r,r,r,r,r", [even, odd], tl.uint16, True, 2
-        )
-    else:
-        tl.static_assert(dtype == tl.float16)
-        low = even.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
-        word = low | (odd.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
-    return word
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
     even,
     odd,
@@ -122,9 +96,7 @@ def _write(  # type: ignore[no-untyped-def]
     tl.store(places, even.to(into.dtype.element_ty), mask=(rows < num_rows)[:, None] & inside[None, :])
     tl.store(places + stride, odd.to(into.dtype.element_ty), mask=(rows + 1 < num_rows)[:, None] & inside[None, :])
     if TRANSPOSES:
-        words, num_pairs = _word(even, odd, into.dtype.element_ty), num_rows // 2
-        places = into_transposed.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
-        tl.store(places + pairs[None, :], tl.trans(words), mask=inside[:, None] & (pairs < num_pairs)[None, :])
+        store_transposed(even, odd, into_transposed, pairs, columns, inside, num_rows // 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

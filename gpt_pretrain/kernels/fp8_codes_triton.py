@@ -1,16 +1,63 @@
-"""The kernel behind `fp8_codes.count_codes` on GPUs."""
+"""Kernels on FP8 codes: counting them (`fp8_codes.count_codes`), and writing them transposed."""
+
+# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
+# ruff: noqa: ANN001, ANN202, PLR0917
 
 import torch
 import triton
 import triton.language as tl
 
+# Triton's interpreter does not run assembly.
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
+
 _BLOCK = tl.constexpr(4096)
 _BLOCKS_PER_PROGRAM = tl.constexpr(16)
 
 
-# Triton reads annotations and accepts its own only.
+@triton.jit  # type: ignore[untyped-decorator]
+def _word(even, odd, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codes of two rows, one above the other, as one number: GPUs transpose numbers of two bytes, not of one.
+
+    They are not assembled from single codes: to shift the second one out of a conversion, ptxas 12.8 reads the wrong
+    register.
+    """
+    if ASSEMBLY:
+        # Two values at a time.
+        tl.static_assert((dtype == tl.float8e4nv) | (dtype == tl.float8e5))
+        convert: tl.constexpr = (
+            "cvt.rn.satfinite.e4m3x2.f32" if dtype == tl.float8e4nv else "cvt.rn.satfinite.e5m2x2.f32"
+        )
+        first: tl.constexpr = "{ .reg .b16 a, b; " + convert + " a, $3, $1; "
+        word = tl.inline_asm_elementwise(
+            first + convert + " b, $4, $2; mov.b32 $0, {a, b}; }", "=r,r,r,r,r", [even, odd], tl.uint16, True, 2
+        )
+    else:
+        tl.static_assert(dtype == tl.float16)
+        low = even.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        word = low | (odd.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+    return word
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None:  # type: ignore[no-untyped-def]
+    """Stores the codes of scaled values as a matrix of columns; rows come in pairs, one even and one odd.
+
+    Args:
+        even: fp32 [pairs, columns], of even rows.
+        odd: Of the rows after them.
+        into: Codes [all columns, 2 · num_pairs].
+        pairs: Which pairs of rows these are.
+        columns: Which columns.
+        inside: Whether each column is one of the tensor.
+        num_pairs: Of the tensor's rows.
+    """
+    words = _word(even, odd, into.dtype.element_ty)
+    places = into.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
+    tl.store(places + pairs[None, :], tl.trans(words), mask=inside[:, None] & (pairs < num_pairs)[None, :])
+
+
 @triton.jit
-def _count(codes, counts, size, largest):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _count(codes, counts, size, largest):  # type: ignore[no-untyped-def]
     first = tl.program_id(0).to(tl.int64) * _BLOCK * _BLOCKS_PER_PROGRAM
     zero = tl.zeros([_BLOCK], dtype=tl.int32)
     full = tl.zeros([_BLOCK], dtype=tl.int32)

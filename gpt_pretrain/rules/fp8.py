@@ -266,11 +266,6 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
             "model.fp8_backend=torchao with trainer.precision=fp32: FP8 products of rows have results in BF16; use "
             f"precision=auto or bf16, or {emulation(model)}"
         )
-    if model.gradient_accumulation_fusion:
-        yield (
-            f"{local} with model.gradient_accumulation_fusion=true: these layers compute weight gradients themselves; "
-            "use gradient_accumulation_fusion=null or false"
-        )
     if model.transformer_engine:
         yield (
             f"{local} with model.transformer_engine=true: megatron-core's local layers compute it; use "

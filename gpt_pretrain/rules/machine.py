@@ -228,9 +228,11 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
             f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {why}; "
             "use 1"
         )
-    for key in ("apply_rope_fusion", "fused_single_qkv_rope", "moe_grouped_gemm"):
+    for key in ("apply_rope_fusion", "moe_grouped_gemm"):
         if getattr(model, key) and not te:
             yield f"model.{key}=true needs Transformer Engine layers; use null or false"
+    if model.fused_single_qkv_rope and not platform.cuda:
+        yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
     for setting, asked, instead in (
         ("cuda_graph_impl=local", model.cuda_graph_impl is CudaGraphImpl.local, "null or none"),
         ("tp_comm_overlap=true", model.tp_comm_overlap, "false"),

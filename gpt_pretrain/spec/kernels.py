@@ -64,12 +64,12 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
 
     te = choose(model.transformer_engine, otherwise_te)
     graphs = _plan_graphs(run, world_size, transformer_engine=te)
-    # These layers compute their weight gradients themselves.
-    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda and not in_local_layers)
-    rotates = choose(model.fused_single_qkv_rope, te and not any(qkv_rope_obstacles(model)))
+    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda)
     rotary = model.position_embedding_type is PositionEmbedding.rope
     # Deterministic and fp32 runs serve as references, and PyTorch's kernels draw dropout from another random state.
     plain = config.trainer.deterministic or config.trainer.precision is Precision.fp32 or model.attention_dropout > 0
+    fast_local = platform.cuda and not te and not plain
+    rotates = choose(model.fused_single_qkv_rope, (te or fast_local) and not any(qkv_rope_obstacles(model)))
     softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain)
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
@@ -105,7 +105,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and model.activations_checkpoint_granularity is None
             and not any(flash_attention_obstacles(model)),
         ),
-        torch_attention=platform.cuda and not te and not plain and not softmax,
+        torch_attention=fast_local and not softmax,
         apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
@@ -235,8 +235,6 @@ def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
     model = config.model
     if model.gradient_accumulation_fusion is False:
         yield "model.gradient_accumulation_fusion=false", "a tied LM head must add its gradient in the product too"
-    if cause := local_layers(model):
-        yield cause, "these layers compute weight gradients themselves"
     if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
         yield "model.grad_reduce_in_fp32=false", "BF16 would round the gradient of every token"
     if model.cuda_graph_impl is CudaGraphImpl.local:

@@ -374,7 +374,6 @@ def emulation(model: ModelConfig) -> str:
         "fp8_params=false": model.fp8_params,
         "fp8_dot_product_attention=false": model.fp8_dot_product_attention,
         "transformer_engine=null": model.transformer_engine,
-        "gradient_accumulation_fusion=null": model.gradient_accumulation_fusion,
         "context_parallel_size=1": model.context_parallel_size > 1,
     }
     taken_back = [f"model.{instead}" for instead, is_set in in_its_way.items() if is_set]
