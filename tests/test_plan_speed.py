@@ -96,6 +96,12 @@ BY_DEFAULT = {
     "8 layers, tensorwise stored": ((*NOW_EIGHT, TENSORWISE, FP8_PARAMS), 49_326),
     "8 layers, delayed, casts fused": ((*FUSED_EIGHT, CUDNN), 51_794),
     "8 layers, delayed, casts fused, FlashAttention-4": ((*FUSED_EIGHT, FLASH), 52_974),
+    # The share of the peak of products with scales of rows was fitted to the second.
+    "8 layers, TorchAO tensorwise": ((*NOW_EIGHT, "fp8=torchao_tensorwise"), 47_660),
+    "8 layers, TorchAO rowwise": ((*NOW_EIGHT, "fp8=torchao_rowwise"), 46_120),
+    # On an H100, which nothing was fitted to.
+    "8 layers, BF16, H100": ((*NOW_EIGHT, CUDNN, "plan.gpu=h100"), 38_100),
+    "8 layers, delayed, casts fused, H100": ((*FUSED_EIGHT, CUDNN, "plan.gpu=h100"), 50_140),
     "1.3B, BF16": (NOW_XL, 66_645),
     "1.3B, delayed": ((*NOW_XL, DELAYED), 89_742),
     "1.3B, delayed, casts fused, micro batch 16": ((*XL_BY_DEFAULT, f"{MICRO}=16", CUDNN), 97_649),

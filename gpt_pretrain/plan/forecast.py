@@ -86,14 +86,6 @@ def emulation_verdict() -> str:
     )
 
 
-def torchao_verdict() -> str:
-    """Why there is no prediction of TorchAO."""
-    return (
-        "Speed: not predicted for model.fp8_backend=torchao, whose products no GPU has run in this application yet. "
-        "They are compiled in the first step. Memory is forecast, and not measured."
-    )
-
-
 def unknown_speed() -> str:
     """Why there is no prediction on local layers."""
     return (
@@ -190,9 +182,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
         sentences.append(emulation_verdict())
-    elif spec.fp8 is not None and spec.fp8.in_local_layers:
-        sentences.append(torchao_verdict())
-    elif not spec.kernels.transformer_engine:
+    elif spec.fp8 is None and not spec.kernels.transformer_engine:
         sentences.append(unknown_speed())
     else:
         speed, problem = _forecast_speed(spec, Machine(gpu=gpu, efficiency=EFFICIENCY))

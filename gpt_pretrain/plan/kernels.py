@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import CrossEntropyFusion
+from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
@@ -63,9 +63,10 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) ->
     Where the norm writes FP8 itself, the transposed copy takes another pass. A scale from the tensor itself takes one
     more pass to find it. A cast in the activation's kernel writes its two bytes in place of BF16, which
     `_elementwise_bytes` has: what is left is to read the activation's inputs, and its gradient, once more for a scale.
+    TorchAO's codes are written in both layouts at once (`kernels.cast_triton`).
     """
     from_itself = recipe.searches_amax
-    of_input = of_gradient = 5 + 2 * from_itself
+    of_input = of_gradient = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * from_itself
     if fused and linear.kind == FC1:
         of_gradient = 4 * from_itself
     elif fused and linear.kind == FC2:
@@ -114,6 +115,7 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
 def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
     """Seconds of one layer and one microbatch, forward and backward, by what they are spent on."""
     recipe = None if spec.fp8 is None else spec.fp8.recipe
+    in_local_layers = spec.fp8 is not None and spec.fp8.in_local_layers
     seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
     in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
     fused = spec.kernels.activation_cast_fusion and in_fp8 >= {FC1, FC2}
@@ -121,7 +123,7 @@ def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, f
         seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
             seconds["FP8 casts"] += _cast_s(machine, linear, recipe, fused=fused)
-        if not spec.kernels.gradient_accumulation_fusion:
+        if not spec.kernels.gradient_accumulation_fusion or (in_local_layers and linear.precision == "fp8"):
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
     seconds["attention"] = _attention_s(machine, spec, layer[0].tokens)

@@ -90,11 +90,9 @@ class MemoryForecast:
 
 def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
     """Bytes per weight of what FP8 products read: one byte, a second in the other layout where needed, and scales."""
-    if settings.recipe.scales_tensors and settings.in_local_layers:
-        # TorchAO lays codes out anew for each product.
-        return 1.0
     if settings.recipe.scales_tensors:
-        return 2.0 if gpu.needs_fp8_transposes else 1.0
+        # TorchAO's products read one layout on every GPU.
+        return 2.0 if gpu.needs_fp8_transposes or settings.in_local_layers else 1.0
     return 2 * (1 + settings.recipe.weight_scale_bytes)
 
 

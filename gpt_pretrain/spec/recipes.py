@@ -140,8 +140,9 @@ _OF_ROWS = {
     "scales_rows": True,
     "powers_of_two": True,
     "takes_logarithm": True,
-    # torch._scaled_mm with scales of rows.
+    # torch._scaled_mm with scales of rows: kernels of CUTLASS, not cuBLAS.
     "capability": ((9, 0), None),
+    "peak_share": 0.61,
     "hardware": "compute capability 9.0 or newer",
 }
 
@@ -155,8 +156,6 @@ def _torchao(**fields: Any) -> Recipe:
         adds_bias_rounded=True,
         # What is gathered along the sequence is cast behind that.
         gathered_rows=1,
-        # Not measured.
-        peak_share=0.665,
         refusals=_OF_TORCHAO,
         **fields,
     )
@@ -251,6 +250,7 @@ _TORCHAO = (
         scales_from="the scale of a tensor comes from the tensor itself",
         searches_amax=True,
         finer="fp8=torchao_rowwise",
+        peak_share=0.665,
     ),
     _torchao(
         name="rowwise",
