@@ -13,6 +13,16 @@ SEPARATE_KERNELS = (
     "model.activation_cast_fusion=false",
 )
 
+# benchmarks/mixtral_8x7b_2layers_4xh200.md: two layers of Mixtral 8x7B on four H200s.
+MIXTRAL_TWO_LAYERS = (
+    "model=mixtral_8x7b",
+    "model.num_layers=2",
+    "parallelism=ep2",
+    "model.global_batch_size=8",
+    "plan.num_gpus=4",
+)
+EP4 = "model.expert_model_parallel_size=4"
+
 
 @cache
 def plan_of(*overrides: str) -> Plan:

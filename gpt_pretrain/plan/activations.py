@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import Activation, Normalization
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.plan.experts import passing_bytes
 from gpt_pretrain.spec.products import Linear
 from gpt_pretrain.spec.recipes import Fp8Settings
 
@@ -48,8 +49,8 @@ class LayerActivations:
     attention_core: float
     """What selective recomputation of attention does without."""
     mlp: float
-    backward: float
-    """What the backward pass of the layer needs on top, at its peak."""
+    passing: float
+    """What passing through the layer needs on top at its peak: backward, or forward in front of small experts."""
 
     @property
     def kept(self) -> float:
@@ -67,8 +68,7 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
 
     Args:
         model: The checked configuration.
-        layer: Its linear layers in forward order. What experts keep is counted for the mean number of tokens: more
-            where the router sends them more.
+        layer: Its linear layers in forward order, experts with the rows that count (`experts.on_rank`).
         storage: How activations are stored.
     """
     qkv, proj, *router, fc1, fc2 = layer
@@ -107,6 +107,8 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
     routed = local * (model.hidden_size * element + 4 * 4 * router[0].out_features) if router else 0
     # The unfused gate keeps silu(x) beside x and its factor.
     gate = inner * element if model.activation is Activation.swiglu and not storage.fused_activation else 0
+    kept = storage.input_bytes(fc2)
+    passing = passing_bytes(model, layer, element=element, input_bytes=kept) if router else fc1_output
     return LayerActivations(
         layer_input=residual,
         attention_block=local * model.hidden_size * storage.input_bytes(qkv)
@@ -127,5 +129,5 @@ def layer_activations(model: ModelConfig, layer: Sequence[Linear], storage: Stor
         # The activation's gradient stands beside its kept input; the gradient of the residual stream before and after.
         # Attention's backward pass, cuDNN's or FlashAttention-4's with gradients in fp32, takes less than what the MLP
         # has let go of by then.
-        backward=fc1_output + 2 * residual,
+        passing=passing + 2 * residual,
     )

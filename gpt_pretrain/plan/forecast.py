@@ -7,6 +7,7 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.checkpoints import CheckpointForecast, forecast_checkpoint
 from gpt_pretrain.plan.effective import Setting, effective_settings
+from gpt_pretrain.plan.experts import CALIBRATED_ON, rank_load
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
 from gpt_pretrain.plan.machine import planned_platform
@@ -84,6 +85,26 @@ def emulation_verdict() -> str:
         "Speed: not predicted. model.fp8_emulate=true computes FP8's values in the run's precision, many times slower "
         "than BF16: for trying recipes, not for training at length. Memory is forecast as without FP8."
     )
+
+
+def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
+    """What the forecasts for experts rest on.
+
+    Args:
+        model: A model with experts.
+        run: The predicted step; None where no speed is predicted.
+    """
+    load = rank_load(model)
+    told = [f"forecasts are calibrated on {CALIBRATED_ON} alone, and no other model or machine"]
+    told.append(f"the fullest rank is taken to have {load:.2f} times the mean number of rows" if load > 1 else "")
+    waits = 0.0 if run is None else run.seconds.get("waiting for the host", 0.0)
+    if run is not None and waits:
+        alone = run.tokens_per_s_per_gpu * run.step_s / (run.step_s - waits)
+        told.append(
+            f"{_ms(waits)} of a step are waits for a host as busy as theirs was, and without them a GPU would reach "
+            f"{alone:,.0f} tokens/s"
+        )
+    return f"Experts: {'; '.join(filter(None, told))}."
 
 
 def unknown_speed() -> str:
@@ -191,6 +212,8 @@ def build_plan(config: Config, launch: Launch) -> Plan:
                 bf16=speed.bf16, fp8=speed.fp8, recipe=speed.fp8_recipe, is_on=spec.fp8 is not None, problem=problem
             )
         )
+    if spec.model.num_moe_experts is not None:
+        sentences.append(experts_verdict(spec.model, None if speed is None else speed.run))
     return Plan(
         spec=spec,
         gpu=gpu,

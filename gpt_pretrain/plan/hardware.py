@@ -136,6 +136,11 @@ class Efficiency:
     """The same with FP8's casts and scales."""
     host_s_per_graphed_layer: float
     """The same where layers are CUDA graphs."""
+    host_s_per_expert_layer: float
+    """What one layer with experts takes at least, forward and backward, since the host waits for the counts of their
+    tokens in the middle of its forward pass, and cannot run ahead."""
+    host_s_per_fp8_expert_layer: float
+    """The same with FP8's casts and scales."""
     host_s_per_tp_layer: float
     """What collectives of tensor parallelism add to launching one layer: in FP8, taken over for BF16."""
     host_s_per_cp_layer: float
@@ -159,6 +164,12 @@ EFFICIENCY = Efficiency(
     host_s_per_layer=4.1e-3,
     host_s_per_fp8_layer=6.4e-3,
     host_s_per_graphed_layer=2.1e-3,
+    # Two layers of Mixtral, twice a step: without head, optimizer and data parallelism, steps took 26.7 and 26.9 ms a
+    # layer in BF16 and 28.5 and 28.2 in tensorwise scaling (EP 2 and 4). That is the same whatever the GPU has to do,
+    # so it is taken to be the host's, on a machine with other jobs; nobody profiled it
+    # (benchmarks/mixtral_8x7b_2layers_4xh200.md).
+    host_s_per_expert_layer=26.8e-3,
+    host_s_per_fp8_expert_layer=28.3e-3,
     # Four layers of Llama 3 8B in FP8 where the host was the slower one: 32 layers a step took 346 ms with TP 4 + SP,
     # 470 with CP 2, 489 with CP 4 and 590 with TP 2 + SP × CP 2, and 256 layers 2.63 s with TP 2 + SP
     # (benchmarks/layouts_4xh200.md).

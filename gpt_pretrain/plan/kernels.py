@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.plan.experts import ROUTING_BYTES, ROUTING_KERNELS, passage
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
-from gpt_pretrain.spec.products import EXPERT_FC1, FC1, FC2, Gemm, Linear, gemms
+from gpt_pretrain.spec.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -44,8 +45,14 @@ class Machine:
         bandwidth = self.gpu.bandwidth_tb_s * 1e12 * self.efficiency.bandwidth
         return num_bytes / bandwidth + kernels * self.efficiency.kernel_s
 
-    def gemm_s(self, gemm: Gemm, recipe: Recipe | None) -> float:
-        """Seconds of one product."""
+    def gemm_s(self, gemm: Gemm, recipe: Recipe | None, *, accumulates: bool = False) -> float:
+        """Seconds of one product.
+
+        Args:
+            gemm: The product.
+            recipe: FP8's.
+            accumulates: Whether weight gradients are added to fp32 ones, and not written in BF16.
+        """
         own = self.efficiency
         if gemm.fp8 and recipe is not None:
             size, rate = 1, self.gpu.fp8_tflops * 1e12 * recipe.peak_share
@@ -53,7 +60,8 @@ class Machine:
             size, rate = 2, self.gpu.bf16_tflops * 1e12 * own.bf16
         arithmetic = gemm.flops / rate * (1 + own.depth / gemm.k)
         read = size * (gemm.m * gemm.k + gemm.k * gemm.n)
-        memory = gemm.linear.count * (read + 2 * gemm.m * gemm.n) / (self.gpu.bandwidth_tb_s * 1e12 * own.bandwidth)
+        written = (8 if accumulates and gemm.phase == "wgrad" else 2) * gemm.m * gemm.n
+        memory = gemm.linear.count * (read + written) / (self.gpu.bandwidth_tb_s * 1e12 * own.bandwidth)
         return max(arithmetic, memory) + own.kernel_s
 
 
@@ -95,10 +103,7 @@ def _attention_s(machine: Machine, spec: RunSpec, tokens: int) -> float:
 
 
 def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
-    """Bytes that norms, residuals, rotary embeddings and the activation read and write, forward and backward.
-
-    Where there are experts, their rows are gathered out of the residual stream and added up into it, too.
-    """
+    """Bytes that norms, residuals, rotary embeddings and the activation read and write, forward and backward."""
     qkv, *_, fc1_layer, fc2_layer = layer
     tokens, local, rows = qkv.tokens, qkv.local_tokens, fc1_layer.tokens * fc1_layer.count
     projected, inner, fc1 = qkv.out_features, fc2_layer.in_features, fc1_layer.out_features
@@ -108,8 +113,14 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
     # A norm reads and writes its values forward, and reads two tensors and writes one backward.
     rotary_or_copy = (4 + 5 * model.qk_layernorm) * projected
     bias = (projected if model.bias or model.qkv_bias else 0) + (fc1 + 2 * model.hidden_size if model.bias else 0)
-    moved = 8 * model.hidden_size if fc1_layer.kind == EXPERT_FC1 else 0
-    return 2.0 * (stream + rows * (activation + moved) + tokens * (rotary_or_copy / 2 + bias))
+    return 2.0 * (stream + rows * activation + tokens * (rotary_or_copy / 2 + bias))
+
+
+def _routing_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
+    """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
+    model, way = spec.model, passage(spec.model, layer)
+    small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
+    return machine.memory_s(2.0 * way.passes * model.hidden_size + small, ROUTING_KERNELS)
 
 
 def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
@@ -120,15 +131,19 @@ def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, f
     in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
     fused = spec.kernels.activation_cast_fusion and in_fp8 >= {FC1, FC2}
     for linear in layer:
-        seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe) for gemm in gemms(linear))
+        # What TorchAO multiplies is written in BF16 and added then.
+        accumulates = spec.kernels.gradient_accumulation_fusion and not (in_local_layers and linear.precision == "fp8")
+        seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe, accumulates=accumulates) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
             seconds["FP8 casts"] += _cast_s(machine, linear, recipe, fused=fused)
-        if not spec.kernels.gradient_accumulation_fusion or (in_local_layers and linear.precision == "fp8"):
+        if not accumulates:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
     seconds["attention"] = _attention_s(machine, spec, layer[0].tokens)
     elementwise = _elementwise_bytes(spec.model, layer)
     seconds["norms, activation, residuals"] = machine.memory_s(elementwise, ELEMENTWISE_KERNELS)
+    if spec.model.num_moe_experts is not None:
+        seconds["routing and permutation"] = _routing_s(machine, spec, layer)
     return seconds
 
 
@@ -167,6 +182,19 @@ def weight_cast_s(machine: Machine, spec: RunSpec, stage_linears: tuple[Linear, 
     return sum(_weight_cast_s(machine, linear, recipe) for linear in stage_linears if linear.precision == "fp8")
 
 
+def host_layer_s(machine: Machine, spec: RunSpec) -> float:
+    """Seconds that the host needs to launch one layer for one microbatch, forward and backward."""
+    own, layout = machine.efficiency, spec.layout
+    if spec.kernels.cuda_graph_impl is not None:
+        return own.host_s_per_graphed_layer
+    if spec.model.num_moe_experts is not None:
+        each = own.host_s_per_expert_layer if spec.fp8 is None else own.host_s_per_fp8_expert_layer
+    else:
+        each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
+    each += own.host_s_per_tp_layer if layout.tp > 1 else 0.0
+    return each + (own.host_s_per_cp_layer if layout.cp > 1 else 0.0)
+
+
 def host_s(machine: Machine, spec: RunSpec, layers: float) -> float:
     """Seconds that the host needs to launch one step: where the GPU is faster, it waits.
 
@@ -175,14 +203,7 @@ def host_s(machine: Machine, spec: RunSpec, layers: float) -> float:
         spec: The run.
         layers: Layers of a stage times microbatches; of a layer that is computed again, more than one.
     """
-    own, layout = machine.efficiency, spec.layout
-    if spec.kernels.cuda_graph_impl is not None:
-        each = own.host_s_per_graphed_layer
-    else:
-        each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
-        each += own.host_s_per_tp_layer if layout.tp > 1 else 0.0
-        each += own.host_s_per_cp_layer if layout.cp > 1 else 0.0
-    return own.host_s_per_step + layers * each
+    return machine.efficiency.host_s_per_step + layers * host_layer_s(machine, spec)
 
 
 def add(total: dict[str, float], part: Mapping[str, float], factor: float = 1.0) -> None:

@@ -14,16 +14,19 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, MainParamsDtype, Pre
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.activations import LayerActivations, Storage, layer_activations
+from gpt_pretrain.plan.experts import on_rank, rank_load
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
-from gpt_pretrain.spec.products import chunk_tokens
+from gpt_pretrain.spec.products import ROUTER, chunk_tokens
 from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
 WORKSPACE_BYTES = 0.1 * GIB
+# Grouped products run on four streams, each with a workspace of cuBLAS's (TE 2.12, `get_cublas_workspace`).
+GROUPED_WORKSPACE_BYTES = 4 * 2**25
 # Outside of torch's allocator: the CUDA context with its kernels, and NCCL's communicators, 0.47 GiB each: four were
 # used at DP 4 on H200s, between five and six at TP 2 × DP 2 (benchmarks/llama3_8b_4xh200.md).
 CONTEXT_GIB = 1.1
@@ -42,7 +45,9 @@ ITEMS = (
     "activations",
     "logits and loss",
     "backward pass",
+    "uneven experts",
     "gradients in fp32",
+    "placeholders of gradients",
     "workspaces",
 )
 
@@ -165,30 +170,59 @@ def _logits_bytes(spec: RunSpec, stage: Stage, storage: Storage) -> float:
     return head.tokens * columns * per_logit
 
 
+def _passing_peak(spec: RunSpec, stage: Stage, storage: Storage, *, load: float) -> tuple[float, dict[str, float]]:
+    """Bytes kept of all microbatches, and the larger of what the loss and what passing through a layer need on top.
+
+    Args:
+        spec: The run.
+        stage: The pipeline stage.
+        storage: How activations are stored.
+        load: Rows of the rank's experts over the mean.
+    """
+    by_layer = {
+        layer: layer_activations(
+            spec.model, on_rank([linear for linear in stage.linears if linear.layer == layer], load), storage
+        )
+        for layer in stage.layers
+    }
+    kept, recomputed = _kept_activations(spec.model, stage, by_layer)
+    # The final norm's input and output; the embedding's output is the first layer's input.
+    kept += 2 * by_layer[stage.layers[0]].layer_input if stage.has_head else 0
+    logits = _logits_bytes(spec, stage, storage) if stage.has_head else 0.0
+    passing = recomputed + max(layer.passing for layer in by_layer.values())
+    # Logits and the layers' gradients are not alive at once.
+    name = "logits and loss" if logits > passing else "backward pass"
+    return kept, {name: max(logits, passing)}
+
+
+def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
+    """What stands in for weight gradients that products add to the main gradient: one tensor of each shape.
+
+    Transformer Engine gives autograd these, and keeps them (TE 2.12, `get_dummy_wgrad` of module/base.py).
+    """
+    if not (spec.kernels.gradient_accumulation_fusion and spec.kernels.transformer_engine):
+        return 0.0
+    of_layers = [linear for linear in stage.linears if linear.layer >= 0 and linear.kind != ROUTER]
+    return sum(2.0 * rows * columns for rows, columns in {(each.out_features, each.in_features) for each in of_layers})
+
+
 def _stage_memory(spec: RunSpec, stage: Stage, storage: Storage, gpu: Gpu) -> StageMemory:
     model = spec.model
     items = _parameter_items(spec, stage, storage, gpu)
-    by_layer = {
-        layer: layer_activations(model, [linear for linear in stage.linears if linear.layer == layer], storage)
-        for layer in stage.layers
-    }
-    kept, recomputed = _kept_activations(model, stage, by_layer)
-    residual = next(iter(by_layer.values())).layer_input
-    # The final norm's input and output; the embedding's output is the first layer's input.
-    kept += 2 * residual if stage.has_head else 0
-    logits = _logits_bytes(spec, stage, storage) if stage.has_head else 0.0
-    backward = recomputed + max(layer.backward for layer in by_layer.values())
+    kept, passing = _passing_peak(spec, stage, storage, load=1.0)
+    uneven_kept, uneven_passing = _passing_peak(spec, stage, storage, load=rank_load(model))
+    peak = kept + sum(passing.values())
     copies = 0.0
     if storage.element == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
         # torch's optimizers read gradients in the masters' type.
         copies = 4 * stage.optimizer_parameters(spec.layout, sharded=uses_distributed_optimizer(model))
-    if copies > kept + max(logits, backward):
+    uneven_peak = uneven_kept + sum(uneven_passing.values())
+    if copies > uneven_peak:
         items["gradients in fp32"] = copies
     else:
-        items["activations"] = kept
-        # Logits and the layers' gradients are not alive at once.
-        items["logits and loss" if logits > backward else "backward pass"] = max(logits, backward)
-    items["workspaces"] = WORKSPACE_BYTES
+        items |= {"activations": kept, **passing, "uneven experts": uneven_peak - peak}
+    items["placeholders of gradients"] = _placeholder_bytes(spec, stage)
+    items["workspaces"] = WORKSPACE_BYTES + (GROUPED_WORKSPACE_BYTES if spec.kernels.moe_grouped_gemm else 0)
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})
 
 

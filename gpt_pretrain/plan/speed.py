@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.kernels import Machine, add, head_s, host_s, layer_s, recompute_s, weight_cast_s
+from gpt_pretrain.plan.experts import on_rank, rank_load
+from gpt_pretrain.plan.kernels import (
+    Machine,
+    add,
+    head_s,
+    host_layer_s,
+    host_s,
+    layer_s,
+    recompute_s,
+    weight_cast_s,
+)
 from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import FC1, QKV, Linear
@@ -52,7 +62,7 @@ def expert_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> f
     """Seconds of one layer's exchanges of tokens between ranks that share experts out, for one microbatch.
 
     The rows that a rank's experts compute come from all of these ranks alike, go back, and their gradients do the same.
-    What leaves and reaches a rank is taken to be even; none is hidden behind a product.
+    The links of the fullest rank decide; none is hidden behind a product.
     """
     model, layout = spec.model, spec.layout
     ranks = layout.ep * layout.etp
@@ -85,6 +95,9 @@ def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s
         # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
+    if model.num_moe_experts is not None and layout.shards > 1:
+        # Gradients are averaged in a pass of their own (`spec.core_fields.ddp_fields`).
+        reduce_s += machine.memory_s(2 * gradient * stage.num_parameters)
     # Over NVLink it is counted in full, for what products beside it lose, and for waiting: steps of 4 and 32 layers of
     # Llama 3 8B on two and four H200s were longer by about that or more, BF16 and FP8. A profile has since found 52 to
     # 60 of the 92 ms of four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to hide.
@@ -132,25 +145,41 @@ class Speed:
     """The step of the slowest stage's GPU, by what it is spent on; adds up to `step_s`."""
 
 
+def _transformer_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, recomputed: bool) -> dict[str, float]:
+    """Seconds of one layer and one microbatch, forward and backward, with all exchanges but those of pipelines."""
+    seconds = layer_s(machine, spec, layer)
+    if recomputed:
+        whole = spec.model.activations_checkpoint_granularity is RecomputeGranularity.full
+        seconds["recomputation"] = recompute_s(machine, spec, layer, whole=whole)
+    seconds["tensor parallel"] = tensor_parallel_s(machine, spec, layer)
+    seconds["expert parallel"] = expert_parallel_s(machine, spec, layer)
+    seconds["context parallel"] = context_parallel_s(machine, spec, layer, seconds["attention"])
+    return seconds
+
+
+def _expert_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, recomputed: bool) -> dict[str, float]:
+    """The same of a layer with experts: all ranks wait for the fullest one, and each layer for the host."""
+    seconds = _transformer_layer_s(machine, spec, on_rank(layer, 1.0), recomputed=recomputed)
+    uneven = _transformer_layer_s(machine, spec, on_rank(layer, rank_load(spec.model)), recomputed=recomputed)
+    seconds["uneven experts"] = sum(uneven.values()) - sum(seconds.values())
+    again = machine.efficiency.host_forward if seconds.get("recomputation") else 0.0
+    host = host_layer_s(machine, spec) * (1 + again)
+    seconds["waiting for the host"] = max(0.0, host - sum(seconds.values()))
+    return seconds
+
+
 def _microbatch_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Seconds of one microbatch on one stage, forward and backward."""
     model = spec.model
     total: dict[str, float] = {}
     cache: dict[tuple[str, ...], dict[str, float]] = {}
-    granularity = model.activations_checkpoint_granularity
+    time_layer = _transformer_layer_s if model.num_moe_experts is None else _expert_layer_s
     for layer, recomputed in zip(stage.layers, _recomputed(model, stage), strict=True):
         own = [linear for linear in stage.linears if linear.layer == layer]
         # Layers whose products run in the same precisions take the same time.
         key = (*(f"{linear.precision} {linear.wgrad_precision}" for linear in own), str(recomputed))
         if key not in cache:
-            seconds = layer_s(machine, spec, own)
-            if recomputed:
-                whole = granularity is RecomputeGranularity.full
-                seconds["recomputation"] = recompute_s(machine, spec, own, whole=whole)
-            seconds["tensor parallel"] = tensor_parallel_s(machine, spec, own)
-            seconds["expert parallel"] = expert_parallel_s(machine, spec, own)
-            seconds["context parallel"] = context_parallel_s(machine, spec, own, seconds["attention"])
-            cache[key] = seconds
+            cache[key] = time_layer(machine, spec, own, recomputed=recomputed)
         add(total, cache[key])
     if stage.has_head:
         add(total, head_s(machine, spec, stage.linears[-1]))

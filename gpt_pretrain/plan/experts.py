@@ -1,0 +1,128 @@
+"""What experts add to a layer: the rows of the fullest rank, passes that bring rows to their experts, and memory.
+
+Read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` without their fused
+kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer Engine 2.12
+(`_GroupedLinear` and `_Fp8Padding` of pytorch/module); `model.moe_token_dispatcher_type=allgather` is taken to cost the
+same. `BUSIEST_EXPERT` here and the host's times in `hardware.EFFICIENCY` were fitted to the runs that `CALIBRATED_ON`
+names.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpt_pretrain.config.derived import expert_tensor_parallel_size
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
+
+# Rows of the busiest expert over the mean of a layer's experts: 1.8 to 2.4 in the first steps, when a router has not
+# yet learned to balance. The peaks of the four runs ask for 1.91 to 2.01.
+BUSIEST_EXPERT = 2.0
+CALIBRATED_ON = "four runs of two layers of Mixtral 8x7B on four H200s (benchmarks/mixtral_8x7b_2layers_4xh200.md)"
+# Rows that FP8 products take come in multiples of this many.
+_PADDED_TO = 16
+# Kernels of routing and permutation, forward and backward, beside passes over rows: scores, choice, weights, auxiliary
+# losses, counts, the sort of the map and the exchange of counts, each over a few values per token.
+ROUTING_KERNELS = 80
+# Bytes of a token and expert that these read and write, in fp32 or as 64-bit indices.
+ROUTING_BYTES = 160
+
+
+def rank_load(model: ModelConfig) -> float:
+    """Rows of the fullest rank over the mean of all ranks that share experts out; 1 without experts or sharing.
+
+    The busiest expert says how far loads spread. A rank has the mean of n of the E experts, which spreads less, by the
+    factor of a sample mean drawn without replacement, sqrt((E − n) / ((E − 1) n)): by all of it where each rank has
+    one expert, not at all where it has all of them.
+    """
+    if model.num_moe_experts is None:
+        return 1.0
+    experts = model.num_moe_experts
+    own = experts // model.expert_model_parallel_size
+    return 1 + (BUSIEST_EXPERT - 1) * math.sqrt((experts - own) / ((experts - 1) * own))
+
+
+def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
+    """The linear layers with the rows that a rank's experts have, padded where FP8 asks for it.
+
+    Args:
+        layer: Of one transformer layer, each expert with the mean number of rows.
+        load: Rows of the rank over that mean.
+    """
+
+    def rows(linear: Linear) -> int:
+        unit = _PADDED_TO if linear.precision == "fp8" else 1
+        return math.ceil(linear.tokens * load / unit) * unit
+
+    return [
+        replace(linear, tokens=rows(linear), local_tokens=rows(linear))
+        if linear.kind in (EXPERT_FC1, EXPERT_FC2)
+        else linear
+        for linear in layer
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passage:
+    """How rows get to their experts and back, in one layer and microbatch of one rank."""
+
+    sent: int
+    """Rows that the rank's own tokens become: one for each expert of a token."""
+    received: int
+    """Rows that the rank's experts compute, without padding."""
+    exchanged: bool
+    """Whether other ranks have some of these experts; otherwise what is sent is what is received."""
+    sorted: bool
+    """Whether rows are put into the order of the rank's experts, which copies them."""
+    padded: bool
+    """Whether each expert's rows are copied once more, between zeros: FP8 without padded routing."""
+
+    @property
+    def passes(self) -> int:
+        """Reads and writes of one row's values, forward and backward, over all of them: sent and received.
+
+        Rows are gathered (read, written), and added up (read, and what they are added to read and written), each with
+        the other as its gradient; sorting and padding read and write, there and back, forward and backward.
+        """
+        return 10 * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
+
+
+def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
+    """How rows get to the experts of a layer (`on_rank`)."""
+    qkv, *_, fc1, _ = layer
+    ranks = model.expert_model_parallel_size * expert_tensor_parallel_size(model)
+    return Passage(
+        sent=qkv.local_tokens * model.moe_router_topk,
+        received=fc1.tokens * fc1.count,
+        exchanged=ranks > 1,
+        sorted=fc1.count > 1,
+        padded=fc1.precision == "fp8" and not model.moe_router_padding_for_quantization,
+    )
+
+
+def passing_bytes(model: ModelConfig, layer: Sequence[Linear], *, element: int, input_bytes: float) -> float:
+    """What a layer of experts needs on top of what it keeps, where it needs most, without the residual stream.
+
+    Three moments compete. At the end of the experts' forward pass the callers still hold the rows as they were sent,
+    received and, before a cast, sorted and padded, and the activation's output in the run's precision. Before the
+    experts' backward pass the gradient of all rows is received and sorted. In it, the activation's gradients stand
+    where its output was kept.
+
+    Args:
+        model: The checked configuration.
+        layer: Its linear layers, as one rank has them.
+        element: Bytes of a value in the run's precision.
+        input_bytes: Of a value of the second product's kept input.
+    """
+    *_, fc1, fc2 = layer
+    way, rows = passage(model, layer), fc1.tokens * fc1.count
+    row = rows * model.hidden_size * element
+    inner, cast = rows * fc2.in_features, fc1.precision == "fp8"
+    # The experts' result, and that without padding or as it was sorted for the way back.
+    forward = way.sent * model.hidden_size * element + (way.exchanged + 2) * row
+    forward += (way.sorted + way.padded) * row + inner * element if cast else 0
+    received = 2 * row
+    # FP8 reads the gradient as two copies of a byte.
+    activation = inner * element + rows * fc1.out_features * element - inner * input_bytes
+    output = row + (2 * rows * model.hidden_size if cast else 0) + inner * element
+    return max(forward, received, activation, output)
