@@ -10,6 +10,7 @@ EMULATE = "model.fp8_emulate=true"
 TENSORWISE, ROWWISE, GW_HP = (
     f"fp8=torchao_{name} {EMULATE}" for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 )
+AUTO = "model.fp8_exclude=auto"
 OTHER_ENGINE = "model.fp8_backend=transformer_engine"
 FIRST = "fp8=torchao_tensorwise model.fp8_recipe=tensorwise"
 
@@ -167,6 +168,29 @@ WRONG = {
         f"{ROWWISE} model.ffn_hidden_size=200",
         told="model.ffn_hidden_size=200 16",
         offers="model.ffn_hidden_size=192,208",
+    ),
+    "small layers of a recipe without a measured size": Refused(
+        f"{GW_HP} model.ffn_hidden_size=1040 {AUTO}",
+        told="model.fp8_exclude=[auto] model.fp8_recipe=rowwise_with_gw_hp torchao_rowwise_with_gw_hp",
+        offers="model.fp8_exclude=[] | fp8=torchao_tensorwise",
+    ),
+    "small layers of Transformer Engine": Refused(
+        "fp8=delayed model.ffn_hidden_size=1040 model.fp8_exclude=[auto,'*.linear_fc2']",
+        told="model.fp8_exclude=[auto,*.linear_fc2] model.fp8_recipe=delayed",
+        offers="model.fp8_exclude=['*.linear_fc2'] | fp8=torchao_tensorwise",
+    ),
+    "small layers alone": Refused(
+        f"{ROWWISE} {AUTO}",
+        told="model.fp8=true model.fp8_exclude=[auto] 4 self_attention.linear_qkv 256×128 mlp.linear_fc2 128×384",
+        offers="model.fp8_exclude=[]",
+    ),
+    "small layers where there is no FP8": Refused(
+        "model.fp8_exclude=[auto]", told="model.fp8_exclude=[auto] model.fp8=false", offers="model.fp8_exclude=[]"
+    ),
+    "torchtitan's word for small layers": Refused(
+        f"{TENSORWISE} model.fp8_exclude=[auto_filter_small_kn]",
+        told="model.fp8_exclude 'auto_filter_small_kn' auto",
+        legal=f"{TENSORWISE} model.ffn_hidden_size=1040 {AUTO}",
     ),
     "a filter that matches nothing": Refused(
         f"{ROWWISE} model.fp8_exclude=['lm_head']",

@@ -233,8 +233,10 @@ def test_a_log_names_the_tensors_that_fp8_treats_worst_and_warns():
         "warning: layer 117 saturates; raise model.fp8_margin\n"
     )
     assert plain_output(lambda console: console.show(COVERAGE)) == (
-        "fp8_coverage step 1/300 gemm_flops_share 0.8750 parameter_bytes_share 0.0000\n"
+        "fp8_coverage step 1/300 gemm_flops_share 0.8750 parameter_bytes_share 0.0000 layers_kept_out none\n"
     )
+    kept = replace(COVERAGE, layers_kept_out=tuple(f"decoder.layers.{layer}.mlp.linear_fc2" for layer in range(12)))
+    assert plain_output(lambda console: console.show(kept)).endswith(" layers_kept_out mlp.linear_fc2×12\n")
 
 
 @pytest.mark.parametrize("width", [80, 120])

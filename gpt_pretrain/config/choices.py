@@ -2,6 +2,9 @@
 
 from enum import Enum
 
+AUTO = "auto"
+"""The entry of `model.fp8_exclude` that stands for the layers too small to gain by FP8."""
+
 
 class Normalization(Enum):
     """Normalisation layer; the values are megatron-core's names."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+from gpt_pretrain.config.choices import AUTO
 from gpt_pretrain.config.keys import TYPE_NAMES, Key, did_you_mean, nearest_name
 
 # What YAML 1.1 and other programs write for a boolean.
@@ -41,6 +42,8 @@ _LARGEST = {
     2**32 - 1: "seed",
 }
 _LARGEST_OF = {name: largest for largest, names in _LARGEST.items() for name in names.split()}
+# What a list of that one word may be written as.
+_WORDS = {"model.fp8_exclude": AUTO}
 # Of seconds, rates and shares; a thread waits no longer.
 _LARGEST_NUMBER = 1e9
 
@@ -197,6 +200,7 @@ def convert(value: Any, key: Key) -> Any:
             return None
         raise WrongValue(f"may not be null; it takes: {key.type_text}")
     if key.kind is list:
+        value = [value] if isinstance(value, str) and value == _WORDS.get(key.path) else value
         if not isinstance(value, list):
             raise WrongValue(f"is not a list; write {key.path}=[…] with {TYPE_NAMES[key.item]}s")
         return [_member(item, key, f"an element that does not fit: [{index}]") for index, item in enumerate(value)]

@@ -268,7 +268,8 @@ class ModelConfig:
     num_layers_at_end_in_bf16: int | None
     """Layers kept out at the end, with first_last_layers_bf16, at most those of a pipeline stage; null: 1."""
     fp8_exclude: list[str]
-    """Patterns (*, ?, [..]) of linear layers kept out of FP8: ["decoder.layers.0.*", "*.linear_fc2"]."""
+    """Patterns (*, ?, [..]) of linear layers kept out of FP8: ["decoder.layers.0.*", "*.linear_fc2"]; auto, alone or
+    among them: those too small to gain, with TorchAO's tensorwise and rowwise."""
     fp8_emulate: bool
     """Compute FP8 exactly, but slowly, on a machine without FP8: values rounded to the FP8 grids, then multiplied."""
 

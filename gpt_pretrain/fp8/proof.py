@@ -57,6 +57,8 @@ class Proven:
     """Share of a step's matrix operations in FP8, planned and now proven; the whole includes attention and LM head."""
     fp8_parameter_bytes_share: float
     """Share of the model's parameter bytes in FP8."""
+    kept_out: tuple[str, ...]
+    """Linear layers that settings keep out of FP8; none of them computed in it."""
     time_s: float
     """Seconds that the comparison took, without the step itself."""
 
@@ -195,6 +197,7 @@ class Proof:
         return Proven(
             fp8_flops_share=self._spec.fp8_flops_share,
             fp8_parameter_bytes_share=in_fp8 / total,
+            kept_out=tuple(linear.module for linear in self._spec.kept_out),
             time_s=time.monotonic() - began,
         )
 

@@ -14,6 +14,7 @@ from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
 from gpt_pretrain.spec.kernels import fused_parts
+from gpt_pretrain.spec.products import describe_kept_out
 
 # Where the terminal does not say, and at most.
 WIDTH = 100
@@ -66,7 +67,8 @@ def _header(plan: Plan) -> RenderableType:
     )
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
     layers = "Transformer Engine" if plan.spec.kernels.transformer_engine else "megatron-core's local layers"
-    grid.add_row("layers", f"{layers}; {plan.spec.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8")
+    share = f"{plan.spec.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8"
+    grid.add_row("layers", "; ".join([layers, share, *describe_kept_out(plan.spec)]))
     grid.add_row("fused", fused_parts(plan.spec.kernels))
     return Panel(grid, title=Text(f"plan: {plan.spec.config.name}", style="bold"), title_align="left", width=WIDTH)
 

@@ -7,6 +7,7 @@ significant digits, a unit, and `–` for what was not measured.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -146,6 +147,12 @@ def _layer_and_linear(layer: str) -> str:
     return f"{match[1]} {match[2]}" if match else layer
 
 
+def _by_kind(layers: tuple[str, ...]) -> str:
+    """Linear layers, each kind once with their number: "mlp.linear_fc2×32"."""
+    kinds = Counter(re.sub(r"^decoder\.layers\.\d+\.", "", layer) for layer in layers)
+    return ",".join(f"{kind}×{count}" for kind, count in kinds.items()) or "none"
+
+
 def _range(bounds: tuple[float | None, float | None]) -> str:
     smallest, largest = map(format_magnitude, bounds)
     return smallest if smallest == largest or UNKNOWN in (smallest, largest) else f"{smallest}…{largest}"
@@ -183,6 +190,7 @@ COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
     Fp8CoverageRecord: (
         Column("gemm_flops_share", log=".4f", title="FP8: {} of matrix FLOPs", form=format_share, style="bold"),
         Column("parameter_bytes_share", log=".4f", title="{} of parameter bytes", form=format_share, style="bold"),
+        Column("layers_kept_out", log=_by_kind, title="kept out: {}", form=_by_kind, style="dim"),
     ),
     Fp8Tensor: (
         Column("layer", log="", title="layer", form=_layer_and_linear),

@@ -226,6 +226,8 @@ class Fp8CoverageRecord(Record):
     """Seconds that reading back and comparing took, the step itself left out."""
     first_scale_passes: int = 0
     """Passes of this start over its first batch that updated nothing, for the first scales of delayed scaling."""
+    layers_kept_out: tuple[str, ...] = ()
+    """Linear layers that settings keep out of FP8 (`model.fp8_exclude`, `model.first_last_layers_bf16`), by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,12 +9,13 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import Fp8Backend, Precision, RecomputeGranularity
-from gpt_pretrain.config.errors import one_of, show
+from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision, RecomputeGranularity
+from gpt_pretrain.config.errors import one_of, show, written
+from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.spec.products import ROUTER, Resolved, linears
-from gpt_pretrain.spec.recipes import Fp8Settings, emulation, local_layers, recipes_for, recipes_of
+from gpt_pretrain.spec.products import ROUTER, Resolved, linears, shapes_of
+from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings, emulation, local_layers, recipes_for, recipes_of
 
 # Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
 # value of a tensor would be among the subnormal ones.
@@ -217,11 +218,15 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     # What is out without any pattern: the first and last layers.
     out = {linear.module for linear in linears(run.model, replace(settings, exclude=())) if linear.precision != "fp8"}
     for pattern in settings.exclude:
+        if pattern == AUTO:
+            continue
         matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matching:
+            # torchtitan's word for it.
+            meant = did_you_mean(AUTO if pattern == "auto_filter_small_kn" else None)
             yield (
                 f"model.fp8_exclude: {pattern!r} matches no linear layer; they are named "
-                f"{names[0]} … {names[-1]}, and * stands for anything"
+                f"{names[0]} … {names[-1]}, and * stands for anything{meant}"
             )
         elif out.issuperset(matching):
             yield (
@@ -231,17 +236,37 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
             )
 
 
+def small_layers(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
+    """Recipes of which nobody has measured the sizes that gain."""
+    if not settings.exclude_small or settings.recipe.small:
+        return
+    patterns = [pattern for pattern in settings.exclude if pattern != AUTO]
+    in_fp8 = [linear for linear in run.linears if linear.precision == "fp8"]
+    others = [
+        recipe.preset
+        for recipe in RECIPES.values()
+        if recipe.small and any(not recipe.is_small(linear.out_features, linear.in_features) for linear in in_fp8)
+    ]
+    yield (
+        f"model.fp8_exclude={written(run.model.fp8_exclude)} with model.fp8_recipe={settings.recipe.name}: {AUTO} "
+        "leaves out what TorchAO measured to be too small to gain, and nobody has measured it for "
+        f"{settings.recipe.preset}; use fp8_exclude={show(patterns)}{f', or fp8={one_of(others)}' if others else ''}"
+    )
+
+
 def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     """Settings that keep every layer out of FP8."""
     model = run.model
     if any(linear.precision == "fp8" for linear in run.linears):
         return
-    causes = ["model.fp8_exclude"] if settings.exclude else []
+    causes = [f"model.fp8_exclude={written(model.fp8_exclude)}"] if settings.exclude else []
     causes += ["model.first_last_layers_bf16"] if model.first_last_layers_bf16 else []
+    small = shapes_of(linear for linear in run.kept_out if linear.is_small)
     yield (
         f"model.fp8=true computes nothing in FP8: {' and '.join(causes)} {'keep' if causes[1:] else 'keeps'} "
-        f"every linear layer of all {model.num_layers} layers out of FP8; leave some in, or "
-        "use fp8=none without these keys"
+        f"every linear layer of all {model.num_layers} layers out of FP8"
+        f"{f' (too small to gain: {", ".join(small)})' if small else ''}; "
+        f"{'use fp8_exclude=[]' if small else 'leave some in'}, or use fp8=none without these keys"
     )
 
 
@@ -304,5 +329,7 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         kept = list(layers_in_bf16(model, settings))
         yield from kept
         yield from exclusions(run, settings)
-        if not kept:
+        unknown = list(small_layers(run, settings))
+        yield from unknown
+        if not kept and not unknown:
             yield from nothing_left(run, settings)

@@ -10,6 +10,7 @@ from functools import cache, reduce
 from typing import Any
 
 from gpt_pretrain.config.choices import (
+    AUTO,
     AmaxComputeAlgo,
     CudaGraphImpl,
     DataImpl,
@@ -236,7 +237,12 @@ def _table() -> tuple[NoEffect, ...]:
         "exp_avg_sq_dtype": MomentDtype.fp32,
     }
     return (
-        # FP8.
+        # FP8. The default recipe has no measured size, so that to turn FP8 on is not enough.
+        NoEffect(
+            key="model.fp8_exclude",
+            why=lambda run: _without_fp8(run) if AUTO in run.model.fp8_exclude else "",
+            instead="[], or leave all keys of FP8 out (fp8=none)",
+        ),
         *(
             NoEffect(key=key, why=_without_fp8, instead=leave_out if key == "model.fp8_backend" else turn_on)
             for key in fp8_keys

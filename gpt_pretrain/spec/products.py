@@ -4,11 +4,11 @@ Pure arithmetic on the configuration; `Resolved` holds all that follows from it 
 shapes, `gpt_pretrain.plan` prints them, and the proof of a run compares them with what the live modules did.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from gpt_pretrain.config.choices import Activation
+from gpt_pretrain.config.choices import AUTO, Activation
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     ffn_hidden_size,
@@ -24,6 +24,8 @@ from gpt_pretrain.spec.recipes import Fp8Settings, resolve_fp8
 QKV, PROJ, FC1, FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
 # With a mixture of experts, in place of the last two.
 ROUTER, EXPERT_FC1, EXPERT_FC2 = "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
+
+_TOO_SMALL = f"too small to gain (model.fp8_exclude={AUTO})"
 
 # Logits of the buffer: 1 GiB in BF16. Products of fewer tokens are slower, and so are more reads of the main gradient.
 _CHUNK_LOGITS = 2**29
@@ -56,6 +58,11 @@ class Linear:
     """Of the weight gradient's product."""
     reason: str
     """Why it is not in FP8; empty where it is."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is kept out as too small to gain."""
+        return self.reason == _TOO_SMALL
 
     @property
     def num_weights(self) -> int:
@@ -127,7 +134,7 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     for layer in range(model.num_layers):
         for kind, shape in shapes.items():
             module = f"decoder.layers.{layer}.{kind}"
-            reason = _why_not_fp8(model, settings, layer, module)
+            reason = _why_not_fp8(model, settings, layer, module, shape)
             fp8 = not reason
             yield Linear(
                 module=module,
@@ -149,7 +156,7 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     )
 
 
-def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, module: str) -> str:
+def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, module: str, shape: _Shape) -> str:
     if settings is None:
         return "model.fp8=false"
     if module.endswith(ROUTER):
@@ -158,7 +165,10 @@ def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, m
         return f"first {settings.num_layers_at_start_in_bf16} layer(s) (model.num_layers_at_start_in_bf16)"
     if layer >= model.num_layers - settings.num_layers_at_end_in_bf16:
         return f"last {settings.num_layers_at_end_in_bf16} layer(s) (model.num_layers_at_end_in_bf16)"
-    return "model.fp8_exclude" if settings.excludes(module) else ""
+    if settings.excludes(module):
+        return "model.fp8_exclude"
+    is_small = settings.exclude_small and settings.recipe.is_small(shape.out_features, shape.in_features)
+    return _TOO_SMALL if is_small else ""
 
 
 def chunk_tokens(num_tokens: int, num_columns: int) -> int:
@@ -209,6 +219,14 @@ class Resolved:
         return tuple(linears(self.model, self.fp8))
 
     @property
+    def kept_out(self) -> tuple[Linear, ...]:
+        """The linear layers that settings keep out of a run's FP8, in forward order."""
+        if self.fp8 is None:
+            return ()
+        own = (linear for linear in self.linears if linear.layer >= 0 and linear.kind != ROUTER)
+        return tuple(linear for linear in own if linear.precision != "fp8")
+
+    @property
     def fp8_flops_share(self) -> float:
         """Share of a step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
         total = attention = 3.0 * self.model.num_layers * attention_flops(self.model)
@@ -218,6 +236,25 @@ class Resolved:
                 total += gemm.flops
                 in_fp8 += gemm.flops if gemm.fp8 else 0
         return in_fp8 / total
+
+
+def describe_kept_out(run: Resolved) -> list[str]:
+    """What settings keep out of FP8, a phrase for each reason; also where `AUTO` finds nothing to keep out."""
+    same: dict[str, list[Linear]] = {}
+    for linear in run.kept_out:
+        same.setdefault(linear.reason, []).append(linear)
+    phrases = [
+        f"{len(linears)} linear layers kept out ({', '.join(shapes_of(linears))}; {reason})"
+        for reason, linears in same.items()
+    ]
+    if run.fp8 is not None and run.fp8.exclude_small and _TOO_SMALL not in same:
+        phrases.append(f"no linear layer {_TOO_SMALL}")
+    return phrases
+
+
+def shapes_of(linears: Iterable[Linear]) -> list[str]:
+    """Each kind once, with the shape of a rank's weight: "mlp.linear_fc2 4096×14336"."""
+    return list(dict.fromkeys(f"{each.kind} {each.out_features}×{each.in_features}" for each in linears))
 
 
 def resolve(config: Config) -> Resolved:

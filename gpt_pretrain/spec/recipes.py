@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8Backend, Fp8RecipeName
+from gpt_pretrain.config.choices import AUTO, AmaxComputeAlgo, Fp8Backend, Fp8RecipeName
 from gpt_pretrain.config.schema import ModelConfig
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
@@ -88,6 +88,9 @@ class Recipe:
     """The two above in words."""
     peak_share: float
     """Share of the FP8 peak that a large product reaches in a training step (calibrated, see `plan.hardware`)."""
+    small: tuple[tuple[float, float], ...] = ()
+    """Rows and columns of weights, each with what is no larger than it in both, that gain nothing by FP8. Empty: nobody
+    has measured which."""
     finer: str = ""
     """What to choose where a tensor's values span more than its scale can bring into the format; empty: nothing."""
     refusals: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +105,10 @@ class Recipe:
     def preset(self) -> str:
         """The option of the group `fp8=` that chooses it."""
         return self.name if self.backend is Fp8Backend.transformer_engine else f"{self.backend.name}_{self.name}"
+
+    def is_small(self, rows: int, columns: int) -> bool:
+        """Whether a rank's weight is too small to gain by FP8, where that is known."""
+        return any(rows <= most_rows and columns <= most_columns for most_rows, most_columns in self.small)
 
     def largest_scale(self, format: str) -> float:
         """The scale of a tensor of (nearly) zeros, at least; fp32's largest number where amax has no limit."""
@@ -249,6 +256,8 @@ _TORCHAO = (
         e4m3=False,
         scales_from="the scale of a tensor comes from the tensor itself",
         searches_amax=True,
+        # _auto_filter_for_tensorwise (torchao/float8/float8_linear_utils.py), from products measured on an H100.
+        small=((1024, 4096),),
         finer="fp8=torchao_rowwise",
         peak_share=0.665,
     ),
@@ -257,6 +266,8 @@ _TORCHAO = (
         e4m3=True,
         scales_from="the scale of a row or column comes from its own values",
         searches_amax=True,
+        # _auto_filter_for_rowwise; TorchAO has none for rowwise_with_gw_hp.
+        small=((2048, math.inf), (math.inf, 1024), (4096, 2048)),
         **_OF_ROWS,
     ),
     _torchao(
@@ -310,7 +321,7 @@ class Fp8Settings:
     num_layers_at_start_in_bf16: int
     num_layers_at_end_in_bf16: int
     exclude: tuple[str, ...]
-    """Patterns of linear layers kept out of FP8."""
+    """Patterns of linear layers kept out of FP8; `AUTO` among them for those too small to gain."""
     emulate: bool
 
     @property
@@ -322,6 +333,11 @@ class Fp8Settings:
     def hybrid(self) -> bool:
         """E4M3 forward and E5M2 backward; otherwise E4M3 in both."""
         return self.gradient_format == "e5m2"
+
+    @property
+    def exclude_small(self) -> bool:
+        """Whether layers stay out that are too small to gain."""
+        return AUTO in self.exclude
 
     def excludes(self, module: str) -> bool:
         """Whether a pattern keeps a linear layer out, by its name in the whole model (`products.Linear.module`)."""

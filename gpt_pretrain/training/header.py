@@ -21,7 +21,7 @@ from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.rules.machine import machine_notes
 from gpt_pretrain.spec.core_fields import params_dtype
 from gpt_pretrain.spec.kernels import describe_kernels
-from gpt_pretrain.spec.products import ROUTER
+from gpt_pretrain.spec.products import describe_kept_out
 from gpt_pretrain.spec.run_spec import RunSpec
 from gpt_pretrain.training.setup import Setup
 
@@ -138,8 +138,7 @@ def describe_fp8(spec: RunSpec) -> str:
     parts += ["weights stored and gathered in FP8"] if settings.params else []
     parts += ["FP8 attention"] if settings.dot_product_attention else []
     parts += [] if settings.wgrad else ["weight gradients not in FP8"]
-    kept = sum(linear.kind not in ("output_layer", ROUTER) and linear.precision != "fp8" for linear in spec.linears)
-    parts += [f"{kept} linear layers kept out"] if kept else []
+    parts += describe_kept_out(spec)
     parts.append(f"{spec.fp8_flops_share:.1%} of the FLOPs of matrix products")
     if spec.kernels.cuda_graph_impl is not None:
         # Chosen for a run of small layers, whatever logging.fp8_proof_interval says.

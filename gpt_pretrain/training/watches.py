@@ -113,6 +113,7 @@ class FirstStep:
                 parameter_bytes_share=proven.fp8_parameter_bytes_share,
                 time_s=proven.time_s,
                 first_scale_passes=self._scale_passes,
+                layers_kept_out=proven.kept_out,
             )
         )
         return result
