@@ -65,13 +65,13 @@ class TorchAO:
         axes: list[int | None] = [None if recipe.scales_tensors else -1]
         if recipe.has_wgrad or role is Role.weight:
             axes.append(None if recipe.scales_tensors or whole_in_dgrad else 0)
-        # Without a second one nothing sums over the rows of the codes.
         format = role_format(self._settings, role)
         cast = self._cast_on_gpu if x.is_cuda else self._cast_by_operations
         directions = [
             Quantised(format=format, codes=codes, scale=scale, amax=amax, block=_block(axis, rows, columns))
             for axis, (codes, scale, amax) in zip(axes, cast(x, CODE_TYPES[format], axes), strict=True)
         ]
+        # Without a second axis nothing sums over the rows of the codes.
         return Directions(directions[0], directions[-1])
 
     def _cast_by_operations(self, x: torch.Tensor, dtype: torch.dtype, axes: Sequence[int | None]) -> _Casts:
