@@ -243,6 +243,28 @@ def test_kinds_and_fields_of_a_newer_version_are_ignored(tmp_path):
     assert load_metrics(tmp_path).train == [train(10)]
 
 
+# As version 0.1.0 first wrote them. What a class has gained since then has a default.
+OLD = (
+    '{"kind": "start", "step": 0, "time_unix": 1.7e9}',
+    '{"kind": "fp8_coverage", "step": 1, "gemm_flops_share": 0.6, "parameter_bytes_share": 0.0, "time_s": 0.3}',
+    '{"kind": "train", "step": 5, "consumed_samples": 320, "consumed_tokens": 327680, "loss": 10.68, "lr": 1.5e-05, '
+    '"grad_norm": 5.95, "skipped_steps": 0, "step_time_s": 4.3, "tokens_per_s": 15166.3, "tokens_per_s_per_gpu": '
+    '15166.3, "tflops_per_gpu": 12.1, "mfu": 0.01, "memory_gib": 21.3, "eta_s": 842.6, "time_unix": 1.7e9}',
+    '{"kind": "validation", "step": 50, "loss": 6.15, "perplexity": 469.9, "num_samples": 64, "time_s": 0.08}',
+    '{"kind": "fp8", "step": 50, "tensors": [], "warnings": ["a scale is 1"]}',
+    '{"kind": "experts", "step": 50, "load_balancing_loss": 1.2, "z_loss": null, "busiest_expert": 2.0, '
+    '"idlest_expert": 0.5}',
+)
+
+
+def test_records_of_earlier_versions_are_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in OLD))
+    metrics = load_metrics(tmp_path)
+    assert metrics.fp8_coverage.layers_kept_out == ()
+    assert [record.loss for record in metrics.train] == [10.68]
+    assert len(metrics.validation) == len(metrics.fp8) == len(metrics.experts) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [

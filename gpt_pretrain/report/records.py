@@ -12,7 +12,7 @@ fields they do not know, so that the files of a newer version stay readable.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -44,13 +44,18 @@ class JsonObject:
     def from_json(cls, values: Mapping[str, JsonValue]) -> Self:
         """Builds the object from what `json.loads` gave; fields that this class does not know are ignored.
 
+        A field with a default may be missing: files of earlier versions are without it.
+
         Raises:
             ValueError: A field is missing or has another type than this class says.
         """
         # mypy holds the class itself for unhashable.
         kind: type = cls
         arguments: dict[str, Any] = {}
+        defaults = {field.name for field in fields(cls) if field.default is not MISSING}
         for name, hint in _hints(kind).items():
+            if name not in values and name in defaults:
+                continue
             if name not in values and type(None) not in _shape(hint).accepted:
                 raise ValueError(f'{_described(cls)} has no field "{name}"')
             try:
