@@ -266,8 +266,8 @@ def print_table(console: Console, title: str, titles: Cells, lines: Sequence[Cel
 
 
 # The palette of Okabe and Ito (2008), which colour-blind people can tell apart; idle is grey.
-_COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#F0E442", "#BBBBBB")
-_DARK = ("#0072B2", "#D55E00", "#009E73")
+_COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#882255", "#F0E442", "#BBBBBB")
+_DARK = ("#0072B2", "#D55E00", "#009E73", "#882255")
 # Narrower parts have no room for their number.
 _NARROWEST_WITH_TEXT = 0.04
 # A variant without a name of its own is labelled with its overrides, which are long.

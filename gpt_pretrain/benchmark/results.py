@@ -27,6 +27,8 @@ _PATTERNS = {
     "BF16 products": r"nvjet|gemm|cutlass|cublas",
     "FP8 casts": r"amax|cast_transpose|transpose_optimized_kernel|quantize|(unary|cast).*__nv_fp8|fp8_.*_kernel",
     "optimizer": r"multi_tensor|adam",
+    # Of experts above all: what routes, permutes and pads their rows.
+    "gathers, scatters, sorts": r"permut|sort|top_?k|row_id_map|padding|index|gather|scatter|cumsum|CatArray",
 }
 _COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
 KINDS = (*_PATTERNS, OTHER, IDLE)

@@ -34,7 +34,7 @@ class Amaxes(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _measure_kernel(  # type: ignore[no-untyped-def]
+def _fp8_amax_kernel(  # type: ignore[no-untyped-def]
     values,
     whole,
     of_rows,
@@ -60,7 +60,7 @@ def _measure_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast_kernel(  # type: ignore[no-untyped-def]
+def _fp8_codes_kernel(  # type: ignore[no-untyped-def]
     values,
     codes,
     transposed,
@@ -110,7 +110,7 @@ def measure(values: torch.Tensor, *, of_rows: bool, of_columns: bool) -> Amaxes:
     whole = values.new_zeros(1, dtype=torch.float32)
     each_row = values.new_zeros(rows, 1, dtype=torch.float32) if of_rows else None
     each_column = values.new_zeros(1, width, dtype=torch.float32) if of_columns else None
-    _measure_kernel[_grid(rows, width)](
+    _fp8_amax_kernel[_grid(rows, width)](
         values,
         *(None if amaxes is None else amaxes.view(torch.int32) for amaxes in (whole, each_row, each_column)),
         rows,
@@ -142,7 +142,7 @@ def cast(
     assert rows % 2 == 0, f"rows are transposed in pairs, and there are {rows}"
     codes = torch.empty_like(values, dtype=dtype)
     transposed = None if transposed_scales is None else values.new_empty(width, rows, dtype=dtype)
-    _cast_kernel[_grid(rows, width)](
+    _fp8_codes_kernel[_grid(rows, width)](
         values,
         codes,
         transposed,
