@@ -78,7 +78,9 @@ FP8_TENSORS = tuple(
 FP8 = Fp8Record(step=100, tensors=FP8_TENSORS, warnings=("layer 117 saturates; raise model.fp8_margin",))
 COVERAGE = Fp8CoverageRecord(step=1, gemm_flops_share=0.875, parameter_bytes_share=0.0, time_s=0.25)
 
-EXPERTS = ExpertsRecord(step=100, load_balancing_loss=1.0625, z_loss=None, busiest_expert=1.5, idlest_expert=0.25)
+EXPERTS = ExpertsRecord(
+    step=100, load_balancing_loss=1.0625, z_loss=None, busiest_expert=1.5, idlest_expert=0.0, idle_experts=3
+)
 
 SHOW_CURSOR = "\x1b[?25h"
 HIDE_CURSOR = "\x1b[?25l"
@@ -103,7 +105,8 @@ def lines_of(output):
 
 def test_experts_are_a_line_without_a_terminal_and_a_column_on_one():
     assert plain_output(lambda console: console.show(EXPERTS)) == (
-        "experts step 100/300 load_balancing_loss 1.0625 z_loss - busiest_expert 1.50 idlest_expert 0.25\n"
+        "experts step 100/300 load_balancing_loss 1.0625 z_loss - busiest_expert 1.50 idlest_expert 0.00 "
+        "idle_experts 3\n"
     )
     output = terminal_console(width=120)
     with RunConsole(max_steps=300, output=output) as console:

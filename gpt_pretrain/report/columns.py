@@ -175,6 +175,7 @@ COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
         Column("z_loss", log=".4f"),
         Column("busiest_expert", log=".2f", title="busiest expert", form="{:.2f}×".format, priority=4),
         Column("idlest_expert", log=".2f"),
+        Column("idle_experts", log="d"),
     ),
     ValidationRecord: (
         Column("loss", log=".4f", title="validation loss {}", form=format_loss, style="bold green"),

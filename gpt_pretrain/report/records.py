@@ -286,6 +286,8 @@ class ExpertsRecord(Record):
     """Tokens of the busiest expert of any layer, over the mean of the layer's experts; 1 where all get the same."""
     idlest_expert: float
     """Tokens of the idlest expert of any layer, over the same mean; 0 where one got none."""
+    idle_experts: int | None = None
+    """Experts that got no token, of all layers together; null in files of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

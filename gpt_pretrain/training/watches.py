@@ -297,4 +297,5 @@ class ExpertWatch:
             z_loss=z_loss / times / of_a_sequence if _Z_LOSS in tracked else None,
             busiest_expert=load.max().item(),
             idlest_expert=load.min().item(),
+            idle_experts=int((tokens == 0).sum().item()),
         )
