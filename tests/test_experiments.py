@@ -105,8 +105,8 @@ def test_mixtral_fits_on_eight_h200_as_its_comment_says(fp8, broken_rules):
     assert items["moments"] == 8 * (expert + rest / 8)
 
 
-# Of measured peaks the plan forecast at least this much (benchmarks/mixtral_8x7b_2layers_4xh200.md): 17.2 of 18.9 GiB.
-EXPERTS_MEMORY = 17.2 / 18.9
+# Of a peak with experts the plan has to forecast at least this much, and it was calibrated on Mixtral alone.
+EXPERTS_MEMORY = 0.97
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ EXPERTS_MEMORY = 17.2 / 18.9
     ],
 )
 @pytest.mark.parametrize("fp8", ["none", "tensorwise"])
-def test_experts_fit_even_where_the_plan_errs_as_it_has(experiment, gpu, parameters, fp8):
+def test_experts_fit_even_where_the_plan_errs_as_it_may(experiment, gpu, parameters, fp8):
     config = load_config([f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"])
     planned = build_plan(config, planned_launch(config))
     assert planned.num_parameters == parameters

@@ -95,9 +95,6 @@ def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s
         # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
-    if model.num_moe_experts is not None and layout.shards > 1:
-        # Gradients are averaged in a pass of their own (`spec.core_fields.ddp_fields`).
-        reduce_s += machine.memory_s(2 * gradient * stage.num_parameters)
     # Over NVLink it is counted in full, for what products beside it lose, and for waiting: steps of 4 and 32 layers of
     # Llama 3 8B on two and four H200s were longer by about that or more, BF16 and FP8. A profile has since found 52 to
     # 60 of the 92 ms of four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to hide.
@@ -105,7 +102,10 @@ def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
-    return max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
+    # With experts, gradients are averaged in a pass of their own (`spec.core_fields.ddp_fields`).
+    averaged = stage.num_parameters if model.num_moe_experts is not None and layout.shards > 1 else 0
+    exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
+    return exposed + (machine.memory_s(2 * gradient * averaged) if averaged else 0.0)
 
 
 def context_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear], attention_s: float) -> float:
@@ -162,7 +162,8 @@ def _expert_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, rec
     seconds = _transformer_layer_s(machine, spec, on_rank(layer, 1.0), recomputed=recomputed)
     uneven = _transformer_layer_s(machine, spec, on_rank(layer, rank_load(spec.model)), recomputed=recomputed)
     seconds["uneven experts"] = sum(uneven.values()) - sum(seconds.values())
-    again = machine.efficiency.host_forward if seconds.get("recomputation") else 0.0
+    whole = spec.model.activations_checkpoint_granularity is RecomputeGranularity.full
+    again = machine.efficiency.host_forward if recomputed and whole else 0.0
     host = host_layer_s(machine, spec) * (1 + again)
     seconds["waiting for the host"] = max(0.0, host - sum(seconds.values()))
     return seconds
