@@ -118,9 +118,11 @@ def passing_bytes(model: ModelConfig, layer: Sequence[Linear], *, element: int, 
     way, rows = passage(model, layer), fc1.tokens * fc1.count
     row = rows * model.hidden_size * element
     inner, cast = rows * fc2.in_features, fc1.precision == "fp8"
-    # The experts' result, and that without padding or as it was sorted for the way back.
-    forward = way.sent * model.hidden_size * element + (way.exchanged + 2) * row
-    forward += (way.sorted + way.padded) * row + inner * element if cast else 0
+    # What the experts were given is what BF16 keeps.
+    held = way.sent * model.hidden_size * element
+    held += row * (way.exchanged and (way.sorted or cast)) + row * (way.sorted and cast)
+    # Their result stands beside its copy without padding, or later beside that in the order of the way back.
+    forward = held + max(row * (1 + 2 * way.padded) + (inner * element if cast else 0), row * (1 + way.sorted))
     received = 2 * row
     # FP8 reads the gradient as two copies of a byte.
     activation = inner * element + rows * fc1.out_features * element - inner * input_bytes
