@@ -20,7 +20,7 @@ from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.dump import Dump, named_weights, write_dump
 from gpt_pretrain.training.guards import BadStep
 from gpt_pretrain.training.watches import ExpertWatch
-from tests.emulated_training import TINY, Training, build_training_of, lay_out_anew
+from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
 
 STEPS = 3
 # Four experts in each of two layers, of which a token meets two; scores large enough to differ.
@@ -47,6 +47,13 @@ MODELS: dict[str, Sequence[str]] = {
     "masked": ("model.data.eod_mask_loss=true",),
     # All four experts: of scores that BF16 rounds, a token's two best may be others in each layout.
     "bf16": ("trainer.precision=bf16", "model.moe_router_topk=4"),
+    # All four experts, here too. Attention, whose weights have other scales where ranks have parts of them, is left
+    # out. An expert of EP 2 gets the rows of two microbatches, as it does in one of twice the size.
+    "fp8": (
+        *emulate("tensorwise", "model.fp8_exclude=['*.self_attention.*']"),
+        "model.moe_router_topk=4",
+        "model.micro_batch_size=4",
+    ),
     "allgather": ("model.moe_token_dispatcher_type=allgather",),
     "recomputed": _FULL_RECOMPUTATION,
     # So that two stages can have two chunks each.
@@ -55,6 +62,7 @@ MODELS: dict[str, Sequence[str]] = {
 # How, on two ranks, by the name behind it.
 LAYOUTS: dict[str, Sequence[str]] = {
     "ep2": ("parallelism=ep2",),
+    "ep2_halves": ("parallelism=ep2", "model.micro_batch_size=2"),
     # Norms of experts and of the rest are added up over other ranks.
     "ep2_plain": ("parallelism=single", "model.expert_model_parallel_size=2"),
     "pp2": ("parallelism=pp2",),

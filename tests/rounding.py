@@ -49,6 +49,17 @@ def fp8_loss_tolerance(model: ModelConfig) -> float:
     return torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(model.hidden_size) / tokens
 
 
+def fp8_anew_tolerance(model: ModelConfig, step: int = 1) -> float:
+    """The same where all values fall to other codes: independent errors of each feature of each token.
+
+    Args:
+        model: Its sizes.
+        step: Each step before it was three passes.
+    """
+    values = model.hidden_size * model.global_batch_size * model.encoder_seq_length
+    return math.sqrt(3 * (step - 1) + 1) * torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(values)
+
+
 def _roundings(model: ModelConfig, dtype: torch.dtype) -> int:
     """Roundings behind each other in a forward pass: small formats round each result, fp32 each addition."""
     roundings = model.num_layers * _RESULTS

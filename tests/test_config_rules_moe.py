@@ -136,10 +136,16 @@ RULES = {
         told=f"{PADDING} model.moe_token_dispatcher_type=alltoall allgather",
         offers="model.moe_token_dispatcher_type=alltoall | model.moe_router_padding_for_quantization=false",
     ),
-    "emulation": Refused(
-        f"{FP8} model.fp8_emulate=true",
-        told="model.fp8_emulate=true model.num_moe_experts fp8=none",
-        offers="model.fp8_emulate=false",
+    "grouped products of emulated experts": Refused(
+        f"{FP8} model.fp8_emulate=true model.moe_grouped_gemm=true",
+        told="model.moe_grouped_gemm=true model.fp8_emulate=true",
+        offers="model.moe_grouped_gemm=false | model.fp8_emulate=false",
+    ),
+    "padding for emulated experts": Refused(
+        f"{FP8} model.fp8_emulate=true {PADDING}",
+        told=f"{PADDING} model.fp8_emulate=true",
+        offers="model.moe_router_padding_for_quantization=false | model.fp8_emulate=false",
+        legal=f"{FP8} model.fp8_emulate=true",
     ),
     "delayed scales": Refused(
         f"{MOE} fp8=delayed",

@@ -4,7 +4,6 @@ What they do not make the same, there as here: current and block scaling scale t
 are split along features, by each rank's own part; data parallel ranks see other microbatches than one process does.
 """
 
-import math
 import os
 
 import pytest
@@ -17,7 +16,7 @@ from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.recipes import recipes_of
 from tests.emulated_training import TINY, emulate, emulated_training, observed_training
 from tests.forked_runs import fork_ranks
-from tests.rounding import fp8_loss_tolerance
+from tests.rounding import fp8_anew_tolerance, fp8_loss_tolerance
 
 TORCHAO = tuple(recipe.preset for recipe in recipes_of(Fp8Backend.torchao))
 # Cases that share process groups share a launch.
@@ -37,10 +36,7 @@ LAUNCHES = (
 )
 MODEL = load_config(TINY).model
 LOSS_TOLERANCE = fp8_loss_tolerance(MODEL)
-# All values fall to other codes: independent errors of each feature of each token.
-ROUNDED_ANEW_TOLERANCE = torch.finfo(torch.float8_e4m3fn).eps / math.sqrt(
-    MODEL.hidden_size * MODEL.global_batch_size * MODEL.encoder_seq_length
-)
+ROUNDED_ANEW_TOLERANCE = fp8_anew_tolerance(MODEL)
 QKV = "decoder.layers.0.self_attention.linear_qkv"
 # Of tensor parallel ranks: tensors of which each has a part.
 SPLIT = {

@@ -8,16 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan.stages import plan_stages
-from tests.expert_training import LAYOUTS, MODELS, SPOILT, STEPS, config_of, run_cases
+from gpt_pretrain.training.watches import ExpertWatch
+from tests.emulated_training import emulated_training
+from tests.expert_training import EXPERTS, LAYOUTS, MODELS, SPOILT, STEPS, config_of, run_cases
 from tests.forked_runs import fork_ranks
 from tests.platforms import spec_of
-from tests.rounding import gradient_tolerance, loss_tolerance
+from tests.rounding import fp8_anew_tolerance, fp8_loss_tolerance, gradient_tolerance, loss_tolerance
 from tests.runs import run_small
 
-CASES = [f"{'deep' if layout == 'pp2_vp2' else 'plain'}.{layout}" for layout in LAYOUTS]
+CASES = [f"{'deep' if layout == 'pp2_vp2' else 'plain'}.{layout}" for layout in LAYOUTS if layout != "ep2_halves"]
 CASES += [
     "seq.tp2_sp",
     "masked.ep2",
@@ -25,6 +28,7 @@ CASES += [
     "allgather.tp2_sp_ep2",
     "recomputed.ep2",
 ]
+FP8_CASES = ["fp8.ep2_halves", "fp8.tp2_sp_ep2"]
 # Dispatchers and recomputation change no number.
 SAME_AS_PLAIN = ("allgather", "recomputed")
 
@@ -39,9 +43,12 @@ def one_process(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    done = fork_ranks(2, ["tests/programs/expert_layouts.py", str(folder), *CASES])
+    done = fork_ranks(2, ["tests/programs/expert_layouts.py", str(folder), *CASES, *FP8_CASES])
     assert done.returncode == 0, done.stderr[-6000:]
-    return {case: [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(2)] for case in CASES}
+    return {
+        case: [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(2)]
+        for case in [*CASES, *FP8_CASES]
+    }
 
 
 def test_experts_learn(one_process):
@@ -64,14 +71,25 @@ def test_layout_trains_as_one_process(case, one_process, two_ranks):
             assert seen[name] == pytest.approx(expected[name], rel=gradient), name
 
 
-@pytest.mark.parametrize("case", ["plain", *CASES])
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_layout_trains_in_fp8_as_one_process(case, one_process, two_ranks):
+    """The first loss is that of the same codes; updates differ in rounding, and after them so may all codes."""
+    expected, sizes = one_process["fp8"], config_of(case).model
+    first = loss_tolerance(sizes, torch.float32) + fp8_loss_tolerance(sizes)
+    for seen in two_ranks[case]:
+        assert seen["losses"][0] == pytest.approx(expected["losses"][0], rel=first)
+        assert seen["losses"] == pytest.approx(expected["losses"], rel=fp8_anew_tolerance(sizes, STEPS))
+        assert seen["validation"] == pytest.approx(expected["validation"], rel=fp8_anew_tolerance(sizes, STEPS + 1))
+
+
+@pytest.mark.parametrize("case", ["plain", *CASES, *FP8_CASES])
 def test_bad_weight_of_one_expert_stops_all_ranks_and_is_named(case, one_process, two_ranks):
     for seen in two_ranks.get(case) or [one_process[case]]:
         assert seen["skipped"]
         assert f"the first bad tensor is the weight {SPOILT} (1 NaN, 0 infinite)" in seen["finding"]
 
 
-@pytest.mark.parametrize("case", CASES[: len(LAYOUTS)])
+@pytest.mark.parametrize("case", CASES[: len(LAYOUTS) - 1])
 def test_plan_knows_what_each_rank_has(case, two_ranks):
     config = config_of(case)
     launch = replace(read_launch({}), world_size=2, local_world_size=2)
@@ -86,7 +104,7 @@ def test_how_it_is_computed_changes_no_number(model, one_process):
         assert one_process[model][name] == pytest.approx(one_process["plain"][name], rel=1e-5), name
 
 
-@pytest.mark.parametrize("model", ["seq", "bf16"])
+@pytest.mark.parametrize("model", ["seq", "bf16", "fp8"])
 def test_what_a_key_changes_arrives(model, one_process):
     assert one_process[model]["gradient_norms"] != pytest.approx(one_process["plain"]["gradient_norms"], rel=1e-5)
 
@@ -116,4 +134,32 @@ def test_run_logs_its_experts_and_writes_a_sample(tmp_path, cache_dir):
         # Of four scores near zero the logsumexp is near log 4, and its square is the loss.
         assert 1 < record.z_loss < 4
         assert record.idlest_expert < 1 < record.busiest_expert < 4 / 2 + 1e-9
+        assert (record.idle_experts == 0) is (record.idlest_expert > 0)
     assert metrics.summary.sample_text
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors; on a GPU it waits for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_watching_experts_reads_nothing_between_records():
+    with emulated_training(*EXPERTS) as training:
+        with HostReads() as without:
+            training.step()
+        watch = ExpertWatch(training.trainable.model, step=1)
+        with HostReads() as watched:
+            training.step()
+        with HostReads() as reading:
+            (record,) = watch.records(2)
+        assert watched.count == without.count
+        assert reading.count > 0
+        # Two microbatches of 64 tokens, each to two of four experts of two layers.
+        assert record.busiest_expert >= 1.0

@@ -5,7 +5,8 @@ Local layers report their products themselves. Transformer Engine's are watched 
 
 A rank must have computed every planned product itself, with one exception: its experts, where no token came to any of
 them. It has then called their grouped product for no rows, which computes nothing in any format. The ranks whose
-experts had tokens prove that product; if there are none, nobody does.
+experts had tokens prove that product; if there are none, nobody does. Where each expert computes a product of its own,
+one that had tokens proves it for the layer's others.
 """
 
 from collections import defaultdict
@@ -19,6 +20,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product, ProductListener
+from gpt_pretrain.fp8.local_experts import planned_name
 from gpt_pretrain.fp8.te_products import (
     AsksResult,
     IdleListener,
@@ -65,6 +67,8 @@ def observe_products(
                 layer: Any = module
                 emulated.append((layer, layer.product_listener))
                 layer.product_listener = _both(layer.product_listener, partial(listener, name))
+                if idle_listener is not None and hasattr(module, "idle_listener"):
+                    layer.idle_listener = partial(idle_listener, name)
             elif is_te_linear(module):
                 transformer_engine[name] = module
     with ExitStack() as stack:
@@ -83,6 +87,8 @@ def observe_products(
         finally:
             for module, before in emulated:
                 module.product_listener = before
+                if idle_listener is not None and hasattr(module, "idle_listener"):
+                    module.idle_listener = None
 
 
 def _both(first: ProductListener | None, second: ProductListener) -> ProductListener:
@@ -204,10 +210,10 @@ class WatchedProducts:
 
 def differences_of_ranks(ranks: Sequence[Compared]) -> list[Difference]:
     """Every difference, once, with its ranks; an idle product differs only if no rank has computed it as planned."""
-    computed = {key for rank in ranks for key in rank.as_planned}
+    computed = {(planned_name(name), phase) for rank in ranks for name, phase in rank.as_planned}
     found: dict[Difference, list[int]] = defaultdict(list)
     for number, rank in enumerate(ranks):
-        idle = [difference for key, difference in rank.idle.items() if key not in computed]
+        idle = [each for (name, phase), each in rank.idle.items() if (planned_name(name), phase) not in computed]
         for difference in dict.fromkeys([*rank.differences, *idle]):
             found[difference].append(number)
     return [replace(difference, ranks=tuple(numbers)) for difference, numbers in found.items()]

@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.fp8.gemms import Phase, Product
+from gpt_pretrain.fp8.local_experts import live_linears
 from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import (
     Difference,
@@ -122,7 +123,9 @@ class Proof:
         self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
         self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
         held = {layer.layer_number - 1 for chunk in self._chunks for layer in chunk.decoder.layers}
-        self._planned = {linear.module: linear for linear in spec.linears if linear.layer in held}
+        held_linears = [linear for linear in spec.linears if linear.layer in held]
+        live = live_linears(held_linears, self._modules, spec.model.num_moe_experts)
+        self._planned = {linear.module: linear for linear in live}
         self._products = WatchedProducts(settings, self._high)
         self._values: WatchedValues | None = None
         self._turn = step + torch.distributed.get_rank()

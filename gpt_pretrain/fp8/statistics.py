@@ -33,6 +33,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, amax_history
+from gpt_pretrain.fp8.local_experts import planned_name
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
@@ -132,7 +133,7 @@ class StatisticsCollector:
     def add(self, layer: str, product: Product) -> None:
         """Counts those operands of a product that count there; does not wait for the device."""
         for operand in product.operands:
-            row = self._rows.get((layer, operand.role))
+            row = self._rows.get((planned_name(layer), operand.role))
             if row is None or operand.codes is None:
                 continue
             is_first = (layer, operand.role) not in self._counted_in

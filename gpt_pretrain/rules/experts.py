@@ -102,11 +102,6 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
                 "use false, or fp8=tensorwise"
             )
         return
-    if model.fp8_emulate:
-        yield (
-            "model.fp8_emulate=true does not cover the products of experts (model.num_moe_experts); "
-            "use fp8_emulate=false (on a GPU with FP8, or with fp8=none)"
-        )
     if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
         yield (
             f"model.fp8_recipe={show(model.fp8_recipe)} with experts (model.num_moe_experts): {why}; "
@@ -114,7 +109,9 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         )
     if model.fp8_params:
         yield "model.fp8_params=true is not proven with experts (model.num_moe_experts); use false"
-    if model.moe_grouped_gemm is False:
+    if model.fp8_emulate:
+        yield from _emulated_experts(model)
+    elif model.moe_grouped_gemm is False:
         yield (
             "model.moe_grouped_gemm=false with FP8: separate products over an expert's few tokens are not proven; "
             "use null or true"
@@ -124,6 +121,16 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
             "model.moe_router_padding_for_quantization=true needs model.moe_token_dispatcher_type=alltoall, and it is "
             f"{model.moe_token_dispatcher_type.name}; use alltoall, or false"
         )
+
+
+def _emulated_experts(model: ModelConfig) -> Iterator[str]:
+    """What emulated experts, each with products of its own, have no use for."""
+    for key in ("moe_grouped_gemm", "moe_router_padding_for_quantization"):
+        if getattr(model, key):
+            yield (
+                f"model.{key}=true with model.fp8_emulate=true: each emulated expert computes its own products, of as "
+                "many rows as it has; use false, or fp8_emulate=false"
+            )
 
 
 def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
