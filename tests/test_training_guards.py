@@ -368,8 +368,8 @@ SMALL = (
     "model.max_position_embeddings=32",
     "model.micro_batch_size=2",
     "trainer.limit_val_batches=0",
-    "trainer.log_every_n_steps=4",
-    "trainer.max_steps=12",
+    "trainer.log_every_n_steps=3",
+    "trainer.max_steps=7",
 )
 FC2 = "decoder.layers.1.mlp.linear_fc2"
 
@@ -393,24 +393,39 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("num_ranks", "layout", "rank"), LAYOUTS.values(), ids=LAYOUTS)
 def test_one_ranks_nan_skips_the_step_on_all(num_ranks, layout, rank, run, tmp_path):
-    """Steps 6 and 7 go wrong on one rank; weights that took part of an update would tear the ranks apart."""
-    codes, text = run(*layout, num_ranks=num_ranks, faults={rank: [["poison_result", [6, 7], FC2, "nan"]]})
+    """Steps 4 and 5 go wrong on one rank; weights that took part of an update would tear the ranks apart."""
+    codes, text = run(*layout, num_ranks=num_ranks, faults={rank: [["poison_result", [4, 5], FC2, "nan"]]})
     assert codes == [0] * num_ranks, text
     metrics = load_metrics(tmp_path / "run")
-    assert [(record.step, record.in_a_row) for record in metrics.skipped_steps] == [(6, 1), (7, 2)]
-    assert [record.first_sample for record in metrics.skipped_steps] == [40, 48]
-    assert [(record.step, record.skipped_steps) for record in metrics.train] == [(4, 0), (8, 2), (12, 0)]
-    assert [record.consumed_samples for record in metrics.train] == [32, 64, 96], "samples of skipped steps count"
+    assert [(record.step, record.in_a_row) for record in metrics.skipped_steps] == [(4, 1), (5, 2)]
+    assert [record.first_sample for record in metrics.skipped_steps] == [24, 32]
+    assert [(record.step, record.skipped_steps) for record in metrics.train] == [(3, 0), (6, 2), (7, 0)]
+    assert [record.consumed_samples for record in metrics.train] == [24, 48, 56], "samples of skipped steps count"
     assert all(math.isfinite(record.loss) and math.isfinite(record.grad_norm) for record in metrics.train)
     assert all(earlier.loss > later.loss for earlier, later in pairwise(metrics.train))
     assert metrics.summary.skipped_steps == 2
-    assert "warning: step 6: loss nan, gradient norm nan; nothing was updated (1 in a row); samples 40 to 47" in text
-    assert (tmp_path / "run" / "checkpoints" / "step_00000012").is_dir()
+    assert "warning: step 4: loss nan, gradient norm nan; nothing was updated (1 in a row); samples 24 to 31" in text
+    assert (tmp_path / "run" / "checkpoints" / "step_00000007").is_dir()
 
 
-@pytest.mark.parametrize("what", ["input", "gradient"])
+# What is spoilt and where the ranks meet have nothing to do with each other; all pairs of them are slow.
+EACH_ONCE = [
+    ("delayed", "DP2", "gradient"),
+    ("tensorwise", "TP2", "input"),
+    ("blockwise", "PP2", "gradient"),
+    ("torchao_rowwise", "TP2", "gradient"),
+]
+
+
 @pytest.mark.parametrize(
-    ("recipe", "layout"), [("delayed", "DP2"), ("tensorwise", "TP2"), ("blockwise", "PP2"), ("torchao_rowwise", "TP2")]
+    ("recipe", "layout", "what"),
+    [
+        *EACH_ONCE,
+        *(
+            pytest.param(recipe, layout, "input" if what == "gradient" else "gradient", marks=pytest.mark.slow)
+            for recipe, layout, what in EACH_ONCE
+        ),
+    ],
 )
 def test_one_ranks_infinity_in_an_fp8_layer_skips_the_step_on_all(recipe, layout, what, run, tmp_path):
     num_ranks, overrides, rank = LAYOUTS[layout]
@@ -419,12 +434,12 @@ def test_one_ranks_infinity_in_an_fp8_layer_skips_the_step_on_all(recipe, layout
         f"fp8={recipe}",
         "model.fp8_emulate=true",
         num_ranks=num_ranks,
-        faults={rank: [[f"poison_{what}", [6, 7], FC2, "inf"]]},
+        faults={rank: [[f"poison_{what}", [4, 5], FC2, "inf"]]},
     )
     assert codes == [0] * num_ranks, text
     metrics = load_metrics(tmp_path / "run")
-    assert [(record.step, record.in_a_row) for record in metrics.skipped_steps] == [(6, 1), (7, 2)]
-    assert [(record.step, record.skipped_steps) for record in metrics.train] == [(4, 0), (8, 2), (12, 0)]
+    assert [(record.step, record.in_a_row) for record in metrics.skipped_steps] == [(4, 1), (5, 2)]
+    assert [(record.step, record.skipped_steps) for record in metrics.train] == [(3, 0), (6, 2), (7, 0)]
     assert all(earlier.loss > later.loss for earlier, later in pairwise(metrics.train))
     assert metrics.summary.skipped_steps == 2
 
@@ -433,36 +448,36 @@ DUMPS = {
     "infinite gradient, PP2": (
         2,
         ["parallelism=pp2"],
-        {1: [["poison_gradient", [5, None], FC2, "inf"]]},
+        {1: [["poison_gradient", [3, None], FC2, "inf"]]},
         "backward",
         FC2,
     ),
     "NaN on the second rank, DP2": (
         2,
         ["parallelism=dp"],
-        {1: [["poison_result", [5, None], FC2, "nan"]]},
+        {1: [["poison_result", [3, None], FC2, "nan"]]},
         "forward",
         FC2,
     ),
-    "a weight, TP2": (2, ["parallelism=tp2"], {1: [["poison_weight", 5, f"{FC2}.weight"]]}, "weight", f"{FC2}.weight"),
+    "a weight, TP2": (2, ["parallelism=tp2"], {1: [["poison_weight", 3, f"{FC2}.weight"]]}, "weight", f"{FC2}.weight"),
     "FP8": (
         1,
         ["fp8=delayed", "model.fp8_emulate=true"],
-        {0: [["poison_result", [5, None], FC2, "nan"]]},
+        {0: [["poison_result", [3, None], FC2, "nan"]]},
         "forward",
         FC2,
     ),
     "infinite input of an FP8 layer, DP2": (
         2,
         ["parallelism=dp", "fp8=delayed", "model.fp8_emulate=true"],
-        {1: [["poison_input", [5, None], FC2, "inf"]]},
+        {1: [["poison_input", [3, None], FC2, "inf"]]},
         "input",
         FC2,
     ),
     "infinite gradient of an FP8 layer's output, PP2": (
         2,
         ["parallelism=pp2", "fp8=delayed", "model.fp8_emulate=true"],
-        {1: [["poison_gradient", [5, None], FC2, "inf"]]},
+        {1: [["poison_gradient", [3, None], FC2, "inf"]]},
         "backward",
         FC2,
     ),
@@ -476,13 +491,13 @@ def test_too_many_end_the_run_and_name_the_first_bad_tensor(case, run, tmp_path)
         *overrides, "trainer.max_skipped_steps=3", "checkpoint.save_interval=2", num_ranks=num_ranks, faults=faults
     )
     assert codes == [1] * num_ranks, text
-    # A save at step 6 looks at the weights, and does not wait for the third skipped step.
+    # A save at step 4 looks at the weights, and does not wait for the third skipped step.
     step, why = (
-        7,
-        "loss, gradient or FP8 tensors were not finite in 3 steps in a row, up to step 7 (trainer.max_skipped_steps=3)",
+        5,
+        "loss, gradient or FP8 tensors were not finite in 3 steps in a row, up to step 5 (trainer.max_skipped_steps=3)",
     )
     if phase == "weight":
-        step, why = 6, "the weights are not finite any more after step 6"
+        step, why = 4, "the weights are not finite any more after step 4"
     path = tmp_path / "run" / "dumps" / f"step_{step:08d}.json"
     dump = json.loads(path.read_text())
     assert (dump["step"], dump["first_sample"], dump["num_samples"]) == (step, 8 * (step - 1), 8)
@@ -491,7 +506,7 @@ def test_too_many_end_the_run_and_name_the_first_bad_tensor(case, run, tmp_path)
     assert bad["num_nan"] + bad["num_inf"] > 0
     if phase != "weight":
         # Microbatches of two; the second of two data parallel ranks begins with the second.
-        first = 50 if "parallelism=dp" in overrides else 48
+        first = 34 if "parallelism=dp" in overrides else 32
         assert bad["samples"] == [first, first + 1]
     norms = dump["gradient_norms"]
     assert list(norms) == [
@@ -516,4 +531,4 @@ def test_too_many_end_the_run_and_name_the_first_bad_tensor(case, run, tmp_path)
     assert module in text
     assert str(path) in text
     newest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
-    assert newest == ("step_00000004\n" if phase == "weight" else "step_00000006\n"), "a bad state was saved"
+    assert newest == ("step_00000002\n" if phase == "weight" else "step_00000004\n"), "a bad state was saved"
