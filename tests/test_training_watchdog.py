@@ -23,7 +23,7 @@ TINY = (
     "checkpoint.save_at_end=false",
 )
 # From here on a step has 5 s.
-LEARNT = 30
+LEARNT = 8
 # Only a watchdog that fails takes so long, however busy the machine is.
 WAIT_S = 150
 
@@ -146,7 +146,7 @@ def test_a_healthy_run_of_two_ranks_leaves_no_stacks(env, start, tmp_path):
         "trainer.val_check_interval=5",
         "trainer.limit_val_batches=2",
         num_ranks=2,
-        max_steps=40,
+        max_steps=12,
         times="end_soon",
         env=env,
     )
