@@ -43,9 +43,22 @@ STEP = f"step_{STEPS:08d}"
 pytestmark = pytest.mark.timeout(900)
 
 ALL_LAYOUTS = {**LAYOUTS, **OTHERS}
-# Which layout saves and which loads: all pairs of the usual six, and other precisions, chunks and optimizers.
+# A file is cut by the layout that saves, and read by ranges that the one that loads asks for: each layout meets itself,
+# one rank both ways, and another layout of several ranks both ways. All other pairs of the six are slow.
+USUAL = [
+    *((layout, layout) for layout in LAYOUTS),
+    *(("single", layout) for layout in LAYOUTS if layout != "single"),
+    *((layout, "single") for layout in LAYOUTS if layout != "single"),
+    ("dp2", "tp2"),
+    ("tp2", "pp2"),
+    ("pp2", "tp2_sp"),
+    ("tp2_sp", "tp2_pp2"),
+    ("tp2_pp2", "dp2"),
+]
+SLOW = [pair for pair in product(LAYOUTS, LAYOUTS) if pair not in USUAL]
+# Which layout saves and which loads: the usual six, and other precisions, chunks and optimizers.
 PAIRS = [
-    *product(LAYOUTS, LAYOUTS),
+    *USUAL,
     ("single.deep", "pp2_vp2.deep"),
     ("pp2_vp2.deep", "tp2.deep"),
     ("pp2_vp2.deep", "single.deep"),
@@ -96,19 +109,23 @@ def trains_on(source, target):
 
 def pair_parameters(pairs):
     pairs = list(pairs)
-    return pytest.mark.parametrize(("source", "target"), pairs, ids=["→".join(pair) for pair in pairs])
+    marks = [[pytest.mark.slow] if pair in SLOW else [] for pair in pairs]
+    return pytest.mark.parametrize(
+        ("source", "target"),
+        [pytest.param(*pair, id="→".join(pair), marks=mark) for pair, mark in zip(pairs, marks, strict=True)],
+    )
 
 
-def cases(num_ranks):
+def cases(num_ranks, pairs):
     """What is saved and what is loaded by so many ranks, in the order of the layouts that load."""
     saved = [layout for layout, (ranks, _) in ALL_LAYOUTS.items() if ranks == num_ranks]
-    hows = [(pair, GOES_ON if trains_on(*pair) else "") for pair in PAIRS] + [(ROUNDED, GOES_ON), (CONTROL, SPOILT)]
+    hows = [(pair, GOES_ON if trains_on(*pair) else "") for pair in pairs] + [(ROUNDED, GOES_ON), (CONTROL, SPOILT)]
     hows.sort(key=lambda how: how[0][1])
     return saved, [f"{source}>{target}{how}" for (source, target), how in hows if target in saved]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, request):
     """Folder of the checkpoints and of what all ranks of all cases saw."""
     # pytest's own processes share the launches: whoever comes first runs them.
     shared = (
@@ -119,7 +136,11 @@ def results(tmp_path_factory):
         if not folder.exists():
             unfinished = tmp_path_factory.mktemp("unfinished")
             write_configs(unfinished)
-            saved, loaded = zip(cases(1), cases(2), cases(4), strict=True)
+            with_slow = any(
+                item.get_closest_marker("slow") for item in request.session.items if item.path == request.path
+            )
+            pairs = [*PAIRS, *(SLOW if with_slow else [])]
+            saved, loaded = zip(*(cases(num_ranks, pairs) for num_ranks in (1, 2, 4)), strict=True)
             run_cases(unfinished, saved[0])
             launch(2, unfinished, saved[1])
             launch(4, unfinished, [*saved[2], *loaded[2]])
@@ -162,7 +183,7 @@ def samples_by_step(ranks):
     return [order[step * per_step : (step + 1) * per_step] for step in range(STEPS)]
 
 
-@pair_parameters(PAIRS)
+@pair_parameters([*PAIRS, *SLOW])
 def test_every_bit_comes_through_any_layout(source, target, results):
     before, after = saved_by(source, results), saved_state(results / f"{source}.{target}.again" / STEP)
     moments = ["momentum_buffer"] if "sgd" in source else ["exp_avg", "exp_avg_sq"]
