@@ -9,7 +9,9 @@ from tests.forked_runs import fork_ranks
 from tests.runs import run_small, small_run_arguments
 
 # The whole run's schedule, whatever part of it a process does; dropout, so that random states matter.
+# Cut after two steps, the first one shows the weights that were saved, the second what moments and random states made.
 SHORT = (
+    "model.encoder_seq_length=32",
     "trainer.limit_val_batches=2",
     "trainer.val_check_interval=null",
     "model.optim.sched.decay_steps=10",
@@ -37,10 +39,10 @@ def curve(metrics):
     ],
 )
 def test_resumed_run_equals_uncut_run(num_ranks, layout, tmp_path, cache_dir):
-    uncut = run_small(num_ranks, tmp_path / "uncut", cache_dir, [*SHORT, *layout, "trainer.max_steps=10"])
-    run_small(num_ranks, tmp_path / "cut", cache_dir, [*SHORT, *layout, "trainer.max_steps=4"])
-    resumed = run_small(num_ranks, tmp_path / "cut", cache_dir, [*SHORT, *layout, "trainer.max_steps=10"])
-    assert [start.step for start in resumed.starts] == [0, 4]
+    uncut = run_small(num_ranks, tmp_path / "uncut", cache_dir, [*SHORT, *layout, "trainer.max_steps=4"])
+    run_small(num_ranks, tmp_path / "cut", cache_dir, [*SHORT, *layout, "trainer.max_steps=2"])
+    resumed = run_small(num_ranks, tmp_path / "cut", cache_dir, [*SHORT, *layout, "trainer.max_steps=4"])
+    assert [start.step for start in resumed.starts] == [0, 2]
     assert curve(resumed) == curve(uncut)
     assert resumed.validation[-1].loss == uncut.validation[-1].loss
 
@@ -49,32 +51,32 @@ def test_resumed_run_equals_uncut_run(num_ranks, layout, tmp_path, cache_dir):
 def test_resumed_run_follows_the_new_configuration(num_ranks, layout, tmp_path, cache_dir):
     """Rates, betas and batch are the configuration's to say; the checkpoint holds moments and how far the run is."""
     short = [*SHORT, layout, "trainer.limit_val_batches=0"]
-    run_small(num_ranks, tmp_path / "run", cache_dir, [*short, "trainer.max_steps=4"])
+    run_small(num_ranks, tmp_path / "run", cache_dir, [*short, "trainer.max_steps=2"])
     changed = ["model.optim.lr=1e-3", "model.optim.betas=[0.5,0.5]", "model.global_batch_size=4"]
     shutil.copytree(tmp_path / "run", tmp_path / "other")
-    lower = run_small(num_ranks, tmp_path / "run", cache_dir, [*short, "trainer.max_steps=8", *changed])
+    lower = run_small(num_ranks, tmp_path / "run", cache_dir, [*short, "trainer.max_steps=4", *changed])
     other = [changed[0], "model.optim.betas=[0.9,0.95]", changed[2]]
-    other_betas = run_small(num_ranks, tmp_path / "other", cache_dir, [*short, "trainer.max_steps=8", *other])
-    assert [record.consumed_samples for record in lower.train] == [8, 16, 24, 32, 36, 40, 44, 48]
-    assert lower.train[4].lr == pytest.approx(6.2814e-4, rel=1e-3), "cosine from 1e-3 to 1e-4 at step 5 of 10, warmup 1"
+    other_betas = run_small(num_ranks, tmp_path / "other", cache_dir, [*short, "trainer.max_steps=4", *other])
+    assert [record.consumed_samples for record in lower.train] == [8, 16, 20, 24]
+    assert lower.train[2].lr == pytest.approx(8.9472e-4, rel=1e-3), "cosine from 1e-3 to 1e-4 at step 3 of 10, warmup 1"
     # The first step after the checkpoint starts from its weights; the second shows the update that the betas made.
-    assert lower.train[4].loss == other_betas.train[4].loss
-    assert lower.train[5].loss != other_betas.train[5].loss
+    assert lower.train[2].loss == other_betas.train[2].loss
+    assert lower.train[3].loss != other_betas.train[3].loss
 
 
 def test_checkpoints_come_at_their_interval_and_any_can_be_resumed(tmp_path, cache_dir):
-    first = run_small(1, tmp_path / "run", cache_dir, [*SHORT, "trainer.max_steps=9", "checkpoint.save_interval=3"])
+    short = [*SHORT, "trainer.limit_val_batches=0", "trainer.max_steps=6"]
+    first = run_small(1, tmp_path / "run", cache_dir, [*short, "checkpoint.save_interval=2"])
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "latest",
-        "step_00000003",
+        "step_00000002",
+        "step_00000004",
         "step_00000006",
-        "step_00000009",
     ]
-    assert (checkpoints / "latest").read_text() == "step_00000009\n"
-    resume = f"checkpoint.resume={checkpoints}/step_00000003"
-    other = run_small(1, tmp_path / "other", cache_dir, [*SHORT, "trainer.max_steps=9", resume])
-    assert curve(other) == curve(first)[3:]
+    assert (checkpoints / "latest").read_text() == "step_00000006\n"
+    other = run_small(1, tmp_path / "other", cache_dir, [*short, f"checkpoint.resume={checkpoints}/step_00000002"])
+    assert curve(other) == curve(first)[2:]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +99,13 @@ def test_resume_that_cannot_be_meant_is_refused(num_ranks, overrides, message, f
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, cache_dir):
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    run_small(1, run_dir, cache_dir, [*SHORT, "trainer.max_steps=4"])
+    run_small(1, run_dir, cache_dir, [*SHORT, "trainer.max_steps=2"])
     return run_dir
 
 
 def test_a_run_goes_on_in_another_layout_and_says_so(finished_run, cache_dir, tmp_path):
     run_dir = shutil.copytree(finished_run, tmp_path / "run")
-    arguments = small_run_arguments(run_dir, cache_dir, [*SHORT, "parallelism=tp2", "trainer.max_steps=6"])
+    arguments = small_run_arguments(run_dir, cache_dir, [*SHORT, "parallelism=tp2", "trainer.max_steps=4"])
     done = fork_ranks(2, arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (
@@ -111,14 +113,14 @@ def test_a_run_goes_on_in_another_layout_and_says_so(finished_run, cache_dir, tm
         "are seeded anew from model.seed and the step\n"
     ) in done.stdout.replace("\n  ", " ")
     metrics = load_metrics(run_dir)
-    assert [start.step for start in metrics.starts] == [0, 4]
-    assert [record.consumed_samples for record in metrics.train] == [8, 16, 24, 32, 40, 48]
+    assert [start.step for start in metrics.starts] == [0, 2]
+    assert [record.consumed_samples for record in metrics.train] == [8, 16, 24, 32]
 
 
 def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, cache_dir):
-    checkpoint = finished_run / "checkpoints" / "step_00000004"
+    checkpoint = finished_run / "checkpoints" / "step_00000002"
     before = checkpoint.stat().st_mtime_ns
-    done = fork_ranks(1, small_run_arguments(finished_run, cache_dir, [*SHORT, "trainer.max_steps=4"]))
+    done = fork_ranks(1, small_run_arguments(finished_run, cache_dir, [*SHORT, "trainer.max_steps=2"]))
     assert done.returncode == 0, done.stderr
-    assert "the run has done 4 steps, and trainer.max_steps=4; raise it to go on" in done.stdout
+    assert "the run has done 2 steps, and trainer.max_steps=2; raise it to go on" in done.stdout
     assert checkpoint.stat().st_mtime_ns == before
