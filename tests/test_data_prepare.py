@@ -1,8 +1,5 @@
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy
@@ -16,7 +13,6 @@ from gpt_pretrain.data.cache import Progress
 from gpt_pretrain.data.sources import FileSource
 from gpt_pretrain.data.tokenizer import load_tokenizer, tokenize_source
 from tests.forked_runs import fork_ranks
-from tests.launching import REPOSITORY
 
 PROGRAM = "tests/programs/prepare_text.py"
 BPE = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
@@ -109,53 +105,43 @@ def test_files_that_change_while_they_are_read_are_refused(tmp_path, texts):
     assert entries(tmp_path / "cache") == []
 
 
-def start(*arguments):
-    process = subprocess.Popen(
-        [sys.executable, PROGRAM, *map(str, arguments)],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "started\n"
-    return process
+def start(parent, folder, *arguments):
+    """The program as a process of its own, which prints into FOLDER.out and FOLDER.err."""
+    outputs = folder.with_suffix(".out"), folder.with_suffix(".err")
+    return parent.start_program([PROGRAM, *map(str, arguments)], [outputs], {}, {})
 
 
-def release(process):
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def wait_for_partial(cache, process):
+def wait_for_partial(cache, run):
     while not list(cache.glob("corpora/.*.unfinished/corpus.bin")):
-        assert process.poll() is None
+        assert not run.poll(), run.text()
         time.sleep(0.02)
 
 
-def test_of_two_processes_one_tokenises_and_the_other_says_whom_it_waits_for(tmp_path, texts):
-    cache = tmp_path / "cache"
-    first, second = start(cache, f"{texts}/*.txt", 0.3), start(cache, f"{texts}/*.txt")
-    release(first)
+def test_of_two_processes_one_tokenises_and_the_other_says_whom_it_waits_for(parent, tmp_path, texts):
+    cache, said = tmp_path / "cache", tmp_path / "second.err"
+    first = start(parent, tmp_path / "first", cache, f"{texts}/*.txt", 0.2)
     wait_for_partial(cache, first)
-    release(second)
-    (first_out, first_err), (second_out, second_err) = first.communicate(timeout=60), second.communicate(timeout=60)
-    assert (first.returncode, second.returncode) == (0, 0), first_err + second_err
-    assert f"waiting for process {first.pid} on " in second_err
-    assert "tokenised" in first_err
-    assert "tokenised" not in second_err, "the second found what the first made"
-    assert first_out == second_out
+    # So that the second meets it, however slow the machine is.
+    first.signal(0, signal.SIGSTOP)
+    second = start(parent, tmp_path / "second", cache, f"{texts}/*.txt")
+    waits = f"waiting for process {first.pids[0]} on "
+    while not said.exists() or waits not in said.read_text():
+        assert not second.poll(), second.text()
+        time.sleep(0.02)
+    first.signal(0, signal.SIGCONT)
+    assert (first.wait(60), second.wait(60)) == ([0], [0]), first.text() + second.text()
+    assert "tokenised" in (tmp_path / "first.err").read_text()
+    assert "tokenised" not in said.read_text(), "the second found what the first made"
+    assert (tmp_path / "first.out").read_text() == (tmp_path / "second.out").read_text() != ""
     assert len(entries(cache)) == 1
 
 
-def test_a_kill_in_the_middle_leaves_nothing_that_counts_as_complete(tmp_path, texts):
+def test_a_kill_in_the_middle_leaves_nothing_that_counts_as_complete(parent, tmp_path, texts):
     cache = tmp_path / "cache"
-    process = start(cache, f"{texts}/*.txt", 1)
-    release(process)
-    wait_for_partial(cache, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    run = start(parent, tmp_path / "killed", cache, f"{texts}/*.txt", 0.2)
+    wait_for_partial(cache, run)
+    run.kill()
+    assert run.wait(60) == [-signal.SIGKILL]
     assert [name for name in entries(cache) if not name.endswith(".unfinished")] == []
     text = tokenize(texts, cache)
     assert entries(cache) == [text.prefix.parent.name], "the leftover is gone"

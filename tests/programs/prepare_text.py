@@ -1,8 +1,7 @@
 """Tokenises a folder's text into a cache: CACHE PATTERN [SLOWNESS_S [MAX_FILE_BYTES]].
 
-Prints `started`, waits for a line of its standard input, and prints `PREFIX`. SLOWNESS_S is slept at each piece of
-text, so that a test can interfere; MAX_FILE_BYTES is the size at which the system refuses to grow a file, as a full
-disk would.
+Prints `PREFIX`. SLOWNESS_S is slept at each piece of text, so that a test can interfere; MAX_FILE_BYTES is the size at
+which the system refuses to grow a file, as a full disk would.
 """
 
 import resource
@@ -33,8 +32,6 @@ def main(cache, pattern, slowness_s="0", max_file_bytes=None):
     source = SlowSource([pattern], "text")
     source.slowness_s = float(slowness_s)
     tokenizer = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
-    print("started", flush=True)
-    sys.stdin.readline()
     try:
         with Progress(show=True) as progress:
             text = tokenize_source(source, tokenizer, Path(cache), progress, name="text")
