@@ -87,6 +87,8 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 def probe_transformer_engine() -> dict[str, Any]:
     """Transformer Engine beside PyTorch, and whether a layer of it computes in FP8."""
+    importlib.metadata.version("transformer_engine")  # its absence is the answer
+
     import torch
     import transformer_engine.pytorch as te
     import transformer_engine_torch
