@@ -75,7 +75,7 @@ def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, on
     ],
 )
 def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path, cache_dir):
-    short = ["trainer.max_steps=6", "trainer.limit_val_batches=0", "checkpoint.save_at_end=false", *overrides]
+    short = ["trainer.max_steps=3", "trainer.limit_val_batches=0", "checkpoint.save_at_end=false", *overrides]
     one = run_small(1, tmp_path / "one", cache_dir, short)
     for layout in layouts:
         metrics = run_small(2, tmp_path / layout, cache_dir, [*short, f"parallelism={layout}"])
