@@ -21,13 +21,17 @@ TINY = (
 )
 
 
-@pytest.fixture
-def run(parent, tmp_path, cache_dir):
-    # What the cache takes is another test's.
-    run_small(1, tmp_path / "before", cache_dir, TINY)
+@pytest.fixture(scope="module")
+def full_cache(tmp_path_factory, cache_dir):
+    """What a cache takes is met in a test of its own."""
+    run_small(1, tmp_path_factory.mktemp("before") / "run", cache_dir, TINY)
+    return cache_dir
 
+
+@pytest.fixture
+def run(parent, tmp_path, full_cache):
     def run_limited(*overrides, faults=(), num_ranks=1):
-        arguments = small_run_arguments(tmp_path / "run", cache_dir, [*TINY, *overrides])[2:]
+        arguments = small_run_arguments(tmp_path / "run", full_cache, [*TINY, *overrides])[2:]
         faults = {rank: [["end_soon"], *faults] for rank in range(num_ranks)}
         return parent.run(arguments, tmp_path / "output", num_ranks=num_ranks, faults=faults)
 
