@@ -44,12 +44,10 @@ class NoEffect:
     key: str
     why: Callable[[Resolved], str]
     """The reason in a given run; empty where the key counts."""
-    instead: str
-    """The way out, after "use"; empty with `only_given`, where it is to leave the key out."""
+    instead: str = ""
+    """The way out, after "use". Empty, for leaving the key out, where only the command line shows that it is wanted."""
     silent: tuple[Any, ...] | None = None
-    """Values that ask for nothing; None: null, false and empty."""
-    only_given: bool = False
-    """Only the command line shows that somebody wants the value; without `silent`, every value asks for something."""
+    """Values that ask for nothing; None: null, false and empty, or without `instead`, no value."""
     is_harmless: bool = False
     """Nobody expects the key to count: the plan shows it, and no rule refuses it."""
 
@@ -64,6 +62,27 @@ class NoEffect:
 def value_of(config: Config, key: str) -> Any:
     """The value of a dotted key."""
     return reduce(getattr, key.split("."), config)
+
+
+def _with(key: str, value: object) -> Callable[[Resolved], str]:
+    """A setting that leaves another key without effect."""
+    return lambda run: f"{key}={show(value)}" * (value_of(run.config, key) is value)
+
+
+def _unless(key: str, needed: object) -> Callable[[Resolved], str]:
+    """A setting other than the one that reads another key."""
+
+    def why(run: Resolved) -> str:
+        value = value_of(run.config, key)
+        return "" if value is needed else f"{key}={show(value)}"
+
+    return why
+
+
+_without_experts = _with("model.num_moe_experts", None)
+_without_full_recomputation = _unless("model.activations_checkpoint_granularity", RecomputeGranularity.full)
+_with_plain_states = _with("model.optim.use_precision_aware_optimizer", False)
+_without_wandb = _with("logging.wandb", False)
 
 
 def _without_fp8(run: Resolved) -> str:
@@ -106,26 +125,6 @@ def _no_high_precision_wgrad(run: Resolved) -> str:
 
 def _all_layers_in_fp8(run: Resolved) -> str:
     return "" if run.fp8 is None or run.model.first_last_layers_bf16 else "model.first_last_layers_bf16=false"
-
-
-def _without_experts(run: Resolved) -> str:
-    return "" if run.model.num_moe_experts is not None else "model.num_moe_experts=null"
-
-
-def _without_full_recomputation(run: Resolved) -> str:
-    granularity = run.model.activations_checkpoint_granularity
-    if granularity is RecomputeGranularity.full:
-        return ""
-    return f"model.activations_checkpoint_granularity={'null' if granularity is None else granularity.name}"
-
-
-def _without_rope(run: Resolved) -> str:
-    kind = run.model.position_embedding_type
-    return "" if kind is PositionEmbedding.rope else f"model.position_embedding_type={kind.name}"
-
-
-def _with_plain_states(run: Resolved) -> str:
-    return "" if run.model.optim.use_precision_aware_optimizer else "model.optim.use_precision_aware_optimizer=false"
 
 
 def _without_remainders(run: Resolved) -> str:
@@ -172,23 +171,11 @@ def _with_random_tokens(run: Resolved) -> str:
     return "model.data.data_impl=mock, whose random tokens come from no file" * is_mock
 
 
-def _unless_tokenizer(only: TokenizerLibrary) -> Callable[[Resolved], str]:
-    def why(run: Resolved) -> str:
-        library = run.model.tokenizer.library
-        return "" if library is only else f"model.tokenizer.library={library.name}"
-
-    return why
-
-
 def _without_saves(run: Resolved) -> str:
     saves = run.config.checkpoint
     if saves.save_at_end or saves.save_interval is not None or saves.save_interval_minutes is not None:
         return ""
     return "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)"
-
-
-def _without_rewinds(run: Resolved) -> str:
-    return "trainer.max_spike_rewinds=null" if run.config.trainer.max_spike_rewinds is None else ""
 
 
 def _without_tokenizer(run: Resolved) -> str:
@@ -198,14 +185,6 @@ def _without_tokenizer(run: Resolved) -> str:
 
 def _without_sample(run: Resolved) -> str:
     return _without_tokenizer(run) if run.config.sample.max_new_tokens else "sample.max_new_tokens=0"
-
-
-def _without_wandb(run: Resolved) -> str:
-    return "" if run.config.logging.wandb else "logging.wandb=false"
-
-
-def _without_fused_loss(run: Resolved) -> str:
-    return "model.cross_entropy_loss_fusion=false" if run.model.cross_entropy_loss_fusion is False else ""
 
 
 @cache
@@ -247,10 +226,10 @@ def _table() -> tuple[NoEffect, ...]:
             NoEffect(key=key, why=_without_fp8, instead=leave_out if key == "model.fp8_backend" else turn_on)
             for key in fp8_keys
         ),
-        NoEffect(key="logging.fp8_proof_interval", why=_without_fp8, instead="", only_given=True),
-        NoEffect(key="logging.fp8_proof_interval", why=_with_graphs, instead="", only_given=True),
+        NoEffect(key="logging.fp8_proof_interval", why=_without_fp8),
+        NoEffect(key="logging.fp8_proof_interval", why=_with_graphs),
         NoEffect(key="logging.fp8_statistics_interval", why=_without_fp8, instead="model.fp8=true, or null"),
-        NoEffect(key="logging.fp8_saturation_threshold", why=_without_fp8, instead="", only_given=True),
+        NoEffect(key="logging.fp8_saturation_threshold", why=_without_fp8),
         *(NoEffect(key=f"model.{name}", why=_without_history, instead="null, or fp8=delayed") for name in DELAYED_KEYS),
         NoEffect(
             key="model.fp8_amax_history_len",
@@ -259,13 +238,7 @@ def _table() -> tuple[NoEffect, ...]:
             # The recipe's own length, which conf/ names, and the length that says the same (NeMo's pair of old).
             silent=(None, 1, 1024),
         ),
-        NoEffect(
-            key="model.fp8_amax_compute_algo",
-            why=_one_amax_kept,
-            instead="",
-            silent=(None, AmaxComputeAlgo.most_recent),
-            only_given=True,
-        ),
+        NoEffect(key="model.fp8_amax_compute_algo", why=_one_amax_kept, silent=(None, AmaxComputeAlgo.most_recent)),
         NoEffect(
             key="model.fp8_interval",
             why=lambda run: (
@@ -311,15 +284,19 @@ def _table() -> tuple[NoEffect, ...]:
             )
             for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform"))
         ),
-        NoEffect(key="model.rope_scaling_factor", why=_without_rope, instead="null, or position_embedding_type=rope"),
+        NoEffect(
+            key="model.rope_scaling_factor",
+            why=_unless("model.position_embedding_type", PositionEmbedding.rope),
+            instead="null, or position_embedding_type=rope",
+        ),
         NoEffect(
             key="model.ddp_bucket_size",
-            why=lambda run: "" if run.model.overlap_grad_reduce else "model.overlap_grad_reduce=false",
+            why=_with("model.overlap_grad_reduce", False),
             instead="null, or overlap_grad_reduce=true (parallelism=dp has it so)",
         ),
         NoEffect(
             key="model.cross_entropy_fusion_impl",
-            why=_without_fused_loss,
+            why=_with("model.cross_entropy_loss_fusion", False),
             instead="cross_entropy_loss_fusion=true, or cross_entropy_fusion_impl=null",
         ),
         # The optimizer and its schedule.
@@ -332,27 +309,12 @@ def _table() -> tuple[NoEffect, ...]:
             )
             for name, silent in states.items()
         ),
-        NoEffect(
-            key="model.optim.store_param_remainders",
-            why=_without_remainders,
-            instead="",
-            only_given=True,
-        ),
+        NoEffect(key="model.optim.store_param_remainders", why=_without_remainders),
         *(
-            NoEffect(
-                key=f"model.optim.{name}",
-                why=_unread_by_optimizer(name),
-                instead="",
-                only_given=True,
-            )
+            NoEffect(key=f"model.optim.{name}", why=_unread_by_optimizer(name))
             for name in sorted({name for optimizer in OPTIMIZERS.values() for name in optimizer.unread})
         ),
-        NoEffect(
-            key="model.optim.sched.wsd_decay_style",
-            why=_unless_schedule(ScheduleName.wsd),
-            instead="",
-            only_given=True,
-        ),
+        NoEffect(key="model.optim.sched.wsd_decay_style", why=_unless_schedule(ScheduleName.wsd)),
         NoEffect(
             key="model.optim.sched.wsd_decay_steps",
             why=_unless_schedule(ScheduleName.wsd),
@@ -363,18 +325,8 @@ def _table() -> tuple[NoEffect, ...]:
             why=_unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant)),
             instead="null, or model.optim.sched.name=cosine or linear",
         ),
-        NoEffect(
-            key="model.optim.sched.decay_steps",
-            why=_constant_with_own_warmup,
-            instead="",
-            only_given=True,
-        ),
-        NoEffect(
-            key="model.optim.sched.init_lr",
-            why=_without_warmup,
-            instead="",
-            only_given=True,
-        ),
+        NoEffect(key="model.optim.sched.decay_steps", why=_constant_with_own_warmup),
+        NoEffect(key="model.optim.sched.init_lr", why=_without_warmup),
         # Data.
         *(
             NoEffect(
@@ -386,21 +338,16 @@ def _table() -> tuple[NoEffect, ...]:
             if impl.files_key is not None
         ),
         *(
-            NoEffect(key=f"model.data.{name}", why=_with_random_tokens, instead="", only_given=True)
+            NoEffect(key=f"model.data.{name}", why=_with_random_tokens)
             for name in ("splits_string", "cache_dir", "num_dataset_builder_threads")
         ),
-        NoEffect(key="model.data.text_key", why=_unless_data(DataImpl.text), instead="", only_given=True),
+        NoEffect(key="model.data.text_key", why=_unless_data(DataImpl.text)),
         NoEffect(
             key="model.tokenizer.model",
-            why=_unless_tokenizer(TokenizerLibrary.file),
+            why=_unless("model.tokenizer.library", TokenizerLibrary.file),
             instead="null, or library=file",
         ),
-        NoEffect(
-            key="model.tokenizer.vocab_size",
-            why=_unless_tokenizer(TokenizerLibrary.bpe),
-            instead="",
-            only_given=True,
-        ),
+        NoEffect(key="model.tokenizer.vocab_size", why=_unless("model.tokenizer.library", TokenizerLibrary.bpe)),
         # Checkpoints.
         *(
             NoEffect(
@@ -417,13 +364,10 @@ def _table() -> tuple[NoEffect, ...]:
             )
         ),
         # The loop, and what it leaves.
-        NoEffect(key="trainer.spike_margin", why=_without_rewinds, instead="", only_given=True),
-        NoEffect(key="sample.max_new_tokens", why=_without_tokenizer, instead="", silent=(0,), only_given=True),
-        *(
-            NoEffect(key=f"sample.{name}", why=_without_sample, instead="", only_given=True)
-            for name in ("prompt", "temperature")
-        ),
-        NoEffect(key="logging.wandb_project", why=_without_wandb, instead="", silent=("",), only_given=True),
+        NoEffect(key="trainer.spike_margin", why=_with("trainer.max_spike_rewinds", None)),
+        NoEffect(key="sample.max_new_tokens", why=_without_tokenizer, silent=(0,)),
+        *(NoEffect(key=f"sample.{name}", why=_without_sample) for name in ("prompt", "temperature")),
+        NoEffect(key="logging.wandb_project", why=_without_wandb, silent=("",)),
         NoEffect(key="logging.wandb_entity", why=_without_wandb, instead="null, or logging=wandb"),
     )
 
@@ -438,7 +382,7 @@ def no_effect_problems(run: Resolved) -> Iterator[str]:
     asked: dict[tuple[str, str], list[str]] = {}
     told: set[str] = set()
     for row in _table():
-        if row.only_given or row.is_harmless or row.key in told or not row.is_asked(run.config):
+        if not row.instead or row.is_harmless or row.key in told or not row.is_asked(run.config):
             continue
         why = row.why(run)
         if why:
@@ -461,7 +405,7 @@ def given_without_effect(config: Config, given: frozenset[str]) -> list[str]:
     return [
         f"{_setting(config, row.key)} has no effect with {why}; leave it out"
         for row in _table()
-        if row.only_given
+        if not row.instead
         and (row.silent is None or row.is_asked(config))
         and any(path == row.key or path.startswith(f"{row.key}.") for path in given)
         and (why := row.why(run))
