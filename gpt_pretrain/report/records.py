@@ -38,7 +38,7 @@ class JsonObject:
 
     def to_json(self) -> dict[str, JsonValue]:
         """Field → value."""
-        return {field.name: _to_json(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: to_json_value(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, JsonValue]) -> Self:
@@ -332,11 +332,14 @@ class SummaryRecord(Record):
     """What the model wrote after the prompt."""
 
 
-def _to_json(value: Any) -> JsonValue:
-    if isinstance(value, tuple):
-        return [_to_json(item) for item in value]
+def to_json_value(value: Any) -> JsonValue:
+    """What JSON holds for a value: lists for tuples, objects for ours, strings for NaN and the infinities."""
     if isinstance(value, JsonObject):
         return value.to_json()
+    if isinstance(value, dict):
+        return {key: to_json_value(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     json_value: JsonValue = value
@@ -376,7 +379,7 @@ def _described(cls: type[JsonObject]) -> str:
 
 
 def _from_json(value: Any, hint: Any) -> Any:
-    """Undoes `_to_json`, and lets a whole number stand where a float is expected, as JSON writers do."""
+    """Undoes `to_json_value`, and lets a whole number stand where a float is expected, as JSON writers do."""
     shape = _shape(hint)
     if shape.item is not None:
         if not isinstance(value, list):

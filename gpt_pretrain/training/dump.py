@@ -31,6 +31,7 @@ from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules, without_graphs
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.report.records import to_json_value
 from gpt_pretrain.spec.run_spec import RunSpec
 from gpt_pretrain.training.guards import BadStep
 from gpt_pretrain.training.step import compute_gradients, mean_loss
@@ -257,7 +258,7 @@ def write_dump(
 
     def write() -> None:
         path.parent.mkdir(exist_ok=True)
-        write_file(path, json.dumps(_finite_or_named(content), indent=2, allow_nan=False) + "\n")
+        write_file(path, json.dumps(to_json_value(content), indent=2, allow_nan=False) + "\n")
 
     on_rank_zero(write)
     finding = (
@@ -344,14 +345,3 @@ def _layer_of(module: str) -> str:
     """decoder.layers.3.mlp.linear_fc1 is in decoder.layers.3, embedding.word_embeddings.weight in embedding."""
     match = re.match(r"decoder\.layers\.\d+|decoder\.\w+|\w+", module)
     return match[0] if match else module
-
-
-def _finite_or_named(value: Any) -> Any:
-    """JSON has no NaN and no infinity: "nan", "inf" and "-inf" stand for them, as in metrics.jsonl."""
-    if isinstance(value, dict):
-        return {key: _finite_or_named(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite_or_named(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return str(value)
-    return value
