@@ -417,6 +417,7 @@ ELSEWHERE = {
     ),
     "spec/kernels.py": (
         "model.activation_cast_fusion",
+        "model.compile",
         "model.embedding_gradient_fusion",
         "model.use_flash_attention",
     ),

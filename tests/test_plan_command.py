@@ -45,6 +45,7 @@ SCHEMA = {
     "kernels": dict.fromkeys(
         (
             "transformer_engine",
+            "compile",
             "bias_activation_fusion",
             "activation_cast_fusion",
             "bias_dropout_add_fusion",

@@ -115,8 +115,8 @@ UNSUPPORTED = {
     ),
     **dict.fromkeys(
         ("compile.enabled", "compile.mode", "compile.fullgraph", "compile.dynamic"),
-        "no key compiles layers: TorchAO's casts and products always are, and Transformer Engine has its own kernels; "
-        "leave it out",
+        "TorchAO's casts and products are always compiled, Transformer Engine has its own kernels, and "
+        "model.compile=true compiles layers without either; leave it out",
     ),
 }
 

@@ -20,7 +20,7 @@ from gpt_pretrain.config.schema import Config
 
 # Keys that saved configurations of earlier versions lack, with the values that do what those versions did.
 _LATER_KEYS = {
-    "model": {"rope_scaling_factor": None, "qk_layernorm": False},
+    "model": {"rope_scaling_factor": None, "qk_layernorm": False, "compile": False},
     "checkpoint": {"save_interval_minutes": None},
     "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
 }

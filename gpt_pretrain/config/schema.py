@@ -275,6 +275,8 @@ class ModelConfig:
 
     transformer_engine: bool | None
     """Layers from Transformer Engine; null: where a GPU and TE are present; true: or the run does not start."""
+    compile: bool
+    """Compile whole layers by torch.compile, without Transformer Engine and FP8; the first step takes a minute."""
     bias_activation_fusion: bool | None
     """Fuse bias and activation of the MLP; null: on a GPU."""
     activation_cast_fusion: bool | None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo import trace_rules
 from torch.overrides import TorchFunctionMode
 
 from gpt_pretrain.megatron import patches
@@ -135,3 +136,13 @@ def install_cpu_device() -> None:
     patch(patches.CPU_RECOMPUTATION, backward=staticmethod(recompute_on_cpu))
 
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
+
+
+def let_compiler_see_twins() -> None:
+    """Lets torch.compile look into the twin that answers for the current device.
+
+    It knows torch's functions by their names, so that it takes the twin for one of them. Process groups must be open:
+    as they open, torch looks the names up again.
+    """
+    if _installed:
+        trace_rules.get_torch_obj_rule_map().pop(torch.cuda.current_device, None)

@@ -76,6 +76,9 @@ class TorchNorm:
 class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
     """megatron-core's local layers; apex's fused layer norm where it is installed."""
 
+    layer: type[torch.nn.Module] = TransformerLayer
+    """The class of a transformer layer."""
+
     def __init__(self, *, apex_layer_norm: bool) -> None:
         self._apex_layer_norm = apex_layer_norm
 
@@ -174,7 +177,7 @@ def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> Module
         # Before experts the norm is a separate module with TE, too.
         stored_under["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
-        module=TransformerLayer,
+        module=backend.layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -197,11 +200,15 @@ def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> Module
     )
 
 
-class GraphedLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
-    """A layer that training steps replay; otherwise its modules compute it."""
+class WholeLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+    """A layer that training steps run by what was recorded or compiled of it; otherwise its modules compute it."""
 
     is_replayed = True
-    """Whether training steps replay the graphs."""
+    """Whether training steps do so: hooks of modules, such as those that search for NaN, are not called then."""
+
+
+class GraphedLayer(WholeLayer):
+    """A layer that training steps replay."""
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
         # megatron-core would also replay validations, and has no graph for the length of a sampled text.
@@ -256,7 +263,7 @@ def _create_graphs() -> None:
 @contextmanager
 def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, modules compute the layers, and their hooks are called."""
-    layers = _graphed_layers(chunks)
+    layers = _layers_of(WholeLayer, chunks)
     for layer in layers:
         layer.is_replayed = False
     try:
@@ -273,7 +280,7 @@ def release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
     refer to each other through autograd's nodes, which Python's collector does not see. torch also counts the users of
     a pool, from `_cuda_beginAllocateCurrentThreadToPool` to `_cuda_releasePool`, which megatron-core 0.19 never calls.
     """
-    for layer in _graphed_layers(chunks):
+    for layer in _layers_of(GraphedLayer, chunks):
         for runner in layer.cudagraph_manager.cudagraph_runners:
             vars(runner).clear()
         layer.cudagraph_manager.cudagraph_runners.clear()
@@ -281,5 +288,5 @@ def release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
         torch._C._cuda_releasePool(torch.cuda.current_device(), _taken_from.pop())
 
 
-def _graphed_layers(chunks: Sequence[torch.nn.Module]) -> list[GraphedLayer]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, GraphedLayer)]
+def _layers_of[Layer: WholeLayer](kind: type[Layer], chunks: Sequence[torch.nn.Module]) -> list[Layer]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)]

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.derived import padded_vocab_size
+from gpt_pretrain.megatron.compiled_layers import CompiledLayers
 from gpt_pretrain.megatron.fused_layers import (
     install_embeddings,
     install_rotation,
@@ -117,7 +118,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
     if kernels.cuda_graph_impl is not None:
         prepare_graphs(model.seed)
     if local_layers is None:
-        local_layers = LocalLayers(apex_layer_norm=platform.apex_layer_norm)
+        local_layers = CompiledLayers() if kernels.compile else LocalLayers(apex_layer_norm=platform.apex_layer_norm)
     chunks = []
     for vp_stage in range(vp_size or 1):
         stage = vp_stage if vp_size else None

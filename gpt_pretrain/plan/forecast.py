@@ -110,7 +110,7 @@ def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
 def unknown_speed() -> str:
     """Why there is no prediction on local layers."""
     return (
-        "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine and "
+        "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
         "trainer.precision out to train at full speed."
     )
 

@@ -15,7 +15,13 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
 from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
-from gpt_pretrain.rules.kernels import fused_kernel_problems, gradients, graph_problems, tensor_parallel_overlap
+from gpt_pretrain.rules.kernels import (
+    compile_problems,
+    fused_kernel_problems,
+    gradients,
+    graph_problems,
+    tensor_parallel_overlap,
+)
 from gpt_pretrain.rules.layout import Accepts, attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 from gpt_pretrain.rules.model import (
     fusions,
@@ -71,6 +77,7 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from numbers(model)
     yield from gradients(model)
     yield from graph_problems(run)
+    yield from compile_problems(run)
     yield from fusions(model)
     yield from fused_kernel_problems(run, sizes_known=not sizes)
     yield from fp8_problems(run, sizes_known=not sizes)

@@ -34,6 +34,8 @@ class Kernels:
     """Which implementation each part of the model runs on: the configuration's nulls, resolved for this machine."""
 
     transformer_engine: bool
+    compile: bool
+    """Whole layers by torch.compile, which fuses what lies between their products."""
     bias_activation_fusion: bool
     activation_cast_fusion: bool
     bias_dropout_add_fusion: bool
@@ -55,8 +57,8 @@ class Kernels:
 def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves each `null` of the kernel keys of a run that breaks no rule; explicit values stand."""
     config, model, settings = run.config, run.model, run.fp8
-    # Local layers compute emulated FP8 and TorchAO's, even where TE is installed.
-    in_local_layers = settings is not None and settings.in_local_layers
+    # Local layers compute emulated FP8, TorchAO's, and what is compiled, even where TE is installed.
+    in_local_layers = model.compile or (settings is not None and settings.in_local_layers)
     otherwise_te = platform.transformer_engine is not None and not in_local_layers
 
     def choose(value: bool | None, otherwise: bool) -> bool:
@@ -64,23 +66,25 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
 
     te = choose(model.transformer_engine, otherwise_te)
     graphs = _plan_graphs(run, world_size, transformer_engine=te)
-    accumulates = choose(model.gradient_accumulation_fusion, platform.cuda)
+    # What is compiled has no place for kernels that are fused by themselves.
+    fuses = platform.cuda and not model.compile
+    accumulates = choose(model.gradient_accumulation_fusion, fuses)
     rotary = model.position_embedding_type is PositionEmbedding.rope
     # Deterministic and fp32 runs serve as references, and PyTorch's kernels draw dropout from another random state.
     plain = config.trainer.deterministic or config.trainer.precision is Precision.fp32 or model.attention_dropout > 0
-    fast_local = platform.cuda and not te and not plain
+    fast_local = fuses and not te and not plain
     rotates = choose(model.fused_single_qkv_rope, (te or fast_local) and not any(qkv_rope_obstacles(model)))
-    softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain)
+    softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain and not model.compile)
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
     return Kernels(
         transformer_engine=te,
+        compile=model.compile,
         # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
         # The fused GELU adds the bias itself and computes the tanh form; SwiGLU has no such limits.
         bias_activation_fusion=choose(
             model.bias_activation_fusion,
-            platform.cuda
-            and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
+            fuses and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
         ),
         # With tensorwise scaling the losses of 200 steps have been 0.55% apart (benchmarks/fused_kernels_h200.md).
         activation_cast_fusion=choose(
@@ -92,7 +96,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and graphs is None
             and not any(activation_cast_obstacles(run, sizes_known=True)),
         ),
-        bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, platform.cuda),
+        bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, fuses),
         masked_softmax_fusion=softmax,
         # Not measured with recomputed attention.
         use_flash_attention=choose(
@@ -105,7 +109,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and model.activations_checkpoint_granularity is None
             and not any(flash_attention_obstacles(model)),
         ),
-        torch_attention=fast_local and not softmax,
+        torch_attention=model.compile or (fast_local and not softmax),
         apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
@@ -177,7 +181,7 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
     te = f"Transformer Engine {platform.transformer_engine}"
     apex = [part.removeprefix("apex_").replace("_", " ") for part in APEX_PARTS if getattr(platform, part)]
     return {
-        "layers": te if kernels.transformer_engine else "megatron-core local",
+        "layers": te if kernels.transformer_engine else "megatron-core local" + ", compiled" * kernels.compile,
         "fused": fused_parts(kernels),
         "apex": ", ".join(apex) or "not installed: nothing is lost but speed",
     }

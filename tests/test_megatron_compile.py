@@ -1,0 +1,155 @@
+"""Layers compiled as a whole (`model.compile`): the same numbers, names and checkpoints, and nothing falls back."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.megatron.layers import without_graphs
+from gpt_pretrain.spec.kernels import describe_kernels
+from tests.emulated_training import emulated_training
+from tests.platforms import H200, spec_of
+from tests.refusals import Refused, check_refused
+from tests.runs import run_small
+
+COMPILED = "model.compile=true"
+# The graph of a layer takes half a minute of C++ on two busy cores, where no earlier test has left it in torch's cache.
+pytestmark = pytest.mark.timeout(900)
+# What a layer computes in BF16 is rounded to 8 bits, at other places where it is fused. In fp32 it is 24, and a loss is
+# the sum of some hundred such.
+ROUNDING = {"fp32": 1e-5, "bf16": 2**-9}
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.parametrize("model", ["tiny", "gpt2_124m"])
+def test_it_learns_what_uncompiled_layers_learn(model, precision):
+    kind = () if model == "tiny" else ("model.normalization=layernorm", "model.activation=gelu_tanh", "model.bias=true")
+    losses, names, graphs = {}, {}, {}
+    for overrides in ((), (COMPILED,)):
+        before = counters["stats"]["unique_graphs"]
+        with emulated_training(f"trainer.precision={precision}", *kind, *overrides) as training:
+            losses[overrides] = [training.step(), training.step(), training.validate(), training.step()]
+            graphs[overrides] = counters["stats"]["unique_graphs"] - before
+            (chunk,) = training.chunks
+            names[overrides] = (sorted(dict(chunk.named_parameters())), sorted(chunk.sharded_state_dict()))
+    assert losses[COMPILED,] == pytest.approx(losses[()], rel=ROUNDING[precision])
+    assert graphs == {(): 0, (COMPILED,): 1}
+    assert names[COMPILED,] == names[()]
+
+
+def test_a_graph_that_breaks_ends_the_run_rather_than_its_gain():
+    with emulated_training(COMPILED) as training:
+        training.chunks[0].decoder.layers[0].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        with pytest.raises(RunError, match=r"model\.compile=true.*Unsupported.*model\.compile=false"):
+            training.step()
+
+
+def test_hooks_are_called_where_somebody_looks_into_the_layers():
+    with emulated_training(COMPILED) as training:
+        training.step()
+        called = []
+        for layer in training.chunks[0].decoder.layers:
+            layer.mlp.register_forward_hook(lambda module, *_: called.append(module))
+        training.step()
+        assert called == []
+        with without_graphs(training.chunks):
+            training.step()
+    # Two microbatches.
+    assert len(called) == 2 * len(training.chunks[0].decoder.layers)
+
+
+def test_a_second_graph_ends_the_run_and_other_lengths_run_uncompiled():
+    with emulated_training(COMPILED) as training:
+        training.step()
+        (batch, *_) = training._batches(0)
+        (chunk,) = training.chunks
+        short = {"input_ids": batch.tokens[:, :16], "position_ids": batch.position_ids[:, :16], "attention_mask": None}
+        chunk.eval()
+        assert chunk(**short).shape[1] == 16
+        chunk.train()
+        with pytest.raises(RunError, match=r"model\.compile=true.*microbatches.*model\.compile=false"):
+            chunk(**short)
+
+
+SHORT = (
+    "trainer.limit_val_batches=0",
+    "model.num_layers=2",
+    "checkpoint.save_at_end=true",
+    "model.optim.sched.name=constant",
+)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp"])
+def test_two_processes_learn_what_one_learns(layout, tmp_path, cache_dir):
+    steps = (*SHORT, "trainer.max_steps=3", "checkpoint.save_at_end=false")
+    losses = [
+        [record.loss for record in run_small(ranks, tmp_path / str(ranks), cache_dir, [*steps, *overrides]).train]
+        for ranks, overrides in (
+            (1, ()),
+            (2, (COMPILED, f"parallelism={layout}", "model.overlap_param_gather=false")),
+        )
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_and_an_uncompiled_one_takes_over(tmp_path, cache_dir):
+    whole = run_small(1, tmp_path / "whole", cache_dir, [*SHORT, COMPILED, "trainer.max_steps=4"]).train
+    for steps in (2, 4):
+        parts = run_small(1, tmp_path / "parts", cache_dir, [*SHORT, COMPILED, f"trainer.max_steps={steps}"]).train
+    assert [record.loss for record in parts] == [record.loss for record in whole]
+    after = run_small(1, tmp_path / "parts", cache_dir, [*SHORT, "trainer.max_steps=5"]).train
+    assert [record.step for record in after] == [1, 2, 3, 4, 5]
+
+
+def test_a_gpu_computes_them_without_transformer_engine_and_the_header_says_so(compose_config):
+    kernels = spec_of(compose_config(COMPILED), H200).kernels
+    assert (kernels.compile, kernels.torch_attention, kernels.transformer_engine) == (True, True, False)
+    fused = (kernels.bias_dropout_add_fusion, kernels.bias_activation_fusion, kernels.gradient_accumulation_fusion)
+    assert not any(fused)
+    described = describe_kernels(kernels, H200)
+    assert described["layers"] == "megatron-core local, compiled"
+
+
+# A setting, with the value that makes the command line legal.
+WRONG = {
+    "model.cuda_graph_impl=local": "null",
+    "model.num_moe_experts=4": "null",
+    "parallelism=dp model.overlap_param_gather=true": "false",
+    "parallelism=tp2_sp model.overlap_param_gather=false model.sequence_parallel=true": "false",
+    "parallelism=cp2 model.overlap_param_gather=false model.context_parallel_size=2": "1",
+    "model.activations_checkpoint_granularity=selective": "null",
+    "model.hidden_dropout=0.1": "0",
+    "model.attention_dropout=0.1": "0",
+    **{
+        f"model.{key}=true": "null"
+        for key in (
+            "transformer_engine",
+            "use_flash_attention",
+            "apply_rope_fusion",
+            "bias_activation_fusion",
+            "bias_dropout_add_fusion",
+            "gradient_accumulation_fusion",
+            "embedding_gradient_fusion",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("setting", WRONG)
+def test_what_excludes_it_is_named_with_both_ways_out(setting):
+    last = setting.split()[-1]
+    key = last.partition("=")[0]
+    offers = f"{COMPILED[:-4]}false | {key}={WRONG[setting]}"
+    check_refused(Refused(f"{COMPILED} {setting}", told=f"{COMPILED} {last}", offers=offers))
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("fp8=torchao_tensorwise", "model.fp8=true TorchAO"),
+        ("fp8=delayed", "model.fp8=true"),
+        ("trainer.deterministic=true", "trainer.deterministic=true"),
+    ],
+)
+def test_fp8_and_deterministic_runs_are_not_compiled(setting, told):
+    check_refused(Refused(f"{COMPILED} {setting}", told=f"{COMPILED} {told}", offers="model.compile=false"))
