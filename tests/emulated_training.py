@@ -19,8 +19,7 @@ from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.gemms import Phase, Product, Role
-from gpt_pretrain.fp8.local_experts import fp8_layers
-from gpt_pretrain.fp8.local_layers import Fp8Layers
+from gpt_pretrain.fp8.local_layers import Fp8Layers, fp8_layers
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.fp8.torchao import TorchAO

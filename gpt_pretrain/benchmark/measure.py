@@ -36,7 +36,7 @@ from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, P
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
-from gpt_pretrain.fp8.local_experts import fp8_layers
+from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.environment import ask_driver, library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.model import build_model, translate_optimizer

@@ -12,8 +12,16 @@ Attention, embeddings and the LM head stay as they are. With delayed scaling TE 
 column-parallel layer and its cast in one kernel, which takes amax and codes from values that were never rounded to BF16
 (TE 2.12, pytorch/csrc/extensions/normalization.cpp); such a norm passes on fp32 here. The other recipes cast what was
 rounded.
+
+**Experts** are emulated, too, each with three products and scales of its own. Transformer Engine computes a rank's
+experts in one grouped product, whose layer the plan names "decoder.layers.3.mlp.experts.linear_fc1"; here each expert
+has a layer, "…experts.local_experts.2.linear_fc1". Rows are not padded, since nothing here asks for multiples. An
+expert without tokens computes nothing, casts nothing, and says so.
 """
 
+import re
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +32,51 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from gpt_pretrain.fp8.emulation.casts import Cast, stateless_cast
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
-from gpt_pretrain.fp8.gemms import ProductListener
+from gpt_pretrain.fp8.gemms import Phase, ProductListener
 from gpt_pretrain.fp8.linear_products import LinearProducts, Multiply
 from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
 from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from gpt_pretrain.fp8.torchao import TorchAO
+
+
+_EXPERT = re.compile(r"\.local_experts\.\d+(?=\.)")
+
+
+def planned_name(module: str) -> str:
+    """The planned linear layer that a module is, or that an expert's module is part of."""
+    return _EXPERT.sub("", module)
+
+
+def _expert_name(linear: Linear, expert: int) -> str:
+    """The module of one expert, of a planned linear layer of experts."""
+    return linear.module.replace(".experts.", f".experts.local_experts.{expert}.")
+
+
+def live_linears(linears: Iterable[Linear], modules: Container[str], num_experts: int | None) -> Iterator[Linear]:
+    """The planned linear layers by the modules that compute them: each expert's, where experts have their own.
+
+    Args:
+        linears: The planned ones.
+        modules: Names of this rank's modules in the whole model.
+        num_experts: Of a layer, over all ranks.
+    """
+    for linear in linears:
+        own = []
+        if linear.kind in (EXPERT_FC1, EXPERT_FC2) and linear.module not in modules:
+            own = [name for name in (_expert_name(linear, each) for each in range(num_experts or 0)) if name in modules]
+        yield from (replace(linear, module=name, count=1) for name in own)
+        if not own:
+            yield linear
 
 
 class _Fp8Linear(torch.nn.Module):
@@ -197,6 +238,45 @@ class Fp8Layers(LocalLayers):
         return in_fp8(*args, settings=self._settings, name=name, **own, **kwargs)
 
 
+class _Idle:
+    """What an expert's layer does without tokens, before an emulated layer's class in the bases."""
+
+    idle_listener: Any = None
+    """Told which products compute nothing (`te_products.IdleListener`, without the name)."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **kwargs: Any) -> Any:
+        if input.numel() > 0:
+            return super()._forward_impl(input, weight, bias, **kwargs)  # type: ignore[misc]
+        if self.idle_listener is not None:
+            for phase in Phase:
+                self.idle_listener(phase)
+        # No rows; the weight's gradient is zero, which the exchange of gradients waits for.
+        return input @ weight.t()
+
+
+class _ExpertColumnParallelLinear(_Idle, Fp8ColumnParallelLinear):
+    """An expert's linear layer whose outputs are split over the ranks that share it."""
+
+
+class _ExpertRowParallelLinear(_Idle, Fp8RowParallelLinear):
+    """An expert's linear layer whose inputs are split over the ranks that share it."""
+
+
+class _Fp8ExpertLayers(Fp8Layers):
+    """Emulated layers of a model with experts."""
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        """What builds a layer's experts: one MLP each."""
+        return partial(
+            SequentialMLP,
+            submodules=MLPSubmodules(
+                linear_fc1=partial(self._build, ColumnParallelLinear, _ExpertColumnParallelLinear),
+                linear_fc2=partial(self._build, RowParallelLinear, _ExpertRowParallelLinear),
+                activation_func=self.activation_func(),
+            ),
+        )
+
+
 def fp8_layers(spec: RunSpec) -> Fp8Layers | None:
     """The layers of a run whose FP8 is in local layers: emulated, or TorchAO's; None for other runs.
 
@@ -205,7 +285,12 @@ def fp8_layers(spec: RunSpec) -> Fp8Layers | None:
     settings = spec.fp8
     if settings is None or not settings.in_local_layers:
         return None
-    modules = frozenset(linear.module for linear in spec.linears if linear.precision == "fp8")
+    in_fp8 = [linear for linear in spec.linears if linear.precision == "fp8"]
+    modules = frozenset(linear.module for linear in in_fp8)
+    if settings.emulate and (experts := spec.model.num_moe_experts) is not None:
+        # A rank numbers its own experts from 0 when it builds them.
+        own = {_expert_name(linear, each) for linear in in_fp8 for each in range(experts)}
+        return _Fp8ExpertLayers(settings, modules | own)
     if settings.emulate:
         return Fp8Layers(settings, modules)
     from gpt_pretrain.fp8.torchao import TorchAO

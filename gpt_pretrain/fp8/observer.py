@@ -20,7 +20,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product, ProductListener
-from gpt_pretrain.fp8.local_experts import planned_name
+from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.te_products import (
     AsksResult,
     IdleListener,

@@ -24,7 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.fp8.gemms import Phase, Product
-from gpt_pretrain.fp8.local_experts import live_linears
+from gpt_pretrain.fp8.local_layers import live_linears
 from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import (
     Difference,

@@ -33,7 +33,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, amax_history
-from gpt_pretrain.fp8.local_experts import planned_name
+from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules

@@ -12,7 +12,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
-from gpt_pretrain.fp8.local_experts import fp8_layers
+from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.spec.run_spec import RunSpec
