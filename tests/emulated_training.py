@@ -31,7 +31,14 @@ from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.training.step import StepResult, data_iterators, mean_loss, train_step, validate
+from gpt_pretrain.training.step import (
+    StepResult,
+    compute_gradients,
+    data_iterators,
+    mean_loss,
+    train_step,
+    validate,
+)
 from tests.platforms import spec_of
 
 # Two layers, four heads of 16; a step is two microbatches of two sequences.
@@ -80,6 +87,15 @@ class Training:
         """Such a step, and all that it leaves."""
         iterators = self.iterators(first_sample=0)
         return train_step(self.trainable, iterators)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the step that would come next, by the parameter's name in the chunk, fp64; nothing is updated."""
+        compute_gradients(self.trainable, self.iterators(first_sample=0))
+        return {
+            name: parameter.main_grad.detach().double().clone()
+            for chunk in self.chunks
+            for name, parameter in chunk.named_parameters()
+        }
 
     def validate(self) -> float:
         """Loss on other samples, without gradients."""

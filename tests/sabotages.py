@@ -258,6 +258,24 @@ def shift_products(module: Any) -> None:
     )
 
 
+def blur_products(module: Any, error: float) -> None:
+    """Each result is as far from the product of its codes as sums of fewer bits leave it, and no further.
+
+    Args:
+        module: The layer.
+        error: Relative 2-norm.
+    """
+    multiply = module._products._multiply
+    generator = torch.Generator().manual_seed(3)
+
+    def blurred(*given: Any, **more: Any) -> torch.Tensor:
+        y: torch.Tensor = multiply(*given, **more)
+        noise = torch.randn(y.shape, generator=generator) * y.float().square().mean().sqrt()
+        return (y.float() + error * noise).to(y.dtype)
+
+    module._products._multiply = blurred
+
+
 def keep_codes(module: Any) -> None:
     """The weight is cast in the first step alone."""
 

@@ -24,6 +24,7 @@ from gpt_pretrain.spec.recipes import recipes_of, resolve_fp8
 from tests import sabotages
 from tests.emulated_training import emulate as emulated
 from tests.emulated_training import emulated_training
+from tests.fp8_gradients import MOST, SIZES, distances
 from tests.launching import interpret_kernels
 from tests.platforms import H200, spec_of
 
@@ -147,6 +148,26 @@ def test_training_is_proven(recipe, emulate):
             sabotages.prove(training, step=step)
             losses.append(training.step())
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("recipe", "emulate"), ENGINES)
+def test_gradients_are_near_the_emulated_ones(recipe, emulate):
+    """What `tests/test_gpu_torchao.py` asks of a GPU, with sums as inaccurate as there."""
+    engine = {"compiled": False, "emulate": emulate}
+    with emulated_training(f"fp8=torchao_{recipe}", *SIZES, torchao=engine) as training:
+        for module in training.layers().values():
+            sabotages.blur_products(module, 3.3e-3)
+        gradients = training.gradients()
+    found = distances(f"torchao_{recipe}", gradients)
+    assert {name: distance for name, distance in found.items() if distance > MOST} == {}
+    assert min(found.values()) > 0
+
+
+@pytest.mark.parametrize("other", ["fp8=torchao_rowwise", "fp8=torchao_tensorwise model.fp8_exclude=['*.mlp.*']"])
+def test_gradients_of_other_roundings_are_not_near(other):
+    with emulated_training(*other.split(), "model.fp8_emulate=true", *SIZES) as training:
+        gradients = training.gradients()
+    assert max(distances("torchao_tensorwise", gradients).values()) > MOST
 
 
 @pytest.mark.timeout(900)
