@@ -146,12 +146,14 @@ class Lives:
 
 def check_against_uncut(parent, cache_dir, folder, num_kills, *, num_ranks=1, overrides=(), seed=0):
     overrides = [*overrides, f"trainer.max_steps={STEPS_PER_KILL * num_kills}"]
-    how = {"num_ranks": num_ranks, "overrides": overrides, "seed": seed}
+    how = {"num_ranks": num_ranks, "seed": seed}
     (folder / "uncut").mkdir()
-    uncut = Lives(parent, cache_dir, folder / "uncut", **how)
+    # It saves once, at its end: a save changes nothing.
+    once = [*overrides, "checkpoint.save_interval=null"]
+    uncut = Lives(parent, cache_dir, folder / "uncut", overrides=once, **how)
     uncut.finish()
     (folder / "killed").mkdir()
-    killed = Lives(parent, cache_dir, folder / "killed", **how)
+    killed = Lives(parent, cache_dir, folder / "killed", overrides=overrides, **how)
     for _ in range(num_kills):
         killed.die()
     killed.finish()
