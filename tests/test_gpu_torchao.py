@@ -1,13 +1,14 @@
-"""TorchAO's float8 products on a GPU, compiled: proven in training, and near the emulated ones."""
+"""TorchAO's float8 products on a GPU, compiled: proven in training, and near the emulated ones.
+
+The comparison of gradients has not been run on a GPU yet; its CPU twin is in `tests/test_fp8_torchao.py`.
+"""
 
 import pytest
 import torch
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.fp8.emulation.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.fp8.torchao import TorchAO
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.recipes import recipes_of, resolve_fp8
 from tests import sabotages
@@ -37,6 +38,8 @@ def test_products_are_near_those_of_torchaos_layer(recipe):
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
+    from gpt_pretrain.fp8.torchao import TorchAO
+
     settings = resolve_fp8(load_config([f"fp8={recipe}"]).model)
     generator = torch.Generator("cuda").manual_seed(5)
 
@@ -64,28 +67,6 @@ def test_products_are_near_those_of_torchaos_layer(recipe):
             got = engine.multiply(phase, first, second, torch.bfloat16).double()
             # Two roundings to BF16 each.
             assert torch.linalg.vector_norm(got - expected.double()) <= 2**-7 * torch.linalg.vector_norm(expected)
-
-
-@pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_and_scales_are_the_emulated_ones(recipe, role):
-    settings = resolve_fp8(load_config([f"fp8={recipe}"]).model)
-    x = torch.randn(208, 336, generator=torch.Generator("cuda").manual_seed(1), device="cuda", dtype=torch.bfloat16)
-    x *= torch.logspace(-6, 6, 336, base=2, device="cuda")
-    x[5] = 0
-    for odd in (None, torch.inf, torch.nan):
-        if odd is not None:
-            x[7, 9] = odd
-        got, expected = TorchAO(settings, compiled=True).cast(x, role), stateless_cast(settings)(x, role)
-        pairs = [(got.along_rows, expected.along_rows)]
-        if settings.wgrad or role is Role.weight:
-            pairs.append((got.along_columns, expected.along_columns))
-            assert got.along_columns.codes.t().is_contiguous(), "as products read it"
-        for one, other in pairs:
-            assert (one.format, one.block, one.scale.shape) == (other.format, other.block, other.scale.shape)
-            for name in ("codes", "scale", "amax"):
-                values = (getattr(each, name).float() for each in (one, other))
-                torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True, msg=f"{name}, {odd}")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
