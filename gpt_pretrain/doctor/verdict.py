@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def trains_in_fp8(self) -> bool:
-        """Whether it would with at least one recipe of Transformer Engine: no GPU has run TorchAO's here yet."""
+        """Whether it would with at least one recipe of Transformer Engine, the engine of presets and experiments."""
         te = (recipe.preset for recipe in recipes_of(Fp8Backend.transformer_engine))
         return self.trains and any(self.recipes[preset] is None for preset in te)
 

@@ -155,11 +155,6 @@ def machine_notes(spec: RunSpec) -> list[str]:
             "FP8 is emulated, slower than BF16, on a GPU that has FP8 itself; leave model.fp8_emulate out to use the "
             "hardware"
         )
-    if of_torchao and not model.fp8_emulate:
-        notes.append(
-            "TorchAO's products have not been run on a GPU in this application before; the proof of the first step "
-            "ends the run if they are not what the recipe says"
-        )
     return notes
 
 
