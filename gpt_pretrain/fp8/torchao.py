@@ -77,7 +77,7 @@ class TorchAO:
     def _cast_by_operations(self, x: torch.Tensor, dtype: torch.dtype, axes: Sequence[int | None]) -> _Casts:
         """As `hp_tensor_to_float8_dynamic`, which keeps no amax."""
         casts = {}
-        for axis in axes:
+        for axis in set(axes):
             granularity = ScalingGranularity.TENSORWISE if axis is None else ScalingGranularity.AXISWISE
             amax = tensor_to_amax(x, scaling_granularity=granularity, axiswise_dim=axis)
             scale = self._scale(amax.reshape(1) if axis is None else amax, dtype, self._powers_of_two)

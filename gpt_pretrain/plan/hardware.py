@@ -108,7 +108,7 @@ class Efficiency:
     """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `spec.recipes`'.
 
     Calibrated on an H200 (`tests/test_plan_speed.py` names the runs). Taken over for an H100, where 8 layers of Llama 3
-    8B kept to them within 1%, and for a B200, where nothing has been measured.
+    8B kept to them within 1.2%, and for a B200, where nothing has been measured.
     """
 
     bf16: float

@@ -52,12 +52,12 @@ class JsonObject:
         # mypy holds the class itself for unhashable.
         kind: type = cls
         arguments: dict[str, Any] = {}
-        defaults = {field.name for field in fields(cls) if field.default is not MISSING}
         for name, hint in _hints(kind).items():
-            if name not in values and name in defaults:
-                continue
-            if name not in values and type(None) not in _shape(hint).accepted:
-                raise ValueError(f'{_described(cls)} has no field "{name}"')
+            if name not in values:
+                if cls.__dataclass_fields__[name].default is not MISSING:
+                    continue
+                if type(None) not in _shape(hint).accepted:
+                    raise ValueError(f'{_described(cls)} has no field "{name}"')
             try:
                 arguments[name] = _from_json(values.get(name), hint)
             except ValueError as error:
