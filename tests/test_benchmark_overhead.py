@@ -124,3 +124,15 @@ def test_a_loop_that_loses_time_is_refused(overheads):
 @pytest.mark.parametrize("kind", ["sleep", "burn"])
 def test_each_kind_of_lost_time_is_measured(kind, overheads):
     assert statistics.median(overheads[kind]) > LIMIT, overheads
+
+
+def test_scheduled_garbage_collections_visit_what_is_new_alone(parent, tmp_path):
+    fault = ["note_collections", str(tmp_path / "visited")]
+    arguments = [*MODEL, "trainer.gc_interval=2", "trainer.max_steps=6", f"run_dir={tmp_path / 'run'}"]
+    codes, text = parent.run(arguments, tmp_path / "output", faults={0: [fault]})
+    assert codes == [0], text
+    first, *later = map(int, (tmp_path / "visited").read_text().split())
+    # torch and megatron-core alone are some 400,000 objects.
+    assert first > 100_000
+    assert len(later) == 2
+    assert max(later) < first / 20

@@ -57,6 +57,7 @@ class Trainer:
         self._meter = Meter(setup.spec)
         self._saves = Saves(setup, log=log, watchdog=watchdog, meter=self._meter)
         self._saved_step: int | None = None
+        self._has_frozen = False
         self._rewinds = None if config.trainer.max_spike_rewinds is None else Rewinds(setup)
         self._guard = self._new_guard()
         self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
@@ -143,7 +144,7 @@ class Trainer:
                 self.save(by_clock=not by_steps)
                 stop.saved()
             if trainer.gc_interval and self._is_due(trainer.gc_interval):
-                gc.collect()
+                self._collect_garbage()
             if self._after_step is not None:
                 self._after_step(self.progress.step, result)
             reason = stop.poll()
@@ -299,4 +300,16 @@ class Trainer:
         try:
             yield
         finally:
+            gc.unfreeze()
             gc.enable()
+
+    def _collect_garbage(self) -> None:
+        """Collects what has no use any more; the first time, leaves what still has one out of all later times.
+
+        Modules, the model and compiled kernels are more than 400,000 objects, which live to the end. To visit them took
+        0.3 s of an H200's host: at one collection in 100 steps 1.4% of the time of GPT-2 124M.
+        """
+        gc.collect()
+        if not self._has_frozen:
+            gc.freeze()
+            self._has_frozen = True

@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import gc
 import itertools
 import os
 import pathlib
@@ -262,6 +263,22 @@ def note_samples(path):
         return index
 
     _renumber_samples(note)
+
+
+def note_collections(path):
+    """Each scheduled garbage collection becomes a line of a file: how many objects it visits.
+
+    A new process has frozen none; a fork's parent has.
+    """
+    gc.unfreeze()
+
+    def note(phase, info):
+        if phase == "start" and not gc.isenabled():
+            num_objects = len(gc.get_objects())
+            with open(path, "a") as file:
+                file.write(f"{num_objects}\n")
+
+    gc.callbacks.append(note)
 
 
 def leave_out_samples(first, num_samples):
