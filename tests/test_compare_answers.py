@@ -53,6 +53,30 @@ def test_the_gap_and_its_paired_interval_are_those_calculated_by_hand():
     assert found.gap_curve.tokens[-1] == found.gap_curve.steps[-1] * 1000 == 975_000
 
 
+def test_further_variants_tell_the_noise_where_they_share_seeds_and_ground():
+    ours, quiet = seeds("fp8", (0.002, 0.0045, 0.0005)), seeds("quiet", (0.0, 0.001, -0.001))
+
+    def width(*beside):
+        gap = answer(*BASELINE, *ours, *beside).loss_gap
+        return gap.high - gap.low
+
+    # Twice the degrees of freedom, and half of the noise between three variants of which two are the same.
+    assert width(*quiet) == pytest.approx(
+        width() * t_quantile(0.95, 4) / t_quantile(0.95, 2) * math.sqrt(2 / 3), rel=0.01
+    )
+    strangers = {
+        "other seeds": [replace(run, seed=run.seed + 10) for run in quiet],
+        "one seed less": quiet[:2],
+        "shorter": seeds("quiet", (0.0, 0.001, -0.001), steps=800),
+        "diverged": [
+            synthetic_run("quiet", seed, noise=lambda step: math.nan if step > 900 else 0.0) for seed in range(3)
+        ],
+        "other data": seeds("quiet", (0.0, 0.001, -0.001), settings={**SHARED, "model.data.data_impl": "n"}),
+    }
+    for why, runs in strangers.items():
+        assert width(*runs) == pytest.approx(width()), why
+
+
 def test_seeds_that_differ_are_not_paired():
     others = [replace(run, seed=run.seed + 10) for run in seeds("fp8", (0.002, 0.003, 0.001))]
     assert answer(*BASELINE, *others).noise_from == "seeds"

@@ -39,6 +39,16 @@ def test_a_paired_interval_takes_the_seeds_own_spread_out():
     assert (estimate.value, estimate.half_width) == (pytest.approx(2), pytest.approx(2.484, abs=1e-3))
 
 
+def test_further_variants_of_the_same_seeds_tell_the_noise_too():
+    # Rows 1 2 3, 1 2 6 and 4 5 6 less their means 2, 3, 5, the seeds' 2, 3, 5 and twice 10/3: residuals in thirds
+    # 1 1 -2, -2 -2 4, 1 1 -2. Their squares sum up to 4, with 4 degrees of freedom: 2.776 · √(2 · 1 / 3) = 2.267.
+    estimate = difference([1, 2, 6], [1, 2, 3], paired=True, beside=[[4, 5, 6]])
+    assert (estimate.value, estimate.half_width) == (pytest.approx(1), pytest.approx(2.267, abs=1e-3))
+    # A variant that lies elsewhere with every seed adds no noise.
+    again = difference([1, 2, 6], [1, 2, 3], paired=True, beside=[[14, 15, 16]])
+    assert again.half_width == pytest.approx(estimate.half_width)
+
+
 def test_welchs_interval_lets_sides_vary_differently():
     # Variances 1 and 16 of three each: (1/3 + 16/3)² ÷ ((1/3)²/2 + (16/3)²/2) = 2.2490 degrees of freedom.
     estimate = difference([1, 2, 3], [6, 10, 14], paired=False)

@@ -39,7 +39,8 @@ METHODS = (
     "last of them. A gap is the ratio of two smoothed losses at the same tokens, less one.",
     f"Intervals are two-sided {CONFIDENCE:.0%} Student intervals of differences of logarithms: paired where the runs "
     "share their seeds, Welch's otherwise, with one side's variance where the other has one run. They assume that "
-    "the logarithms of different seeds are normal and independent.",
+    "the logarithms of different seeds are normal and independent. Several variants of the same seeds count as equally "
+    "noisy: the noise is what neither variant nor seed explains, in all of them together (randomized blocks).",
     "With one seed, the noise is the baseline's distance from its own repeat with other microbatches, by batch means "
     f"over {NUM_BATCHES} windows of the second half. It holds rounding, not what another seed would change, and is "
     "too small where differences last longer than a window.",
@@ -91,13 +92,16 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, demands: Demands) -
 
     allowed = ALLOWED_GAP if demands.max_loss_gap is None else demands.max_loss_gap
     obstacles = find_obstacles(runs, runs[0])
+    found = {
+        variant: [each for each in obstacles if each.run in {run.name for run in of(variant)}] for variant in variants
+    }
     answers = []
     for variant in variants[1:]:
-        found = [each for each in obstacles if each.run in {run.name for run in of(variant)}]
-        if found:
-            answers.append(_not_comparable(variant, baseline, found))
-        else:
-            answers.append(compare_variant(of(variant), of(baseline), of(baseline, "repeat"), allowed=allowed))
+        if found[variant]:
+            answers.append(_not_comparable(variant, baseline, found[variant]))
+            continue
+        beside = [of(each) for each in variants[1:] if each != variant and not found[each]]
+        answers.append(compare_variant(of(variant), of(baseline), of(baseline, "repeat"), beside, allowed=allowed))
     return Comparison(
         version=VERSION,
         date=date.today().isoformat(),
@@ -141,7 +145,12 @@ def _not_comparable(variant: str, baseline: str, found: Sequence[Obstacle]) -> A
 
 
 def compare_variant(
-    ours: Sequence[RunRecord], theirs: Sequence[RunRecord], repeats: Sequence[RunRecord], *, allowed: float
+    ours: Sequence[RunRecord],
+    theirs: Sequence[RunRecord],
+    repeats: Sequence[RunRecord],
+    beside: Sequence[Sequence[RunRecord]] = (),
+    *,
+    allowed: float,
 ) -> Answer:
     """Compares the runs of a variant with the baseline's, which nothing forbids.
 
@@ -149,6 +158,7 @@ def compare_variant(
         ours: The variant's.
         theirs: The baseline's.
         repeats: The baseline's, with other microbatches.
+        beside: Of each further variant that nothing forbids; they tell the noise, too.
         allowed: The relative gap that does not count.
     """
     variant, baseline = ours[0].variant, theirs[0].variant
@@ -163,7 +173,7 @@ def compare_variant(
             text = f"{variant} trains worse than {baseline}: {why}"
             return replace(answer, judgement="worse", sentence=text, reasons=(why,))
     try:
-        pair = Pair(ours, theirs, [run for run in repeats if not diverged(run)])
+        pair = Pair(ours, theirs, [run for run in repeats if not diverged(run)], beside)
     except Incomparable as reason:
         return _unable(answer, baseline, str(reason), "run longer, or log more often")
     silent = [run.name for run in (*ours, *theirs) if not run.training.gpu_seconds]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -49,24 +50,48 @@ def diverged(run: RunRecord) -> bool:
     return not any(math.isfinite(loss) for loss in last)
 
 
+def _seed(curve: _Curve) -> str:
+    return str(curve.run.seed)
+
+
+def _seeds(runs: Sequence[RunRecord]) -> list[str]:
+    return sorted(str(run.seed) for run in runs)
+
+
 class Pair:
     """A variant's runs and the baseline's, on common ground.
 
+    Args:
+        ours: The variant's.
+        theirs: The baseline's.
+        repeats: The baseline's, with other microbatches.
+        beside: Of each further variant. Those that share the seeds and the ground tell the noise, too.
+
     Raises:
-        Incomparable: There is none.
+        Incomparable: There is no common ground.
     """
 
-    def __init__(self, ours: Sequence[RunRecord], theirs: Sequence[RunRecord], repeats: Sequence[RunRecord]) -> None:
+    def __init__(
+        self,
+        ours: Sequence[RunRecord],
+        theirs: Sequence[RunRecord],
+        repeats: Sequence[RunRecord],
+        beside: Sequence[Sequence[RunRecord]] = (),
+    ) -> None:
         everyone = [*ours, *theirs, *repeats]
         with_tokens = all(run.training.tokens for run in everyone)
-        positions = {run.name: run.training.tokens if with_tokens else run.training.steps for run in everyone}
+
+        def positions_of(run: RunRecord) -> tuple[int, ...]:
+            return run.training.tokens if with_tokens else run.training.steps
+
+        positions = {run.name: positions_of(run) for run in everyone}
         first = max(positions[run.name][0] for run in everyone)
         last = min(positions[run.name][-1] for run in everyone)
         if last <= first:
             raise Incomparable("the curves do not overlap")
 
         def curve(run: RunRecord) -> _Curve:
-            where = positions[run.name]
+            where = positions_of(run)
             points = [
                 (x, loss)
                 for x, loss in zip(where, run.training.losses, strict=True)
@@ -88,13 +113,17 @@ class Pair:
         if self.end <= self.start:
             raise Incomparable("the curves overlap in less than a window of smoothing")
         self.is_whole = last >= 0.98 * max(positions[run.name][-1] for run in everyone)
-        seeds = [run.seed for run in ours]
-        self.paired = (
-            len(ours) > 1 and None not in seeds and sorted(map(str, seeds)) == sorted(str(run.seed) for run in theirs)
-        )
+        self.paired = len(ours) > 1 and all(run.seed is not None for run in ours) and _seeds(ours) == _seeds(theirs)
         if self.paired:
-            self.ours.sort(key=lambda each: str(each.run.seed))
-            self.theirs.sort(key=lambda each: str(each.run.seed))
+            self.ours.sort(key=_seed)
+            self.theirs.sort(key=_seed)
+        self.beside: list[list[_Curve]] = []
+        for runs in beside if self.paired else ():
+            spans = [positions_of(run) for run in runs]
+            covers = all(span and span[0] <= first and span[-1] >= last for span in spans)
+            if covers and _seeds(runs) == _seeds(ours) and not any(map(diverged, runs)):
+                with suppress(Incomparable):
+                    self.beside.append(sorted(map(curve, runs), key=_seed))
         self.noise = self._noise_of_repeat()
 
     def _noise_of_repeat(self) -> float | None:
@@ -117,8 +146,10 @@ class Pair:
 
     def gap_at(self, x: float) -> Estimate:
         """The logarithm of the ratio of losses."""
-        ours, theirs = ([math.log(each.smoothed.at(x)) for each in side] for side in (self.ours, self.theirs))
-        estimate = difference(ours, theirs, paired=self.paired)
+        ours, theirs, *beside = (
+            [math.log(each.smoothed.at(x)) for each in side] for side in (self.ours, self.theirs, *self.beside)
+        )
+        estimate = difference(ours, theirs, paired=self.paired, beside=beside)
         return replace(estimate, half_width=self.noise) if self.noise is not None else estimate
 
     def final_losses(self) -> tuple[float, float]:
@@ -155,16 +186,22 @@ class Pair:
         return [time for time in times if time is not None]
 
     def _time_to(self, level: float, grid: Sequence[float]) -> TimeToLoss | None:
-        places = [[each.smoothed.first_at(level, grid) for each in side] for side in (self.ours, self.theirs)]
-        ours, theirs = (
-            [math.log(each.gpu_seconds_at(x)) for each, x in zip(side, where, strict=True) if x is not None]
-            for side, where in zip((self.ours, self.theirs), places, strict=True)
-        )
-        if len(ours) < len(self.ours) or len(theirs) < len(self.theirs):
+        def times(side: Sequence[_Curve]) -> list[float] | None:
+            """Logarithms; None where one of the runs does not come down to the level, or tells no times."""
+            known = [
+                math.log(each.gpu_seconds_at(x))
+                for each in side
+                if each.run.training.gpu_seconds and (x := each.smoothed.first_at(level, grid)) is not None
+            ]
+            return known if len(known) == len(side) else None
+
+        ours, theirs = times(self.ours), times(self.theirs)
+        if ours is None or theirs is None:
             return None
-        estimate = difference(theirs, ours, paired=self.paired)
-        if self.noise is not None and places[1][0] is not None:
-            estimate = replace(estimate, half_width=self._noise_of_time(places[1][0]))
+        beside = [known for side in self.beside if (known := times(side)) is not None]
+        estimate = difference(theirs, ours, paired=self.paired, beside=beside)
+        if self.noise is not None:
+            estimate = replace(estimate, half_width=self._noise_of_time(level, grid))
         return TimeToLoss(
             loss=level,
             baseline_gpu_s=math.exp(math.fsum(theirs) / len(theirs)),
@@ -172,11 +209,13 @@ class Pair:
             speedup=ratio(estimate),
         )
 
-    def _noise_of_time(self, x: float) -> float | None:
+    def _noise_of_time(self, level: float, grid: Sequence[float]) -> float | None:
         """The noise of the loss as noise of the time to it: by how much later a loss that much lower is reached."""
-        assert self.noise is not None
-        before = max(self.start, x - 0.2 * (self.end - self.start))
         curve = self.theirs[0]
+        x = curve.smoothed.first_at(level, grid)
+        assert self.noise is not None
+        assert x is not None
+        before = max(self.start, x - 0.2 * (self.end - self.start))
         fall = math.log(curve.smoothed.at(before) / curve.smoothed.at(x))
         later = math.log(curve.gpu_seconds_at(x) / curve.gpu_seconds_at(before))
         return self.noise * later / fall if fall > 0 else None

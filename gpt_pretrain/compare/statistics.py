@@ -4,7 +4,8 @@ Losses and times are compared as logarithms: their difference is the logarithm o
 at a loss of 3 and at one of 9, and an interval of a ratio never reaches zero. All intervals are two-sided and assume
 that the logarithms of the runs' values are independent and normal; no p-value is computed.
 
-    several seeds on both sides, the same seeds   Student's paired t (Student 1908): seeds share weights and data order
+    several seeds on both sides, the same seeds   Student's paired t (Student 1908): seeds share weights and data order;
+                                                  with further variants of these seeds, randomized blocks (Fisher 1935)
     several seeds on both sides, others           Welch's t (Welch 1947), which lets both sides vary differently
     several seeds on one side                     Student's t with that side's variance for both
     one seed, and a repeat of the baseline        batch means (Conway 1963) of the repeat's loss over the baseline's
@@ -91,19 +92,40 @@ def _variance(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> Estimate:
+def _residual_variance(variants: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """What neither the variant nor the seed explains, and its degrees of freedom: an analysis of variance in blocks.
+
+    All variants count as equally noisy. Of two, the variance is half that of their differences, seed by seed.
+
+    Args:
+        variants: Two or more, each with one value for each of the same two or more seeds.
+    """
+    seeds = [_mean(values) for values in zip(*variants, strict=True)]
+    mean = _mean(seeds)
+    squares = [
+        (value - of_seed - _mean(values) + mean) ** 2
+        for values in variants
+        for value, of_seed in zip(values, seeds, strict=True)
+    ]
+    freedom = (len(variants) - 1) * (len(seeds) - 1)
+    return math.fsum(squares) / freedom, freedom
+
+
+def difference(
+    ours: Sequence[float], theirs: Sequence[float], *, paired: bool, beside: Sequence[Sequence[float]] = ()
+) -> Estimate:
     """The mean of `ours` over that of `theirs`, with the interval of the module's table.
 
     Args:
         ours: One value a run, at least one.
         theirs: Likewise; in the same order of seeds where `paired`.
         paired: Whether each run of ours shares its seed with that of theirs.
+        beside: Of further variants, likewise in this order; they tell the noise, too, where `paired`.
     """
     value = _mean(ours) - _mean(theirs)
     if paired:
-        differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-        error = math.sqrt(_variance(differences) / len(differences))
-        return Estimate(value=value, half_width=t_quantile(CONFIDENCE, len(differences) - 1) * error)
+        variance, num_free = _residual_variance([ours, theirs, *beside])
+        return Estimate(value=value, half_width=t_quantile(CONFIDENCE, num_free) * math.sqrt(2 * variance / len(ours)))
     sides = [side for side in (ours, theirs) if len(side) > 1]
     if not sides:
         return Estimate(value=value, half_width=None)
