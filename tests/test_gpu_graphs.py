@@ -21,7 +21,12 @@ pytestmark = pytest.mark.gpu
 GRAPHS = "model.cuda_graph_impl=local"
 CASE = gpt2("gpt2_124m", width=256, head_width=64, inner_width=512, length=128, weight_scale=1.0)
 # What varies from run to run is left out, so that equal means equal; NVTE_… below does the same for attention.
-SAME = ("model.transformer_engine=true", "trainer.precision=bf16", "model.cross_entropy_loss_fusion=false")
+SAME = (
+    "model.transformer_engine=true",
+    "trainer.precision=bf16",
+    "model.cross_entropy_loss_fusion=false",
+    "model.activation_cast_fusion=false",
+)
 FUSED, OWN = (f"model.gradient_accumulation_fusion={fused}" for fused in ("true", "false"))
 DATA = {"tokenizer": "none"}
 

@@ -96,7 +96,7 @@ def active(kernels: Kernels) -> set[str]:
         # To be compared with: the plain loss.
         (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS}),
         (GPU, SMALL_IN_FP8, {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
-        (GPU, [*SMALL_IN_FP8, "model.cuda_graph_impl=none"], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
+        (GPU, [*SMALL_IN_FP8, "model.cuda_graph_impl=none"], {TE, ACTIVATION, CAST, DROPOUT, GRADIENT, LOSS}),
         (GPU, [*SMALL_IN_FP8, *MICRO16], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
         (GPU, ["model=llama3_8b", "model.fp8=true"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         (GPU, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
@@ -105,7 +105,8 @@ def active(kernels: Kernels) -> set[str]:
             ["model=llama3_8b", "fp8=delayed", f"model.{CAST}=false"],
             {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS},
         ),
-        (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", "fp8=blockwise"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         (B200, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         # Settings that exclude it come first, as it would be refused beside them.
         (GPU, ["model=gpt2_124m", "fp8=delayed", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),

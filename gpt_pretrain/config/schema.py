@@ -280,7 +280,7 @@ class ModelConfig:
     bias_activation_fusion: bool | None
     """Fuse bias and activation of the MLP; null: on a GPU."""
     activation_cast_fusion: bool | None
-    """One kernel for the MLP's activation and its cast to FP8, one for gradients; null: on Hopper, delayed scaling."""
+    """One kernel for the MLP's activation and its cast to FP8, one for gradients; null: on Hopper."""
     bias_dropout_add_fusion: bool | None
     """Fuse bias, dropout and residual; null: on a GPU."""
     masked_softmax_fusion: bool | None

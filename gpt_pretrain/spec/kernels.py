@@ -86,13 +86,11 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             model.bias_activation_fusion,
             fuses and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
         ),
-        # With tensorwise scaling the losses of 200 steps have been 0.55% apart (benchmarks/fused_kernels_h200.md).
         activation_cast_fusion=choose(
             model.activation_cast_fusion,
             te
             and platform.is_hopper
             and settings is not None
-            and settings.recipe.fuses_activation_cast
             and graphs is None
             and not any(activation_cast_obstacles(run, sizes_known=True)),
         ),

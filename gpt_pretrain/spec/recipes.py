@@ -71,8 +71,6 @@ class Recipe:
     """Weight gradients can be computed outside of FP8 (`fp8_wgrad=false`); TE 2.12 dropped it, emulation has it."""
     has_wgrad: bool = True
     """Weight gradients are computed in FP8."""
-    fuses_activation_cast: bool = False
-    """`activation_cast_fusion=null` chooses the fusion; elsewhere losses moved by more than noise, or it is refused."""
     gains_by_graphs: bool = False
     """`cuda_graph_impl=null` chooses graphs for small layers."""
     scales_flag: tuple[str, str, str] | None = None
@@ -177,7 +175,6 @@ _TE = (
         keeps_history=True,
         finer="fp8=tensorwise, whose scales follow each tensor",
         leaves_wgrad_out=True,
-        fuses_activation_cast=True,
         peak_share=0.665,
         refusals={
             "first_last_layers_bf16": "amaxes are reduced once for all layers, and megatron-core refuses it",
