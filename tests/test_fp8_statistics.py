@@ -271,3 +271,28 @@ def test_a_sample_is_few_values_of_the_first_microbatch_and_others_each_time(col
     [statistics] = collector.read()
     assert collector._sums[:, 0].max() == 3 * rows * columns
     assert statistics.tensors[0].flushed == 1 / 4
+
+
+@pytest.mark.parametrize("towards", [0.0, 1.0], ids=["below", "above"])
+def test_a_scale_that_is_known_to_its_last_bit_makes_no_weight_lag(collector, towards):
+    """As a run of GPT-2 124M reported: its scales are inverses of what Transformer Engine stores."""
+    # With this amax, BF16 numbers lie in the middle between each two codes.
+    weight = torch.arange(128, 256).clamp(max=224).repeat(128, 1).bfloat16() / 256
+    scale = torch.tensor(448.0) / weight.max()
+    used = torch.nextafter(scale, scale * 2 * towards)
+
+    def lagging(weight_now):
+        collector._modules[FC1] = SimpleNamespace(weight=weight_now)
+        codes = (weight.float() * used).to(torch.float8_e4m3fn)
+        cast = replace(operand(Role.weight, [[0]]), codes=codes, scale=scale.reshape(1))
+        with collector.observe(1, sampled=True):
+            collector.add(FC1, Product(phase=Phase.forward, operands=(cast,)))
+        [statistics] = collector.read()
+        return statistics.tensors[0].lagging
+
+    now = (weight.float() * scale).to(torch.float8_e4m3fn).float()
+    middle = now != (weight.float() * used).to(torch.float8_e4m3fn).float()
+    assert middle.float().mean() > 1 / 256, "another code, by the last bit of the scale"
+    assert lagging(weight) == 0.0
+    # One step of Adam further: a hundredth.
+    assert lagging(weight * 1.01) > 0.01

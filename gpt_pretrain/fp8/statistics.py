@@ -35,6 +35,7 @@ from megatron.core.transformer.module import MegatronModule
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, amax_history
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
+from gpt_pretrain.fp8.rounding import rounded_between
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.products import Linear
@@ -171,17 +172,23 @@ class StatisticsCollector:
     def _compare_with_master(
         self, row: int, operand: Operand, codes: torch.Tensor, module: torch.nn.Module | None
     ) -> None:
-        """Casts a weight once more; of weights stored in FP8 and of blocks the proof's comparison has to do."""
+        """Casts a weight once more; of weights stored in FP8 and of blocks the proof's comparison has to do.
+
+        The scale is known to its last bit, as the inverse of what is stored beside the codes. Values in the middle
+        between two codes may go either way: with some amaxes one in 128 values of a BF16 weight lies there.
+        """
         weight: Any = getattr(module, "weight", None)
         scale = operand.scale
         if weight is None or hasattr(weight, "_quantizer") or weight.shape != codes.shape:
             return
         if scale is None or scale.numel() != 1:
             return
-        largest = FORMAT_MAX[operand.format]
-        now = (self._sample(weight).float() * scale).clamp(-largest, largest).to(CODE_TYPES[operand.format])
-        then = self._sample(codes)
-        self._sums[row, _LAGGING] += (now.float() != then.float()).sum()
+        format = operand.format
+        low, high = rounded_between(
+            self._sample(weight), torch.zeros_like(scale), scale, FORMAT_MAX[format], CODE_TYPES[format]
+        )
+        then = self._sample(codes).float()
+        self._sums[row, _LAGGING] += (~((then >= low) & (then <= high))).sum()
         self._sums[row, _COMPARED] += then.numel()
 
     @torch.no_grad()
