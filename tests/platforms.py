@@ -18,6 +18,7 @@ CPU = Platform(
     transformer_engine_problem=None,
     torchao=None,
     torchao_problem=None,
+    compiler_problem=None,
     recipe_variables={},
     multicast_variables={},
     flash_attention=None,

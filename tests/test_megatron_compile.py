@@ -3,11 +3,14 @@
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import compiled_fx_graph_hash
 
 from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.megatron.compiled_layers import prepare_compiler
 from gpt_pretrain.megatron.layers import without_graphs
 from gpt_pretrain.spec.kernels import describe_kernels
 from tests.emulated_training import emulated_training
+from tests.forked_runs import fork_ranks
 from tests.platforms import H200, spec_of
 from tests.refusals import Refused, check_refused
 from tests.runs import run_small
@@ -42,6 +45,28 @@ def test_a_graph_that_breaks_ends_the_run_rather_than_its_gain():
         training.chunks[0].decoder.layers[0].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
         with pytest.raises(RunError, match=r"model\.compile=true.*Unsupported.*model\.compile=false"):
             training.step()
+
+
+def test_graphs_on_disk_are_for_one_instruction_set(monkeypatch):
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    keys = {}
+    for tag in ("", "mine"):
+        monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", tag)
+        prepare_compiler()
+        assert torch.compiler.config.cache_key_tag == tag + torch.backends.cpu.get_cpu_capability()
+        keys[tag], _ = compiled_fx_graph_hash(graph, [], {}, [])
+    assert len(set(keys.values())) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("PATH", "{}"), ("CXX", "{}/g++")])
+def test_without_a_compiler_a_run_ends_before_it_reads_a_text(name, value, tmp_path):
+    cache, run_dir = tmp_path / "cache", tmp_path / "run"
+    command = ["-m", "gpt_pretrain", COMPILED, f"model.data.cache_dir={cache}", f"run_dir={run_dir}"]
+    done = fork_ranks(1, command, env={name: value.format(tmp_path)})
+    assert done.returncode == 2
+    assert all(part in done.stderr for part in (COMPILED, "g++", name, "model.compile=false"))
+    assert not cache.exists()
+    assert not run_dir.exists()
 
 
 def test_hooks_are_called_where_somebody_looks_into_the_layers():

@@ -235,6 +235,10 @@ A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
             (CPU, Refused(f"model.{key}=true", told=f"model.{key}=true CUDA", offers=f"model.{key}=null,false"))
             for key in (ACTIVATION, DROPOUT)
         ),
+        (
+            replace(CPU, compiler_problem="there is no g++ on the PATH"),
+            Refused("model.compile=true", told="model.compile=true g++ PATH", offers="model.compile=false"),
+        ),
         (CPU, Refused(NATIVE, told=f"{NATIVE} CUDA", offers="model.cross_entropy_fusion_impl=null,linear")),
         (
             CPU,

@@ -22,7 +22,7 @@ from gpt_pretrain.doctor.facts import (
 from gpt_pretrain.doctor.findings import list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
-from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform
+from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform, compiler_problem
 from gpt_pretrain.spec.recipes import RECIPES, Recipe, recipes_of
 
 VERSION = 1
@@ -95,6 +95,7 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
         transformer_engine_problem=te_problem,
         torchao=torchao_version,
         torchao_problem=torchao_problem,
+        compiler_problem=compiler_problem() if gpu is None else None,
         recipe_variables={name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment},
         multicast_variables={name: facts.environment[name] for name in MULTICAST_OFF if name in facts.environment},
         flash_attention=flash_version,

@@ -23,7 +23,7 @@ from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 from gpt_pretrain.fp8.emulation.casts import Directions, Quantised
 from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Phase, Role, role_format
-from gpt_pretrain.megatron.patches import COMPILED_SHAPES, patch
+from gpt_pretrain.megatron.compiled_layers import prepare_compiler
 from gpt_pretrain.spec.recipes import Fp8Settings
 
 _ROLES = {
@@ -35,9 +35,6 @@ _ROLES = {
 type _Operand = tuple[torch.Tensor, torch.Tensor, int | None, GemmInputRole]
 # Codes, scale and amax [1] in each direction.
 type _Casts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-# Shapes that one function is compiled for: four linear layers, three tensors of each along two dimensions, also in
-# validation.
-_MOST_SHAPES = 64
 
 
 class TorchAO:
@@ -110,7 +107,7 @@ class TorchAO:
 
 
 def _compiled[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    patch(COMPILED_SHAPES, recompile_limit=_MOST_SHAPES)
+    prepare_compiler()
     # What is compiled rounds where the operations say it; TorchAO asks for it with scales of rows.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)

@@ -16,6 +16,7 @@ What of megatron-core 0.19.2 would break the graph, and what stands in its place
 Validation and sampling run the same modules uncompiled: their shapes are others.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,10 +32,18 @@ from torch._inductor.compile_fx import compile_fx
 from gpt_pretrain.config.errors import RunError, reason
 from gpt_pretrain.megatron.cpu import let_compiler_see_twins
 from gpt_pretrain.megatron.layers import LocalLayers, WholeLayer
-from gpt_pretrain.megatron.patches import COMPILED_SHAPES, patch
+from gpt_pretrain.megatron.patches import COMPILED_GRAPHS, COMPILED_SHAPES, patch
 
-# Runs of one process, such as the jobs of a sweep: the graphs of each count against torch's limit for one function.
+# Graphs of one function. Those of all runs of one process count, such as the jobs of a sweep; and TorchAO's functions
+# are compiled for the shapes of four linear layers, three tensors of each along two dimensions, also in validation.
 _MOST_GRAPHS = 64
+
+
+def prepare_compiler() -> None:
+    """Lets torch.compile keep as many graphs as a run needs, each for the instruction set that it was made for."""
+    patch(COMPILED_SHAPES, recompile_limit=_MOST_GRAPHS)
+    asked = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    patch(COMPILED_GRAPHS, cache_key_tag=asked + torch.backends.cpu.get_cpu_capability())
 
 
 class _Linear(torch.nn.Module):
@@ -99,7 +108,7 @@ class CompiledLayers(LocalLayers):
 
     def __init__(self) -> None:
         super().__init__(apex_layer_norm=False)
-        patch(COMPILED_SHAPES, recompile_limit=_MOST_GRAPHS)
+        prepare_compiler()
         let_compiler_see_twins()
         self._num_graphs = 0
         # Not the name of torch's backend: another run's graphs would be taken for this one's.

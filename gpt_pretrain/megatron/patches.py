@@ -149,6 +149,15 @@ COMPILED_SHAPES = Patch(
     why="TorchAO's casts and products are one function each, and a model has more shapes of tensors than 8",
     until="torch.compile takes the limit as an argument",
 )
+COMPILED_GRAPHS = Patch(
+    place="torch.compiler.config",
+    names={"cache_key_tag": None},
+    what="graphs that torch.compile keeps on disk are found by the CPU's instruction set too",
+    why="torch 2.11 writes C++ for one instruction set and finds it under a key that does not name the set: with "
+    "ATEN_CPU_CAPABILITY lowered, or a cache that unlike hosts share, it compiles that for another set, which fails "
+    "(at::vec has not been declared) or reads vectors of another width",
+    until="torch._inductor.codecache.FxGraphHashDetails has the instruction set",
+)
 
 GRADIENT_NORM = Patch(
     place="megatron.core.optimizer.clip_grads",

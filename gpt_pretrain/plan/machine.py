@@ -38,6 +38,7 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         transformer_engine_problem=None,
         torchao=TORCHAO,
         torchao_problem=None,
+        compiler_problem=None,
         recipe_variables=recipe_variables(),
         multicast_variables=multicast_variables(),
         flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,

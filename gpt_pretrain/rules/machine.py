@@ -262,6 +262,11 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
             "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
             "here; set gradient_accumulation_fusion=true, or use null or false"
         )
+    if model.compile and platform.compiler_problem is not None:
+        yield (
+            f"model.compile=true needs a C++ compiler on a CPU: {platform.compiler_problem}; install g++, "
+            "or use compile=false"
+        )
     for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
             yield f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,6 +91,8 @@ class Platform:
     """Version of TorchAO, if it is the one that `fp8.torchao` calls."""
     torchao_problem: str | None
     """Why TorchAO, though installed, is not used."""
+    compiler_problem: str | None
+    """Why torch.compile cannot compile for this CPU; not looked up on a GPU, where Triton compiles."""
     recipe_variables: Mapping[str, str]
     """Environment variables that are set and could change what an FP8 recipe computes."""
     multicast_variables: Mapping[str, str]
@@ -210,6 +213,14 @@ def torchao() -> tuple[str | None, str | None]:
     return (version if problem is None else None), problem
 
 
+def compiler_problem() -> str | None:
+    """The field of `Platform`: torch.compile calls $CXX or else g++ (torch._inductor.config.cpp.cxx)."""
+    named = os.environ.get("CXX")
+    if shutil.which(named or "g++") is not None:
+        return None
+    return f"CXX={named} in the environment is no program" if named else "there is no g++ on the PATH"
+
+
 def apex_parts() -> dict[str, bool]:
     """The fields of `Platform` about apex: which of its parts load."""
     return {field: all(map(_imports, modules)) for field, modules in APEX_PARTS.items()}
@@ -233,6 +244,7 @@ def detect_platform() -> Platform:
         transformer_engine_problem=te_problem,
         torchao=torchao_version,
         torchao_problem=torchao_problem,
+        compiler_problem=None if cuda else compiler_problem(),
         recipe_variables=recipe_variables(),
         multicast_variables=multicast_variables(),
         flash_attention=flash_version,
