@@ -13,6 +13,8 @@ import pytest
 # As the processes that tests start have it, and before torch is loaded: pytest's own processes share the cores, and the
 # threads of one would spin away the time that another one's wait for. Training in this process took ten times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
+# torch.compile does not try the instruction sets that the CPU has: each process would compile, and import torch twice.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
