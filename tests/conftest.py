@@ -20,6 +20,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
+from tests.refusals import compose_quickly
 
 # A shell starts what runs in its background with Ctrl-C ignored, nohup with SIGHUP; what those start inherits it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,6 +121,6 @@ def broken_rules() -> Callable[..., list[str]]:
             local_world_size=local_world_size or world_size,
             launcher="none" if world_size == 1 else "torchrun",
         )
-        return config_problems(load_config(overrides), launch)
+        return config_problems(compose_quickly(overrides), launch)
 
     return problems

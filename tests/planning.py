@@ -4,7 +4,7 @@ from functools import cache
 
 from gpt_pretrain.plan.forecast import Plan, build_plan
 from gpt_pretrain.plan.machine import planned_launch
-from gpt_pretrain.rules.gate import load_config
+from tests.refusals import compose_quickly
 
 # What ran by default up to 2026-11-21: measurements of those days are of it.
 SEPARATE_KERNELS = (
@@ -27,5 +27,5 @@ EP4 = "model.expert_model_parallel_size=4"
 @cache
 def plan_of(*overrides: str) -> Plan:
     """The plan of a run; the rules are not asked. Tests share plans and change none."""
-    config = load_config(["data=mock", *overrides])
+    config = compose_quickly(["data=mock", *overrides])
     return build_plan(config, planned_launch(config))

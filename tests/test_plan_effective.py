@@ -10,11 +10,11 @@ from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.plan.effective import KEYS, fields_by_class, is_fp8_key
-from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.core_fields import HighPrecision
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
 from tests.platforms import H200, spec_of
+from tests.refusals import compose_quickly
 
 FP8 = ("fp8=delayed", "model.use_distributed_optimizer=true")
 TENSORWISE = ("fp8=tensorwise", "model.use_distributed_optimizer=true")
@@ -81,7 +81,7 @@ COPIED = {
 
 def spec_for(*overrides):
     """A run on two data-parallel ranks of H200s."""
-    config = load_config(overrides)
+    config = compose_quickly(overrides)
     size = 2 * model_parallel_size(config.model)
     spec = spec_of(config, H200, rank_zero_of(size, local_world_size=size, launcher="torchrun"))
     # megatron-core refuses this one fusion where Transformer Engine does not import.
