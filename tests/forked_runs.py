@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 from tests.launching import REPOSITORY, SHUTDOWN_S, clean_environment
@@ -264,6 +265,23 @@ def shared_parent() -> RunParent:
     parent = RunParent()
     atexit.register(parent.close)
     return parent
+
+
+@cache
+def _interpreting_parent() -> RunParent:
+    parent = RunParent({"TRITON_INTERPRET": "1"})
+    atexit.register(parent.close)
+    return parent
+
+
+def interpret_kernels(program: str) -> None:
+    """Runs a program whose Triton kernels are interpreted on the CPU and fails with it; skips without Triton."""
+    pytest.importorskip("triton")
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "program.py"
+        file.write_text(program)
+        done = _interpreting_parent().complete(1, [str(file)], 120, {})
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def fork_ranks(

@@ -5,8 +5,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 from gpt_pretrain.launch.ranks import start_command, without_launcher
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -71,10 +69,3 @@ def run_ranks(
             process.kill()
         raise subprocess.TimeoutExpired(command, timeout_s, stdout, stderr) from expired
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-
-def interpret_kernels(program: str) -> None:
-    """Runs a program whose Triton kernels are interpreted on the CPU and fails with it; skips without Triton."""
-    pytest.importorskip("triton")
-    done = run_ranks(1, ["-W", "ignore", "-c", program], timeout_s=120, env={"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr[-4000:]

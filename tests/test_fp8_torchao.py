@@ -24,8 +24,8 @@ from gpt_pretrain.spec.recipes import recipes_of, resolve_fp8
 from tests import sabotages
 from tests.emulated_training import emulate as emulated
 from tests.emulated_training import emulated_training
+from tests.forked_runs import interpret_kernels
 from tests.fp8_gradients import MOST, SIZES, distances
-from tests.launching import interpret_kernels
 from tests.platforms import H200, spec_of
 
 RECIPES = [recipe.name for recipe in recipes_of(Fp8Backend.torchao)]

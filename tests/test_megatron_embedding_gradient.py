@@ -8,7 +8,7 @@ from gpt_pretrain.megatron.fused_layers import AccumulatingEmbedding
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.emulated_training import emulated_training
-from tests.launching import interpret_kernels
+from tests.forked_runs import interpret_kernels
 from tests.platforms import CPU, H200, spec_of
 from tests.test_megatron_platform import launched
 

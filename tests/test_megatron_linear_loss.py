@@ -14,8 +14,7 @@ from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import chunk_tokens
 from tests.emulated_training import TINY
-from tests.forked_runs import fork_ranks
-from tests.launching import interpret_kernels
+from tests.forked_runs import fork_ranks, interpret_kernels
 from tests.linear_loss_training import compare_variants, differences
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 96

@@ -7,7 +7,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.fused_layers import split_and_rotate
 from gpt_pretrain.rules.gate import load_config
-from tests.launching import interpret_kernels
+from tests.forked_runs import interpret_kernels
 from tests.platforms import H200, spec_of
 
 ASKED = "model.fused_single_qkv_rope=true"
@@ -18,7 +18,8 @@ import torch
 from tests.qkv_ropes import check_against_fp64, check_training
 check_against_fp64("cpu", torch.float32, 1e-6)
 check_against_fp64("cpu", torch.float16, 1.01 * 2**-11)
-check_training("model.num_query_groups=2", "model.rotary_percentage=0.5", "model.encoder_seq_length=16")
+check_training("model.num_query_groups=2", "model.rotary_percentage=0.5", "model.encoder_seq_length=16",
+    "model.num_layers=1")
 """
 
 

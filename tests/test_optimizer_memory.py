@@ -17,7 +17,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import _make_conditional
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, _kernel
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training, save_checkpoint
-from tests.launching import interpret_kernels
+from tests.forked_runs import interpret_kernels
 from tests.optimizer_states import FP32, LEAN, SMALLEST, assert_a_step_that_is_not_finite_changes_no_bit, states
 
 

@@ -82,7 +82,8 @@ def serve():
         # What the parent has done, no child need: imports, and what Hydra and its parser keep of a first composition.
         for module in ("gpt_pretrain.training.run", "gpt_pretrain.commands.train", "hydra.main", "plotext"):
             importlib.import_module(module)
-        importlib.import_module("tests.programs.faults")
+        for module in ("tests.programs.faults", "tests.emulated_training", "tests.sabotages"):
+            importlib.import_module(module)
         gate, runs = importlib.import_module("gpt_pretrain.rules.gate"), importlib.import_module("tests.runs")
         for overrides in ((), runs.SMALL_RUN):
             gate.load_config(overrides)
