@@ -29,7 +29,6 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
-from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import (
     StepResult,
@@ -40,6 +39,7 @@ from gpt_pretrain.training.step import (
     validate,
 )
 from tests.platforms import spec_of
+from tests.refusals import compose_quickly
 
 # Two layers, four heads of 16; a step is two microbatches of two sequences.
 TINY = (
@@ -145,7 +145,7 @@ def emulated_training(*overrides: str, torchao: Mapping[str, bool] | None = None
 
 @cache
 def _tiny_config(*overrides: str) -> Config:
-    return load_config([*TINY, *overrides])
+    return compose_quickly([*TINY, *overrides])
 
 
 def build_training(*overrides: str) -> Training:

@@ -15,12 +15,12 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.dump import Dump, named_weights, write_dump
 from gpt_pretrain.training.guards import BadStep
 from gpt_pretrain.training.watches import ExpertWatch
 from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
+from tests.refusals import compose_quickly
 
 STEPS = 3
 # Four experts in each of two layers, of which a token meets two; scores large enough to differ.
@@ -79,7 +79,7 @@ LAYOUTS: dict[str, Sequence[str]] = {
 def config_of(case: str) -> Config:
     """Of "MODEL" on one rank, or "MODEL.LAYOUT" on two."""
     model, _, layout = case.partition(".")
-    return load_config([*TINY, *EXPERTS, *MODELS[model], *(LAYOUTS[layout] if layout else ())])
+    return compose_quickly([*TINY, *EXPERTS, *MODELS[model], *(LAYOUTS[layout] if layout else ())])
 
 
 def train(config: Config, dumps: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _spoil_an_expert(training: Training) -> None:
 def run_cases(folder: Path, cases: Iterable[str]) -> None:
     """Trains one after the other, all with this launch's number of ranks; writes FOLDER/CASE.RANK.json."""
     install_cpu_device()
-    with process_groups(load_config(TINY).model, read_launch(), detect_platform()):
+    with process_groups(compose_quickly(TINY).model, read_launch(), detect_platform()):
         for case in cases:
             config = config_of(case)
             lay_out_anew(config)

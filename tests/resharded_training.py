@@ -30,11 +30,11 @@ from gpt_pretrain.data.datasets import SampleDataset, build_datasets
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
-from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
 from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew, save_checkpoint
 from tests.optimizer_states import LEAN, SMALLEST
+from tests.refusals import compose_quickly
 
 # The first after a checkpoint shows its weights, the second what its moments and scales made of them.
 STEPS = 2
@@ -120,7 +120,7 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
 def write_configs(folder: Path) -> None:
     """Composes the configurations once for all ranks, which takes each of them longer than to load a checkpoint."""
     for layout, (_, overrides) in {**LAYOUTS, **OTHERS}.items():
-        (folder / f"{layout}.config").write_bytes(pickle.dumps(load_config([*TINY, *_RUN, *overrides])))
+        (folder / f"{layout}.config").write_bytes(pickle.dumps(compose_quickly([*TINY, *_RUN, *overrides])))
 
 
 def config_of(layout: str, folder: Path) -> Config:

@@ -18,6 +18,7 @@ OVERRIDES = (
     "model.fp8_margin=1",
     "model.fp8_exclude=[decoder.layers.1.mlp.linear_fc2]",
     "model.num_layers=2",
+    "model.micro_batch_size=2",
     "model.global_batch_size=2",
     "trainer.max_steps=4",
     "trainer.limit_val_batches=0",

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 
 TWO_TASKS = ("--ntasks=2", "--time=20")
 # Long enough for a signal to find it at work.
-LONG = ("fp8=none", "trainer.max_steps=100", "trainer.limit_val_batches=0")
+LONG = ("fp8=none", "model.micro_batch_size=2", "trainer.max_steps=100", "trainer.limit_val_batches=0")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ SAMPLE = (
     f"trainer.max_steps={STEPS}",
     f"trainer.val_check_interval={STEPS // 2}",
     # Two microbatches in a step, for stages to take turns with; data parallel ranks have several of their own below.
+    "model.micro_batch_size=2",
     "model.global_batch_size=4",
     "sample.max_new_tokens=12",
     "sample.prompt='def '",
@@ -75,7 +76,8 @@ def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, on
     ],
 )
 def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path, cache_dir):
-    short = ["trainer.max_steps=3", "trainer.limit_val_batches=0", "checkpoint.save_at_end=false", *overrides]
+    several = "model.micro_batch_size=2"
+    short = ["trainer.max_steps=3", "trainer.limit_val_batches=0", "checkpoint.save_at_end=false", several, *overrides]
     one = run_small(1, tmp_path / "one", cache_dir, short)
     for layout in layouts:
         metrics = run_small(2, tmp_path / layout, cache_dir, [*short, f"parallelism={layout}"])

@@ -50,7 +50,7 @@ def test_resumed_run_equals_uncut_run(num_ranks, layout, tmp_path, cache_dir):
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, "parallelism=single"), (2, "parallelism=dp")])
 def test_resumed_run_follows_the_new_configuration(num_ranks, layout, tmp_path, cache_dir):
     """Rates, betas and batch are the configuration's to say; the checkpoint holds moments and how far the run is."""
-    short = [*SHORT, layout, "trainer.limit_val_batches=0"]
+    short = [*SHORT, layout, "trainer.limit_val_batches=0", "model.micro_batch_size=2"]
     run_small(num_ranks, tmp_path / "run", cache_dir, [*short, "trainer.max_steps=2"])
     changed = ["model.optim.lr=1e-3", "model.optim.betas=[0.5,0.5]", "model.global_batch_size=4"]
     shutil.copytree(tmp_path / "run", tmp_path / "other")

@@ -16,9 +16,10 @@ from tests.emulated_training import TINY, emulate, emulated_training
 from tests.expert_training import EXPERTS
 from tests.test_faults import curve, weights
 
-# Steps of four samples: step 21 reads samples 80 to 83.
+# Steps of four samples, in one microbatch: step 21 reads samples 80 to 83.
 NO_REWINDS = (
     *TINY,
+    "model.micro_batch_size=4",
     "model.data.num_workers=0",
     "model.hidden_dropout=0.1",
     "model.optim.sched.name=cosine",
@@ -115,12 +116,14 @@ def steps(first, last):
     return list(range(4 * (first - 1), 4 * last))
 
 
+# Of two samples.
+SMALLER = "model.micro_batch_size=2"
 # The ranks on which the loss leaps, and the share of each step that each rank reads.
 LAYOUTS = {
-    "one process, told a step later": (1, ["trainer.log_every_n_steps=4"], [0], [range(4)]),
+    "one process, told a step later": (1, ["trainer.log_every_n_steps=4", SMALLER], [0], [range(4)]),
     "FP8, delayed scaling": (1, emulate("delayed"), [0], [range(4)]),
-    "DP2, distributed, BF16": (2, ["parallelism=dp", "trainer.precision=bf16"], [1], [range(2), range(2, 4)]),
-    "PP2, experts": (2, ["parallelism=pp2", *EXPERTS], [1], [range(4), range(4)]),
+    "DP2, distributed, BF16": (2, ["parallelism=dp", SMALLER, "trainer.precision=bf16"], [1], [range(2), range(2, 4)]),
+    "PP2, experts": (2, ["parallelism=pp2", SMALLER, *EXPERTS], [1], [range(4), range(4)]),
 }
 
 
@@ -178,9 +181,8 @@ def test_a_run_killed_after_a_rewind_or_in_it_ends_as_the_one_that_never_was(kil
 
 
 def test_a_run_that_went_back_goes_on_in_another_layout_with_the_sample_that_comes_next(run):
-    codes, text = run(
-        "run", "parallelism=dp", "trainer.max_steps=22", num_ranks=2, faults={0: [BAD_STEP], 1: [BAD_STEP]}
-    )
+    dp = ("parallelism=dp", SMALLER, "trainer.max_steps=22")
+    codes, text = run("run", *dp, num_ranks=2, faults={0: [BAD_STEP], 1: [BAD_STEP]})
     assert codes == [0, 0], text
     before = len(run.samples("run"))
     codes, text = run("run", "trainer.max_steps=24", faults={0: [BAD_STEP]})

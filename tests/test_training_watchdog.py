@@ -19,6 +19,7 @@ TINY = (
     "model.encoder_seq_length=32",
     "model.max_position_embeddings=32",
     "model.micro_batch_size=2",
+    "model.global_batch_size=4",
     "trainer.limit_val_batches=0",
     "checkpoint.save_at_end=false",
 )

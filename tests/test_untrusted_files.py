@@ -26,7 +26,7 @@ from tests.runs import SAVED, run_small, small_run_arguments
 SHAPES = tuple(hostile_pickles(Path("canary")))
 STEP = "step_00000002"
 RANDOM_STATES = "random_states/shard_0_1"
-IN_FP8 = ("fp8=delayed", "model.fp8_emulate=true")
+IN_FP8 = ("fp8=delayed", "model.fp8_emulate=true", "model.num_layers=1", "model.global_batch_size=4")
 
 
 @pytest.fixture
