@@ -86,8 +86,23 @@ WRONG = {
     ),
     "stored weights": Refused(
         f"{ROWWISE} model.fp8_params=true",
-        told="model.fp8_params=true model.fp8_recipe=rowwise FSDP",
-        offers="model.fp8_params=false",
+        told="model.fp8_params=true model.fp8_recipe=rowwise",
+        offers="model.fp8_params=false | fp8=torchao_tensorwise",
+    ),
+    "stored weights of rows, weight gradients in high precision": Refused(
+        f"{GW_HP} model.fp8_params=true",
+        told="model.fp8_params=true model.fp8_recipe=rowwise_with_gw_hp",
+        offers="model.fp8_params=false | fp8=torchao_tensorwise",
+    ),
+    "stored weights without masters": Refused(
+        f"{TENSORWISE} model.fp8_params=true trainer.precision=fp32",
+        told="model.fp8_params=true trainer.precision=fp32",
+        offers="model.fp8_params=false | trainer.precision=bf16",
+    ),
+    "stored weights without the optimizer that casts them": Refused(
+        f"{TENSORWISE} model.fp8_params=true model.use_distributed_optimizer=false",
+        told="model.fp8_params=true model.use_distributed_optimizer=false",
+        offers="model.fp8_params=false | model.use_distributed_optimizer=null,true",
     ),
     "attention": Refused(
         f"{TENSORWISE} model.fp8_dot_product_attention=true",
@@ -121,8 +136,8 @@ WRONG = {
     ),
     "stored weights on hardware": Refused(
         "fp8=torchao_rowwise model.fp8_params=true",
-        told="model.fp8_params=true model.fp8_recipe=rowwise FSDP",
-        offers="model.fp8_params=false | fp8=delayed,tensorwise,blockwise",
+        told="model.fp8_params=true model.fp8_recipe=rowwise",
+        offers="model.fp8_params=false | fp8=torchao_tensorwise",
     ),
     "attention on hardware": Refused(
         "fp8=torchao_tensorwise model.fp8_dot_product_attention=true",
@@ -220,8 +235,8 @@ FOREIGN = {
     "++fp8.emulate=true": "model.fp8_emulate",
     "++fp8.enable_fsdp_float8_all_gather=true": "model.fp8_params",
     "++fp8.enable_fsdp_fp8_all_gather=true": "model.fp8_params",
-    "++fp8.precompute_float8_dynamic_scale_for_fsdp=true": "FSDP",
-    "++fp8.precompute_fp8_dynamic_scale_for_fsdp=true": "FSDP",
+    "++fp8.precompute_float8_dynamic_scale_for_fsdp=true": "model.fp8_params=true",
+    "++fp8.precompute_fp8_dynamic_scale_for_fsdp=true": "model.fp8_params=true",
     "++fp8.force_recompute_fp8_weight_in_bwd=true": "no effect in TorchAO",
     **{
         f"++compile.{name}": "leave it out"

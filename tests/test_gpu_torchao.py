@@ -1,6 +1,7 @@
 """TorchAO's float8 products on a GPU, compiled: proven in training, and near the emulated ones.
 
-The comparison of gradients has not been run on a GPU yet; its CPU twin is in `tests/test_fp8_torchao.py`.
+The comparison of gradients has not been run on a GPU yet; its CPU twin is in `tests/test_fp8_torchao.py`. Nor have
+stored weights; theirs is `tests/test_fp8_stored_weights.py`.
 """
 
 import pytest
@@ -14,6 +15,7 @@ from gpt_pretrain.spec.recipes import recipes_of, resolve_fp8
 from tests import sabotages
 from tests.emulated_training import emulated_training
 from tests.fp8_gradients import MOST, SIZES, distances
+from tests.stored_weights import distributed_optimizer, torchaos_cast
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +33,21 @@ def test_training_is_proven_and_its_gradients_are_near_the_emulated_ones(recipe)
     assert losses[-1] < losses[0]
     found = distances(recipe, gradients)
     assert {name: distance for name, distance in found.items() if distance > MOST} == {}
+
+
+def test_stored_weights_are_proven_and_the_codes_that_torchao_makes_of_their_masters():
+    with emulated_training("fp8=torchao_tensorwise", "model.fp8_params=true", *SIZES) as training:
+        losses = [training.step()]
+        for step in (2, 3):
+            sabotages.prove(training, step=step)
+        losses.append(training.step())
+        weights, masters, _ = distributed_optimizer(training)._get_fp8_params_and_shard_fp32_from_fp8()
+        for weight, master in zip(weights, masters, strict=True):
+            codes, scale = torchaos_cast(master)
+            assert torch.equal(weight.codes.view(-1), codes)
+            assert torch.equal(weight.scale, scale)
+        assert len(weights) == len(training.layers())
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -111,7 +111,7 @@ UNSUPPORTED = {
     ),
     **dict.fromkeys(
         ("precompute_float8_dynamic_scale_for_fsdp", "precompute_fp8_dynamic_scale_for_fsdp"),
-        "scales of gathered weights belong to FSDP, which this application does not use; leave it out",
+        "model.fp8_params=true computes the scales of all weights at once after each update; leave it out",
     ),
     **dict.fromkeys(
         ("compile.enabled", "compile.mode", "compile.fullgraph", "compile.dynamic"),

@@ -9,7 +9,7 @@ rounding, and its gradient comes from the values, as in Transformer Engine (TE);
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,8 @@ import torch
 
 from gpt_pretrain.fp8.emulation.casts import Cast, Directions, Quantised
 from gpt_pretrain.fp8.emulation.delayed import LayerScaling
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role, role_format
+from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import Fp8Settings
 
 # How far a result may be from the product of its codes (`gemms.Product.result_error`): summed in fp32 and rounded once,
@@ -62,8 +63,9 @@ def _multiply_values(
 class LinearProducts:
     """What the products of one layer share: how its tensors are cast, and the codes of its weight.
 
-    The weight is cast in the first microbatch of a step, and its codes serve the others, so that with delayed scaling a
-    step has one scale for it (TE's `get_weight_workspace`, driven by megatron-core's `set_is_first_microbatch`).
+    A weight that is not stored in FP8 is cast in the first microbatch of a step, and its codes serve the others, so
+    that with delayed scaling a step has one scale for it (TE's `get_weight_workspace`, driven by megatron-core's
+    `set_is_first_microbatch`).
     """
 
     def __init__(self, settings: Fp8Settings, cast: Cast, multiply: Multiply | None = None) -> None:
@@ -99,7 +101,7 @@ class LinearProducts:
         rule = self._rule
         input_codes = self._cast(rows.detach(), Role.input)
         if is_first_microbatch or self._weight is None:
-            self._weight = self._cast(weight.detach(), Role.weight)
+            self._weight = self._weight_codes(weight)
         call = _Call(
             cast=self._cast,
             multiply=self._multiply,
@@ -107,7 +109,7 @@ class LinearProducts:
             weight=self._weight,
             # The codes are all that the backward pass needs; those who check them need the values.
             x_values=None if listener() is None else rows.detach(),
-            weight_values=weight.detach(),
+            weight_values=None if isinstance(weight, StoredWeight) else weight.detach(),
             accumulates_in=weight if accumulates else None,
             end_backward=rule.end_backward if isinstance(rule, LayerScaling) and rule.ends_backward else None,
             listener=listener,
@@ -116,7 +118,25 @@ class LinearProducts:
         return y.view(*x.shape[:-1], -1)
 
     def _cast(self, x: torch.Tensor, role: Role) -> Directions:
-        directions = self._rule(x, role)
+        return self._noted(self._rule(x, role))
+
+    def _weight_codes(self, weight: torch.Tensor) -> Directions:
+        if not isinstance(weight, StoredWeight):
+            return self._cast(weight.detach(), Role.weight)
+        along_rows = Quantised(
+            format=role_format(self._settings, Role.weight),
+            codes=weight.codes.view(torch.float8_e4m3fn),
+            scale=weight.scale,
+            amax=weight.largest,
+            block=None,
+        )
+        along_columns = along_rows
+        if weight.is_cuda:
+            # Hopper's products sum along contiguous memory.
+            along_columns = replace(along_rows, codes=along_rows.codes.t().contiguous().t())
+        return self._noted(Directions(along_rows, along_columns))
+
+    def _noted(self, directions: Directions) -> Directions:
         torch.maximum(self.largest_amax, directions.along_rows.amax, out=self.largest_amax)
         return directions
 
@@ -131,8 +151,8 @@ class _Call:
     weight: Directions
     x_values: torch.Tensor | None
     """[tokens, in]; None where nobody is told about the products."""
-    weight_values: torch.Tensor
-    """[out, in]"""
+    weight_values: torch.Tensor | None
+    """[out, in]; None of a weight that is stored in FP8."""
     accumulates_in: Any
     """The weight whose `main_grad` takes its gradient; None: autograd takes it."""
     end_backward: Callable[[], None] | None

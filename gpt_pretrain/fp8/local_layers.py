@@ -36,11 +36,12 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from gpt_pretrain.fp8.emulation.casts import Cast, stateless_cast
+from gpt_pretrain.fp8.emulation.casts import Cast, stateless_cast, torchao_scale
 from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.gemms import Phase, ProductListener
 from gpt_pretrain.fp8.linear_products import LinearProducts, Multiply
 from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
+from gpt_pretrain.megatron.stored_weights import StoredWeight, install_stored_weights
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
 from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
@@ -90,6 +91,10 @@ class _Fp8Linear(torch.nn.Module):
         self.is_first_microbatch = True
         """Set by megatron-core's schedules: the weight has changed."""
         self._scaling = cast if isinstance(cast, LayerScaling) else None
+        if settings.params:
+            self.weight: torch.nn.Parameter = StoredWeight.in_place_of(
+                self.weight, partial(torchao_scale, "e4m3", settings.recipe)
+            )
         self._products = LinearProducts(settings, cast, multiply)
 
     @property
@@ -197,6 +202,8 @@ class Fp8Layers(LocalLayers):
         self._modules = modules
         self._engine = engine
         self._scaling: DelayedScaling | None = None
+        if settings.params:
+            install_stored_weights()
         if settings.recipe.keeps_history:
             group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
             self._scaling = DelayedScaling(settings, group)

@@ -3,6 +3,9 @@
 With the wrong fields set, megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and
 embeddings, but the matrices never change. Each rank checks the part of each weight whose master it holds, which is up
 to date whether the other parts have been gathered yet or not.
+
+Local layers' weights must be the very codes of their masters, with a scale from the amax of all parts. Transformer
+Engine rounds a master first, and may scale it by earlier amaxes: its codes must be within one step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +18,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
 from gpt_pretrain.fp8.observer import Difference
+from gpt_pretrain.fp8.rounding import QUOTIENT_ERROR, largest_magnitude, rounded_between
+from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
@@ -37,15 +42,26 @@ class _Shard:
     start: int
 
     @property
+    def is_of_local_layer(self) -> bool:
+        """Or Transformer Engine's."""
+        return isinstance(self.weight, StoredWeight)
+
+    @property
     def codes(self) -> torch.Tensor:
         """uint8 [n]."""
-        data = self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data
+        if self.is_of_local_layer:
+            data = self.weight.codes
+        else:
+            data = self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data
         part: torch.Tensor = data.view(-1)[self.start : self.start + self.master.numel()]
         return part
 
     @property
     def scale_inv(self) -> torch.Tensor:
         """The factor of the codes, fp32: [1], or [n] where each block of 128×128 values has its own."""
+        if self.is_of_local_layer:
+            inverse: torch.Tensor = self.weight.scale.reciprocal()
+            return inverse
         if hasattr(self.weight, "_scale_inv"):
             one: torch.Tensor = self.weight._scale_inv
             return one
@@ -55,11 +71,14 @@ class _Shard:
         return each.reshape(-1)[self.start : self.start + self.master.numel()]
 
     def count_off(self) -> int:
-        """Number of values further than one FP8 step from their masters; waits for the device."""
+        """Number of values too far from their masters; waits for the device."""
         off = torch.zeros((), dtype=torch.int64, device=self.master.device)
         each_scale_inv = self.scale_inv.expand(self.master.numel())
         pieces = (each.split(_PIECE) for each in (self.codes, self.master.view(-1), each_scale_inv))
         for codes, master, scale_inv in zip(*pieces, strict=True):
+            if self.is_of_local_layer:
+                off += self._count_other_codes(codes, master)
+                continue
             limit = FORMAT_MAX["e4m3"] * scale_inv
             # A delayed scale may be too large for the newest values, so that they saturate.
             aim = master.float().clamp(-limit, limit)
@@ -68,13 +87,40 @@ class _Shard:
             off += ((values - aim).abs() > step).sum()
         return int(off)
 
+    def _count_other_codes(self, codes: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        known = torch.zeros((), device=master.device)
+        low, high = rounded_between(master, known, self.weight.scale, FORMAT_MAX["e4m3"], CODE_TYPES["e4m3"])
+        found = codes.view(CODE_TYPES["e4m3"]).float()
+        return (~((found >= low) & (found <= high))).sum()
 
-def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
+
+def _parts(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part, DistributedOptimizer):
-            for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
-                if master is not None:
-                    yield _Shard(weight=weight, master=master, start=start)
+            yield part
+
+
+def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
+    for part in _parts(optimizer):
+        for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
+            if master is not None:
+                yield _Shard(weight=weight, master=master, start=start)
+
+
+def _scales(optimizer: MegatronOptimizer, least_amax: float) -> Iterator[tuple[StoredWeight, float, float]]:
+    """Weights of local layers with the scale that their masters ask for, and their own; every rank calls it."""
+    for part in _parts(optimizer):
+        weights, masters, _ = part._get_fp8_params_and_shard_fp32_from_fp8()
+        if not weights or not isinstance(weights[0], StoredWeight):
+            continue
+        amaxes = torch.zeros(len(weights), dtype=torch.float64, device=weights[0].device)
+        for amax, master in zip(amaxes, masters, strict=True):
+            if master is not None:
+                amax.copy_(largest_magnitude(master).view(()))
+        torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=part.data_parallel_group)
+        planned = (FORMAT_MAX["e4m3"] / amaxes.clamp(min=least_amax)).tolist()
+        found = torch.cat([weight.scale for weight in weights]).tolist()
+        yield from zip(weights, planned, found, strict=True)
 
 
 def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
@@ -89,16 +135,18 @@ class MasterCheck:
     Args:
         optimizer: The run's optimizer.
         names: Maps the id of a weight to the name of its layer in the whole model.
+        least_amax: Takes the place of a smaller amax in a scale.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str]) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str], least_amax: float = 0.0) -> None:
         self._optimizer = optimizer
+        self._least_amax = least_amax
         self._names = names
         self._before = [_fingerprint(shard.codes) for shard in _shards(optimizer)]
 
     @torch.no_grad()
     def problems(self, lr: float) -> Iterator[Difference]:
-        """Each weight that did not follow its master; waits for the device.
+        """Each weight that did not follow its master; every rank calls it, and it waits for the device.
 
         Args:
             lr: Learning rate of the step. A weight must have changed where it moved so many values that some must
@@ -109,9 +157,14 @@ class MasterCheck:
             size = shard.master.numel()
             off = shard.count_off()
             if off:
-                planned, live = "every value within one FP8 step of its master", f"{off:,} of {size:,} values are not"
+                near = "the code" if shard.is_of_local_layer else "within one FP8 step"
+                planned, live = f"every value {near} of its master", f"{off:,} of {size:,} values are not"
                 yield Difference(module=name, what=what, planned=planned, live=live)
             # Codes of usual weights (standard deviation 0.02) are about 2e-3 apart.
             must_change = size * lr / 2e-3 > 30
             if must_change and torch.equal(_fingerprint(shard.codes), before):
                 yield Difference(module=name, what=what, planned="changed", live="the same codes as before")
+        for weight, scale, found in _scales(self._optimizer, self._least_amax):
+            if abs(found - scale) > QUOTIENT_ERROR * scale:
+                name, what = self._names.get(id(weight), "a weight"), "scale of the weight after the step"
+                yield Difference(module=name, what=what, planned=f"{scale:.6g}", live=f"{found:.6g}")

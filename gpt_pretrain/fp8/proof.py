@@ -137,7 +137,9 @@ class Proof:
         """Watches the training step inside, which `judge` compares with the plan."""
         if self._settings.params:
             self._masters = MasterCheck(
-                self._optimizer, {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
+                self._optimizer,
+                {id(getattr(module, "weight", None)): name for name, module in self._modules.items()},
+                self._settings.recipe.least_amax,
             )
         if self._has_known_numbers():
             self._values = WatchedValues(

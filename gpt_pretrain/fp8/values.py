@@ -14,10 +14,10 @@ them again from the tensors and the plan alone (`fp8/rounding.py`):
 Ranks and steps take turns at microbatches, at layers, and at parts of tensors that are large, so that a proof takes
 seconds and megabytes whatever the model.
 
-Local layers tell of all values. Those of Transformer Engine's layers are unknown in three places: a weight that is
-stored in FP8 has no others (`proof.MasterCheck` compares it with its master), an activation may be cast by the kernel
-that computes it, and ranks that split a sequence gather codes. There the codes must fill their format: the largest is
-that of amax · scale.
+A weight that is stored in FP8 has no other values (`proof.MasterCheck` compares it with its master). Local layers tell
+of all others. Those of Transformer Engine's layers are unknown in two more places: an activation may be cast by the
+kernel that computes it, and ranks that split a sequence gather codes. There the codes must fill their format: the
+largest is that of amax · scale.
 
 Nothing here waits for the device before `differences`.
 """
@@ -164,7 +164,8 @@ class WatchedValues:
         if codes.dtype is not CODE_TYPES[format]:
             self._checks.add_fault(module, what, format, str(codes.dtype).removeprefix("torch."))
             return False
-        unknown = values is None and module in self._emulated
+        is_stored = role is Role.weight and self._settings.params
+        unknown = values is None and module in self._emulated and not is_stored
         if unknown or scale is None or (values is not None and values.shape != codes.shape):
             planned = "none reported" if values is None else str(list(values.shape))
             self._checks.add_fault(module, what, f"of {planned} values", str(list(codes.shape)))
@@ -176,8 +177,9 @@ class WatchedValues:
             shape = f"scales of the {role_name(role)} in {phase.value}"
             self._checks.add_fault(module, shape, str(planned_shape), str(list(scale.shape)))
             return False
-        is_stored = role is Role.weight and self._settings.params
-        amax = None if is_stored else self._casts.amax(phase, operand)
+        # Local layers tell the amax that the optimizer has cast a weight with; TE does not.
+        has_amax = not is_stored or module in self._emulated
+        amax = self._casts.amax(phase, operand) if has_amax else None
         if self._replay is not None and is_stored:
             self._replay.note_stored(module, scale)
         elif self._replay is not None:

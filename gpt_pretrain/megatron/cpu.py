@@ -94,6 +94,11 @@ def _set_random_state(state: torch.Tensor, *_: object, **__: object) -> None:
     torch.set_rng_state(state)
 
 
+def _gather_bytes(output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
+    """Twin of NCCL's gathers, which keep the types of tensors apart."""
+    return torch.distributed.all_gather_into_tensor(output.view(torch.uint8), input.view(torch.uint8), **options)
+
+
 _installed = False
 
 
@@ -126,6 +131,7 @@ def install_cpu_device() -> None:
     patch(patches.CPU_TRACKED_STATE, _set_cuda_rng_state=_set_random_state)
     # It warns that the CPU generator changed inside a forked state: here that is the point.
     logging.getLogger(patches.CPU_TRACKED_STATE.place).setLevel(logging.ERROR)
+    patch(patches.CPU_GATHER, dist_all_gather_func=_gather_bytes)
     patch(patches.CPU_DISPATCHER, maybe_move_tensor_to_cpu=_numbers)
     recompute = patches.CPU_RECOMPUTATION.owner().backward
 

@@ -39,7 +39,7 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     spec = model.spec
     _install_gradient_norm()
     if spec.model.fp8_params:
-        install_weight_cast()
+        install_weight_cast(of_te=spec.te_fp8 is not None)
     _choose_optimizers(precision_aware=spec.model.optim.use_precision_aware_optimizer)
     optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
     forget_first_values(model.chunks)

@@ -134,6 +134,14 @@ CPU_DISPATCHER = _without_cuda(
     {"maybe_move_tensor_to_cpu": ("tensor", "as_numpy", "record_stream")},
     "counts of tokens, which are on the CPU already, become the numbers that collectives take",
 )
+CPU_GATHER = Patch(
+    place="megatron.core.distributed.param_and_grad_buffer",
+    names={"dist_all_gather_func": None},
+    what="parameters are gathered as bytes",
+    why="gloo takes all that is gathered in one call for tensors of one type (torch 2.11): of FP8 and BF16 parameters "
+    "it wrote codes as BF16 numbers, without an error",
+    until="torch's ProcessGroupGloo.allgather_into_tensor_coalesced takes several types, or refuses them",
+)
 CPU_LIBRARIES = Patch(
     place="sys",
     names={"modules": None},
@@ -222,6 +230,18 @@ WEIGHT_CAST = Patch(
     why="Transformer Engine 2.12 takes a shard for a matrix of one row and casts it together with its transpose, many "
     "times slower than reading and writing it, and holds all shards in BF16 at once",
     until="Transformer Engine's cast_master_weights_to_fp8 makes no transposes of shards",
+)
+FP8_WEIGHTS = Patch(
+    place="megatron.core.fp8_utils",
+    names={
+        "HAVE_TE_FP8_TENSOR_CLASS": None,
+        "FP8_TENSOR_CLASS": None,
+        "_modify_underlying_storage_impl": None,
+        "te_post_all_gather_processing": None,
+    },
+    what="weights of local layers that are stored in FP8 pass for FP8 weights (stored_weights.py)",
+    why="megatron-core 0.19 knows Transformer Engine's classes only, and local layers must do without it",
+    until="megatron-core asks a weight itself, or lets its caller register a class",
 )
 FIRST_VALUES = Patch(
     place="transformer_engine.pytorch.quantization:FP8GlobalStateManager",

@@ -36,6 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.patches import FIRST_VALUES, WEIGHT_CAST, patch, patched
+from gpt_pretrain.megatron.stored_weights import StoredWeight, cast_shards
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
@@ -253,6 +254,9 @@ def cast_masters(
     """
     if not weights:
         return
+    if isinstance(weights[0], StoredWeight):
+        cast_shards(weights, masters, starts, group)
+        return
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
     quantizer = weights[0]._get_quantizer()
@@ -285,13 +289,16 @@ def _what_is_missing() -> list[str]:
     return missing
 
 
-def install_weight_cast() -> None:
+def install_weight_cast(*, of_te: bool) -> None:
     """Makes megatron-core's distributed optimizer cast FP8 weights with `cast_masters`.
+
+    Args:
+        of_te: They are Transformer Engine's.
 
     Raises:
         UserError: The installed Transformer Engine lacks what that needs.
     """
-    missing = _what_is_missing()
+    missing = _what_is_missing() if of_te else []
     if missing:
         version = importlib.metadata.version("transformer_engine")
         raise UserError(

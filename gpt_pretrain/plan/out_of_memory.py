@@ -26,7 +26,6 @@ from gpt_pretrain.plan.hardware import GPUS, Gpu
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
-from gpt_pretrain.spec.recipes import local_layers
 from gpt_pretrain.spec.run_spec import build_run_spec
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -230,7 +229,7 @@ def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
             **({} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}),
             "optim": replace(model.optim, use_precision_aware_optimizer=True),
         }
-    if model.fp8 and not model.fp8_params and not local_layers(model):
+    if model.fp8 and not model.fp8_params and not model.fp8_emulate:
         yield {"fp8_params": True, "use_distributed_optimizer": True}
     if data_parallel_size(model, launch.world_size) % 2 == 0:
         # Of the ranks that hold the same layers, every two would share them.

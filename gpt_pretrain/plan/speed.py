@@ -218,9 +218,10 @@ def _optimizer_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, flo
     seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
     if settings is not None and settings.params:
         # `megatron.weights` reads masters, writes BF16, reads that and writes FP8; all but delayed scaling go over
-        # the masters once more, for their amax. Transposes are of whole weights.
-        cast = 9 if settings.recipe.keeps_history else 13
-        transposes = 2 if machine.gpu.needs_fp8_transposes else 0
+        # the masters once more, for their amax. `megatron.stored_weights` goes over fp32 in place of BF16. Transposes
+        # are of whole weights.
+        cast = 17 if settings.in_local_layers else 9 if settings.recipe.keeps_history else 13
+        transposes = 2 if machine.gpu.needs_fp8_transposes or settings.in_local_layers else 0
         seconds["FP8 parameters"] = machine.memory_s(stage.fp8_weights * (cast / shards + transposes))
     else:
         seconds["FP8 casts"] = weight_cast_s(machine, spec, stage.linears)

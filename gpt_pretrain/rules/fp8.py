@@ -175,12 +175,17 @@ def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
     if (why := settings.recipe.why_not("fp8_params")) is not None:
         yield (
             f"model.fp8_params=true with model.fp8_recipe={settings.recipe.name}: {why}; use fp8_params=false, or "
-            f"fp8={one_of(recipes_for('fp8_params'))}"
+            f"fp8={one_of(recipes_for('fp8_params', backend=settings.backend))}"
         )
-    if settings.emulate:
+    if settings.emulate and settings.backend is Fp8Backend.transformer_engine:
         yield (
             "model.fp8_params=true with model.fp8_emulate=true: emulated layers keep high-precision weights and "
             "quantise the same values at each product; use fp8_params=false"
+        )
+    if settings.backend is Fp8Backend.torchao and config.trainer.precision is Precision.fp32:
+        yield (
+            "model.fp8_params=true with trainer.precision=fp32: FP8 weights are cast from masters, and weights in fp32 "
+            "have none; use precision=bf16, or fp8_params=false"
         )
 
 

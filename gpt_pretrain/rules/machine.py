@@ -280,9 +280,15 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
 
 def _optimizer_problems(spec: RunSpec) -> Iterator[str]:
     optim, platform = spec.model.optim, spec.platform
+    is_auto = spec.config.trainer.precision is Precision.auto
+    if spec.stored_fp8 is not None and spec.te_fp8 is None and is_auto and not platform.cuda:
+        yield (
+            "model.fp8_params=true: FP8 weights are cast from masters, and weights in fp32 have none, which "
+            "trainer.precision=auto is without a CUDA device; use trainer.precision=bf16, or fp8_params=false"
+        )
     if not optim.use_precision_aware_optimizer:
         return
-    if not platform.cuda and spec.config.trainer.precision is Precision.auto:
+    if not platform.cuda and is_auto:
         yield (
             "model.optim.use_precision_aware_optimizer=true needs weights in BF16, and trainer.precision=auto is fp32 "
             "without a CUDA device; use trainer.precision=bf16, or use_precision_aware_optimizer=false"

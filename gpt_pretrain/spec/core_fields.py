@@ -217,14 +217,13 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
     model, num_shards = spec.model, spec.layout.shards
     virtual = "model.virtual_pipeline_model_parallel_size"
     interleaved = model.virtual_pipeline_model_parallel_size is not None
-    fp8 = spec.te_fp8
     buckets = ddp_bucket_size(model, num_shards)
     averages = spec.platform.cuda and num_shards > 1 and model.num_moe_experts is None and not model.data.eod_mask_loss
     return [
         *_of_model(spec, "grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
         _distributed_optimizer(spec),
         # With fp8_param alone the optimizer skips FP8 weights: they never change. With this alone BF16 is gathered.
-        Field("fp8_param_gather", fp8 is not None and fp8.params, ("model.fp8_params",)),
+        Field("fp8_param_gather", spec.stored_fp8 is not None, ("model.fp8_params",)),
         Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size")),
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
         Field("align_param_gather", model.overlap_param_gather and interleaved, (virtual,)),
@@ -243,7 +242,7 @@ def _distributed_optimizer(spec: RunSpec) -> Field:
 
 def optimizer_fields(spec: RunSpec) -> list[Field]:
     """Of `OptimizerConfig`, but for the precision-aware optimizer."""
-    optim, dtype, fp8 = spec.model.optim, params_dtype(spec), spec.te_fp8
+    optim, dtype, fp8 = spec.model.optim, params_dtype(spec), spec.te_fp8 or spec.stored_fp8
     optimizer = OPTIMIZERS[optim.name]
     return [
         Field("optimizer", optimizer.core_name, ("model.optim.name",)),

@@ -132,7 +132,6 @@ _OF_BLOCKS = {
 _LEAST_AMAX = 1e-12
 _OF_TORCHAO = {
     "fp8_dot_product_attention": "TorchAO casts linear layers only",
-    "fp8_params": "TorchAO gathers FP8 weights through FSDP, which this application does not use",
     "num_moe_experts": "experts are not tested with TorchAO",
     **dict.fromkeys(
         ("tp_comm_overlap", "activation_cast_fusion"), "it belongs to Transformer Engine's layers, not to TorchAO's"
@@ -141,8 +140,9 @@ _OF_TORCHAO = {
 }
 
 
-_OF_ROWS = {
+_OF_ROWS: dict[str, Any] = {
     "scales_rows": True,
+    "refusals": {"fp8_params": "TorchAO's FP8 all-gather is of weights with one scale each"},
     "powers_of_two": True,
     "takes_logarithm": True,
     # torch._scaled_mm with scales of rows: kernels of CUTLASS, not cuBLAS.
@@ -152,7 +152,7 @@ _OF_ROWS = {
 }
 
 
-def _torchao(**fields: Any) -> Recipe:
+def _torchao(refusals: Mapping[str, str] | None = None, **fields: Any) -> Recipe:
     """A recipe of `torchao.float8.Float8LinearConfig.from_recipe_name`."""
     return Recipe(
         backend=Fp8Backend.torchao,
@@ -161,7 +161,7 @@ def _torchao(**fields: Any) -> Recipe:
         adds_bias_rounded=True,
         # What is gathered along the sequence is cast behind that.
         gathered_rows=1,
-        refusals=_OF_TORCHAO,
+        refusals={**_OF_TORCHAO, **(refusals or {})},
         **fields,
     )
 
@@ -286,10 +286,9 @@ def recipes_of(backend: Fp8Backend) -> list[Recipe]:
     return [recipe for recipe in RECIPES.values() if recipe.backend is backend]
 
 
-def recipes_for(*features: str) -> list[str]:
-    """Presets of the recipes that can be combined with all these features, for messages."""
-    te = recipes_of(Fp8Backend.transformer_engine)
-    return [recipe.preset for recipe in te if not any(map(recipe.why_not, features))]
+def recipes_for(*features: str, backend: Fp8Backend = Fp8Backend.transformer_engine) -> list[str]:
+    """Presets of an engine's recipes that can be combined with all these features, for messages."""
+    return [recipe.preset for recipe in recipes_of(backend) if not any(map(recipe.why_not, features))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ them a second time.
 
 from dataclasses import dataclass
 
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.derived import data_parallel_size, expert_tensor_parallel_size, num_microbatches
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
@@ -63,6 +64,13 @@ class RunSpec(Resolved):
     def te_fp8(self) -> Fp8Settings | None:
         """The FP8 of Transformer Engine's layers; None also where local layers compute it."""
         return None if self.fp8 is None or self.fp8.in_local_layers else self.fp8
+
+    @property
+    def stored_fp8(self) -> Fp8Settings | None:
+        """The FP8 of layers that store their weights in it; None where weights have high precision."""
+        # Emulated layers of TE keep theirs, which `rules.fp8` says.
+        stores = self.fp8 is not None and (self.fp8.backend is Fp8Backend.torchao or not self.fp8.emulate)
+        return self.fp8 if stores and self.model.fp8_params else None
 
 
 def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpec:

@@ -132,13 +132,13 @@ def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Ten
     return torch.where(exponent == 0, 1.0, scale)
 
 
-def torchao_scale(amax: torch.Tensor, format: str, recipe: Recipe) -> torch.Tensor:
+def torchao_scale(format: str, recipe: Recipe, amax: torch.Tensor) -> torch.Tensor:
     """The largest code over amax, by TorchAO's operations, which decide its last bit.
 
     Args:
-        amax: Of the values' type, any shape.
         format: Of the codes.
         recipe: Of TorchAO.
+        amax: Of the values' type, any shape.
     """
     scale = (FORMAT_MAX[format] / amax.double().clamp(min=recipe.least_amax)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if recipe.powers_of_two else scale
@@ -239,7 +239,7 @@ def _torchao_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
         # NaN counts: it stays in a maximum of torch.
         along = {(1, columns): 1, (rows, 1): 0}
         of_parts = x.abs().amax() if block is None else x.abs().amax(dim=along[block], keepdim=True)
-        scale = torchao_scale(of_parts, format, recipe)
+        scale = torchao_scale(format, recipe, of_parts)
         return Quantised(
             format=format,
             codes=_codes(x, scale, format),
