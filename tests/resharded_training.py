@@ -54,6 +54,8 @@ _EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.in
 # In BF16 rounding alone would send tokens to another expert: each token meets all of them.
 _BF16_EXPERTS = (*_EXPERTS, *_BF16, "model.moe_router_topk=4")
 _DELAYED = emulate("delayed", "model.fp8_amax_history_len=4")
+# Weights in FP8.
+_STORED = (*emulate("torchao_tensorwise"), "model.fp8_params=true", *_BF16)
 
 # Name to number of ranks and overrides. `single` has a plain optimizer, the others of parallelism/ a distributed one.
 LAYOUTS: dict[str, tuple[int, Sequence[str]]] = {
@@ -104,6 +106,9 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "tp2.delayed": (2, ["parallelism=tp2", *_DELAYED]),
     "single.rowwise": (1, emulate("torchao_rowwise")),
     "tp2_sp.rowwise": (2, ["parallelism=tp2_sp", *emulate("torchao_rowwise")]),
+    "single.stored_bf16": (1, _STORED),
+    "dp2.stored_bf16": (2, ["parallelism=dp", *_STORED]),
+    "tp2.stored_bf16": (2, ["parallelism=tp2", *_STORED]),
     "single.sgd": (1, ["model.optim.name=sgd"]),
     "tp2_plain.sgd": (
         2,

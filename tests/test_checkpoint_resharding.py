@@ -89,8 +89,13 @@ PAIRS = [
     ("single.rowwise", "tp2_sp.rowwise"),
     ("tp2_sp.rowwise", "single.rowwise"),
     ("tp2_sp.rowwise", "tp2_sp.rowwise"),
+    ("single.stored_bf16", "dp2.stored_bf16"),
+    ("dp2.stored_bf16", "single.stored_bf16"),
+    ("dp2.stored_bf16", "dp2.stored_bf16"),
+    # In another layout of tensor parallel ranks codes have other scales.
+    ("tp2.stored_bf16", "tp2.stored_bf16"),
 ]
-FP8 = (".delayed", ".rowwise")
+FP8 = (".delayed", ".rowwise", ".stored_bf16")
 # Masters that are rounded as they are loaded.
 ROUNDED = ("dp2.bf16", "dp2_small_late.bf16")
 # One bit of a moment is turned over after it was loaded.

@@ -174,6 +174,8 @@ LAYER_WEIGHTS = 218_103_808
         (("fp8=delayed",), "FP8 copies of weights", 2),
         (("fp8=delayed", "plan.gpu=b200"), "FP8 copies of weights", 1),
         (("fp8=tensorwise", "model.fp8_params=true"), "FP8 weights", 2),
+        (("fp8=torchao_tensorwise", "model.fp8_params=true"), "FP8 weights", 2),
+        (("fp8=torchao_tensorwise", "model.fp8_params=true", "plan.gpu=b200"), "FP8 weights", 2),
         (("fp8=blockwise",), "FP8 copies of weights", 2 * (1 + 4 / 128**2)),
         (("fp8=mxfp8", "plan.gpu=b200"), "FP8 copies of weights", 2 * (1 + 1 / 32)),
         (("fp8=delayed", "model.tensor_model_parallel_size=4"), "FP8 copies of weights", 2 / 4),
@@ -192,9 +194,10 @@ def test_fp8_weights_with_small_states_take_nine_bytes_and_gradients_are_not_cop
     assert "gradients in fp32" not in items
 
 
-def test_fp8_parameters_replace_bf16_ones_and_excluded_layers_keep_theirs():
+@pytest.mark.parametrize("recipe", ["delayed", "torchao_tensorwise"])
+def test_fp8_parameters_replace_bf16_ones_and_excluded_layers_keep_theirs(recipe):
     kept = ("model.fp8_exclude=['decoder.layers.0.*']",)
-    items = plan_of("model=llama3_8b", "fp8=delayed", "model.fp8_params=true", *kept).memory.worst.items
+    items = plan_of("model=llama3_8b", f"fp8={recipe}", "model.fp8_params=true", *kept).memory.worst.items
     assert items["FP8 weights"] == 31 * LAYER_WEIGHTS * 2
     # Embedding, head, layer 0 and 65 norms of 4096.
     assert items["weights"] == 2 * (2 * 128_256 * 4096 + LAYER_WEIGHTS + 65 * 4096)

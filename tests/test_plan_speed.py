@@ -8,6 +8,7 @@ from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.plan.experts import ROUTING_BYTES, ROUTING_KERNELS, rank_load
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
 from gpt_pretrain.plan.kernels import Machine, head_s
+from gpt_pretrain.plan.speed import link_bytes_per_s
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import Gemm, resolve
 from gpt_pretrain.spec.recipes import RECIPES
@@ -284,6 +285,17 @@ def test_fp8_parameters_cost_what_their_casts_do(recipe, milliseconds, ratio):
     # Eight layers have twice as many weights.
     assert stored.seconds["FP8 parameters"] == pytest.approx(2 * milliseconds / 1e3, rel=0.10)
     assert without.step_s / stored.step_s == pytest.approx(ratio, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "torchao_tensorwise"])
+def test_fp8_parameters_are_gathered_in_half_the_bytes(recipe):
+    two = ("model=llama3_8b", "plan.num_gpus=2", f"fp8={recipe}", "model.use_distributed_optimizer=true")
+    without, stored = plan_of(*two), plan_of(*two, FP8_PARAMS)
+    in_fp8 = stored.stages[0].fp8_weights
+    # Of each rank's half one byte a value, over the link of two GPUs.
+    rate = link_bytes_per_s(Machine(gpu=stored.gpu, efficiency=EFFICIENCY), stored.spec.layout, 2)
+    less = without.speed.run.seconds["data parallel"] - stored.speed.run.seconds["data parallel"]
+    assert less == pytest.approx(in_fp8 / 2 / rate)
 
 
 # On an H200, attention of one microbatch, forward + backward, in milliseconds: cuDNN's and FlashAttention-4's

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
@@ -43,6 +44,7 @@ from gpt_pretrain.megatron.optimizer_state import (
 )
 from gpt_pretrain.megatron.parallel import seed_dropout
 from gpt_pretrain.megatron.pickles import harmless_state, restricted
+from gpt_pretrain.megatron.stored_weights import StoredWeight
 
 _KEYS_SHOWN = 20
 # megatron-core's name of what is no tensor.
@@ -195,6 +197,10 @@ def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Ca
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     _check_keys(path, wanted, left_out)
+    for entry in nested_values({key: wanted[key] for key in keys}):
+        # Read in parts, as a SwiGLU's gate and up are, it could not be cast; the chunk casts it whole.
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory) and isinstance(entry.data, StoredWeight):
+            entry.data = entry.data.dequantize()
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
     for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
         scales = {name: harmless_state(name, value) for name, value in state[key].items() if EXTRA_STATE in name}

@@ -34,8 +34,8 @@ _PIECE = 2**24
 class StoredWeight(torch.Tensor):
     """E4M3 codes with one scale that pass for a matrix of high precision.
 
-    A view is one of the codes. `copy_` casts what it is given. Any other operation reads the values that the codes
-    stand for, and none writes to them.
+    A view is one of the codes, unless it asks for another type. `copy_` casts what it is given. Any other operation
+    reads the values that the codes stand for, and none writes to them.
     """
 
     codes: torch.Tensor
@@ -93,7 +93,7 @@ class StoredWeight(torch.Tensor):
     ) -> Any:
         """See the class."""
         weight, kwargs = args[0], kwargs or {}
-        if func.is_view:
+        if func.is_view and func is not torch.ops.aten.view.dtype:
             return tree_map(weight._around, func(weight.codes, *args[1:], **kwargs))
         if func is torch.ops.aten.copy_.default and isinstance(weight, cls):
             weight._cast(args[1].dequantize() if isinstance(args[1], cls) else args[1])
