@@ -2,14 +2,20 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from gpt_pretrain.checkpoint.load import load_weights
+from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.commands.export import main as export_main
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.rules.gate import load_config
-from tests.emulated_training import TINY, emulated_training
+from tests.emulated_training import TINY, emulated_training, save_checkpoint
 from tests.forked_runs import fork_ranks
 from tests.optimizer_states import LEAN, SMALLEST
 from tests.rounding import fp8_anew_tolerance
 from tests.sabotages import prove
+from tests.saved_models import FAMILIES, saved_model
 from tests.stored_weights import KEPT_OUT, SABOTAGES, STORED, distributed_optimizer, observed, torchaos_cast
 
 LAYOUTS = ("dp", "tp2", "pp2")
@@ -114,7 +120,8 @@ def test_torchaos_own_products_read_the_codes(one_process):
 
 
 def test_masters_of_fewer_bytes_are_cast_too():
-    with emulated_training(*STORED, "model.use_distributed_optimizer=true", *LEAN, *SMALLEST) as training:
+    small = ("model.use_distributed_optimizer=true", "model.bias=true", *LEAN, *SMALLEST)
+    with emulated_training(*STORED, *small) as training:
         training.step()
         prove(training, step=2)
         weights, masters, _ = distributed_optimizer(training)._get_fp8_params_and_shard_fp32_from_fp8()
@@ -123,6 +130,36 @@ def test_masters_of_fewer_bytes_are_cast_too():
             codes, scale = torchaos_cast(master.float())
             assert torch.equal(weight.codes.view(-1), codes)
             assert torch.equal(weight.scale, scale)
+
+
+def test_weights_alone_become_masters_and_codes(tmp_path):
+    """A run in FP8 goes on from weights of one in BF16: masters are its weights, and codes are of the masters."""
+    with emulated_training("trainer.precision=bf16") as training:
+        training.step()
+        progress = Progress(step=1, consumed_samples=4)
+        path = save_checkpoint(tmp_path, training.trainable, progress, training.config, {})
+        saved = {name: parameter.detach().clone() for name, parameter in training.chunks[0].named_parameters()}
+    with emulated_training(*STORED) as training:
+        load_weights(verify_checkpoint(path), training.trainable, training.config, {})
+        for name, parameter in training.chunks[0].named_parameters():
+            if isinstance(parameter, StoredWeight):
+                codes, scale = torchaos_cast(saved[name].float())
+                assert torch.equal(parameter.codes, codes), name
+                assert torch.equal(parameter.scale, scale), name
+                assert torch.equal(parameter.main_param, saved[name].float().view(-1)), name
+            else:
+                assert torch.equal(parameter, saved[name]), name
+        prove(training, step=1)
+
+
+def test_exports_hold_the_values_of_the_codes(tmp_path):
+    stored = [each for each in STORED if "fp8_exclude" not in each]
+    with saved_model(tmp_path, *FAMILIES["llama"], *stored, "model.vocab_size=304", tokenizer=None) as saved:
+        values = saved.model.decoder.layers[1].mlp.linear_fc2.weight.dequantize()
+    assert export_main([f"checkpoint={saved.path}", f"out={tmp_path / 'hf'}"]) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    assert exported.dtype is torch.bfloat16
+    assert torch.equal(exported, values)
 
 
 def test_a_skipped_step_leaves_codes_and_scales_as_they_are():
