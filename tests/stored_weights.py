@@ -26,6 +26,7 @@ STORED = (
     "trainer.gradient_clip_val=0",
     f"model.fp8_exclude=[{KEPT_OUT}]",
 )
+NOT_STORED = tuple(each for each in STORED if "fp8_params" not in each)
 STEPS = 3
 
 

@@ -98,6 +98,13 @@ def test_tensor_parallel_ranks_scale_their_own_parts(two_ranks, one_process):
     assert any(not torch.equal(first[name]["scale"], second[name]["scale"]) for name in first)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_before_the_first_update_codes_are_those_of_the_layers_own_cast(layout, two_ranks):
+    """Masters are BF16 numbers then. Scales of other parts than those of a rank's weight would show in the loss."""
+    for seen in two_ranks[layout]:
+        assert seen["losses"][0] == seen["without"]
+
+
 @pytest.mark.parametrize(
     ("sabotage", "told"),
     [("a part that is not cast again", "every value the code of its master"), ("stale scales", "scale of the weight")],

@@ -91,13 +91,14 @@ def test_a_cpu_that_has_no_more_memory_is_recognised():
     assert ran_out_of_memory(raised.value)
 
 
-def test_the_remedies_are_sorted_and_are_the_plans_own_forecasts():
-    found = remedies(*ON_EIGHT, "fp8=delayed")
+@pytest.mark.parametrize("recipe", ["delayed", "torchao_tensorwise"])
+def test_the_remedies_are_sorted_and_are_the_plans_own_forecasts(recipe):
+    found = remedies(*ON_EIGHT, f"fp8={recipe}")
     assert list(found.values()) == sorted(found.values())
     for overrides, peak_gib in found.items():
-        planned = plan_of(*ON_EIGHT, "fp8=delayed", *overrides.split())
+        planned = plan_of(*ON_EIGHT, f"fp8={recipe}", *overrides.split())
         assert peak_gib == pytest.approx(planned.memory.worst.peak / GIB), overrides
-        assert peak_gib < plan_of(*ON_EIGHT, "fp8=delayed").memory.worst.peak / GIB
+        assert peak_gib < plan_of(*ON_EIGHT, f"fp8={recipe}").memory.worst.peak / GIB
     assert {"model.use_distributed_optimizer=true", "model.micro_batch_size=1"} <= set(found)
     assert any("model.fp8_params=true" in overrides for overrides in found)
     assert any("model.optim.use_precision_aware_optimizer=true" in overrides for overrides in found)
@@ -114,6 +115,7 @@ def test_what_is_on_already_or_breaks_a_rule_is_not_offered():
         )
     )
     assert "fp8_params" not in found, "the run is not in FP8"
+    assert not any("fp8_params" in offer for offer in remedies(*ON_EIGHT, "fp8=torchao_rowwise")), "it refuses that"
     assert "use_distributed_optimizer" not in found, "it is on"
     assert "micro_batch_size" not in found, "it is 1"
     assert "parallel_size" not in found, "three ranks are no pairs"

@@ -2,8 +2,8 @@
 
     FOLDER LAYOUT …
 
-Rank r writes FOLDER/LAYOUT.r.pt: what `tests.stored_weights.observed` saw, and under "spoilt" what the proof said where
-rank 1 does something wrong.
+Rank r writes FOLDER/LAYOUT.r.pt: what `tests.stored_weights.observed` saw; under "without" the first loss of a run that
+casts BF16 weights; under "spoilt" what the proof said where rank 1 does something wrong.
 """
 
 import sys
@@ -20,7 +20,7 @@ from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from tests.emulated_training import TINY, build_training_of, lay_out_anew
 from tests.sabotages import prove
-from tests.stored_weights import SABOTAGES, STORED, observed
+from tests.stored_weights import NOT_STORED, SABOTAGES, STORED, observed
 
 
 def main() -> None:
@@ -32,6 +32,7 @@ def main() -> None:
         for layout, config in configs.items():
             lay_out_anew(config)
             seen = observed(build_training_of(config))
+            seen["without"] = build_training_of(load_config([*TINY, *NOT_STORED, f"parallelism={layout}"])).step()
             for name, sabotage in SABOTAGES.items() if layout == "dp" else ():
                 training = build_training_of(config)
                 training.step()
