@@ -56,7 +56,7 @@ def state(weight):
 def test_masters_are_cast_to_the_bit_as_transformer_engine_casts_them(group, name):
     from transformer_engine.common import recipe as recipes
 
-    install_weight_cast()
+    install_weight_cast(of_te=True)
     states = []
     for function in (quantize_param_shard, cast_masters):
         weights = trained_weights(getattr(recipes, name)())

@@ -53,7 +53,7 @@ def transformer_engine(monkeypatch):
 
 
 def test_it_is_installed_where_all_is_there(transformer_engine):
-    install_weight_cast()
+    install_weight_cast(of_te=True)
     assert distrib_optimizer.quantize_param_shard is cast_masters
 
 
@@ -81,7 +81,7 @@ def test_another_transformer_engine_is_refused_with_what_it_lacks(transformer_en
     else:
         setattr(transformer_engine[module], name, instead)
     with pytest.raises(UserError) as error:
-        install_weight_cast()
+        install_weight_cast(of_te=True)
     message = str(error.value)
     assert message.startswith("model.fp8_params=true ")
     assert all(part in message for part in ("2.12", "2.99.0", f": {said}; "))
@@ -93,4 +93,4 @@ def test_a_module_that_is_gone_is_named(transformer_engine, monkeypatch):
     name = "transformer_engine.pytorch.optimizers.multi_tensor_apply"
     monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UserError, match=f": {name};"):
-        install_weight_cast()
+        install_weight_cast(of_te=True)

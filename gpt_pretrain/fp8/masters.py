@@ -88,8 +88,8 @@ class _Shard:
         return int(off)
 
     def _count_other_codes(self, codes: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-        known = torch.zeros((), device=master.device)
-        low, high = rounded_between(master, known, self.weight.scale, FORMAT_MAX["e4m3"], CODE_TYPES["e4m3"])
+        no_margin = torch.zeros((), device=master.device)
+        low, high = rounded_between(master, no_margin, self.weight.scale, FORMAT_MAX["e4m3"], CODE_TYPES["e4m3"])
         found = codes.view(CODE_TYPES["e4m3"]).float()
         return (~((found >= low) & (found <= high))).sum()
 

@@ -133,7 +133,9 @@ def cast_shards(
     amaxes = torch.zeros(len(weights), dtype=torch.float32, device=weights[0].device)
     if held:
         largest = torch._foreach_norm([master for _, master in held], torch.inf)
-        amaxes[[index for index, _ in held]] = torch.stack(largest).float()
+        # Indexing by numbers of the host would wait for the device.
+        parts = amaxes.split(1)
+        torch._foreach_copy_([parts[index] for index, _ in held], torch.stack(largest).float().split(1))
     torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
     scale_rule = weights[0].scale_rule
     assert scale_rule is not None, "parameters are whole weights"
