@@ -11,7 +11,8 @@ After each update every rank casts its own parts:
     scale = 448 / amax                     as TorchAO computes it
     code = round(master · scale)           E4M3, from the master itself; nothing lies beyond 448
 
-The master is rounded once, as in TorchAO's FP8 all-gather of FSDP2. TE rounds it to BF16 first, and so does a run
+The master is rounded once, as TorchAO rounds FSDP2's fp32 shards (TorchAO 0.18, float8/fsdp_utils.py:
+`fsdp_pre_all_gather`, `precompute_float8_dynamic_scale_for_fsdp`). TE rounds it to BF16 first, and so does a run
 without `model.fp8_params`, which casts BF16 weights: there about 2% of the codes are the next ones. Tensor parallel
 ranks have scales of their own, as they do in that cast.
 """
