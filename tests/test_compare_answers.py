@@ -60,7 +60,7 @@ def test_further_variants_tell_the_noise_where_they_share_seeds_and_ground():
         gap = answer(*BASELINE, *ours, *beside).loss_gap
         return gap.high - gap.low
 
-    # Twice the degrees of freedom, and half of the noise between three variants of which two are the same.
+    # Of three variants two are the same: twice the degrees of freedom, and two thirds of the variance.
     assert width(*quiet) == pytest.approx(
         width() * t_quantile(0.95, 4) / t_quantile(0.95, 2) * math.sqrt(2 / 3), rel=0.01
     )

@@ -148,7 +148,7 @@ def compare_variant(
     ours: Sequence[RunRecord],
     theirs: Sequence[RunRecord],
     repeats: Sequence[RunRecord],
-    beside: Sequence[Sequence[RunRecord]] = (),
+    beside: Sequence[Sequence[RunRecord]],
     *,
     allowed: float,
 ) -> Answer:

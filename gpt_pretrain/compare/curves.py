@@ -76,7 +76,7 @@ class Pair:
         ours: Sequence[RunRecord],
         theirs: Sequence[RunRecord],
         repeats: Sequence[RunRecord],
-        beside: Sequence[Sequence[RunRecord]] = (),
+        beside: Sequence[Sequence[RunRecord]],
     ) -> None:
         everyone = [*ours, *theirs, *repeats]
         with_tokens = all(run.training.tokens for run in everyone)

@@ -7,6 +7,7 @@ from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Role, role_format
 from gpt_pretrain.fp8.rounding import (
     QUOTIENT_ERROR,
     Window,
+    count_other_codes,
     largest_magnitude,
     largest_of_blocks,
     rounded_between,
@@ -84,17 +85,16 @@ class CastChecks:
             found = operand.amax.max()
             off = (largest - found).abs() > operand.blur * largest
             self._checks.add(module, f"amax of the {role_name(role)}", off, largest, found)
-        low, high = rounded_between(
+        off = count_other_codes(
+            window.of(codes),
             part_of_values,
             operand.blur * largest,
             window.factors(scale, block),
-            FORMAT_MAX[format],
-            CODE_TYPES[format],
+            format,
         )
-        found_codes = window.of(codes).float()
-        off = (~((found_codes >= low) & (found_codes <= high))).sum()
         what, planned = f"codes of the {role_name(role)} in {phase.value}", "{0:,.0f} times round(value · scale) in "
-        self._checks.add(module, what, off, low.numel(), off, planned=planned + format, live="others {1:,.0f} times")
+        num_values, live = part_of_values.numel(), "others {1:,.0f} times"
+        self._checks.add(module, what, off, num_values, off, planned=planned + format, live=live)
 
     def check_codes_alone(self, module: str, phase: Phase, operand: Operand, amax: torch.Tensor | None) -> None:
         """Checks codes whose values are not known: they fill their format.
@@ -133,7 +133,7 @@ class CastChecks:
         if amax is None:
             low = high = torch.full_like(highest, largest)
         else:
-            low, high = rounded_between(amax, torch.zeros_like(amax), scale, largest, CODE_TYPES[format])
+            low, high = rounded_between(amax, torch.zeros_like(amax), scale, format)
         self._checks.add(module, what, ~((highest >= low) & (highest <= high)), high, highest)
 
     def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:

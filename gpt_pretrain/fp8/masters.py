@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
 from gpt_pretrain.fp8.observer import Difference
-from gpt_pretrain.fp8.rounding import QUOTIENT_ERROR, largest_magnitude, rounded_between
+from gpt_pretrain.fp8.rounding import QUOTIENT_ERROR, count_other_codes, largest_magnitude
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
@@ -58,10 +58,7 @@ class _Shard:
 
     @property
     def scale_inv(self) -> torch.Tensor:
-        """The factor of the codes, fp32: [1], or [n] where each block of 128×128 values has its own."""
-        if self.is_of_local_layer:
-            inverse: torch.Tensor = self.weight.scale.reciprocal()
-            return inverse
+        """The factor of Transformer Engine's codes, fp32: [1], or [n] where each 128×128 values have their own."""
         if hasattr(self.weight, "_scale_inv"):
             one: torch.Tensor = self.weight._scale_inv
             return one
@@ -73,12 +70,14 @@ class _Shard:
     def count_off(self) -> int:
         """Number of values too far from their masters; waits for the device."""
         off = torch.zeros((), dtype=torch.int64, device=self.master.device)
-        each_scale_inv = self.scale_inv.expand(self.master.numel())
-        pieces = (each.split(_PIECE) for each in (self.codes, self.master.view(-1), each_scale_inv))
-        for codes, master, scale_inv in zip(*pieces, strict=True):
-            if self.is_of_local_layer:
-                off += self._count_other_codes(codes, master)
-                continue
+        each_code, each_master = self.codes.split(_PIECE), self.master.view(-1).split(_PIECE)
+        if self.is_of_local_layer:
+            scale = self.weight.scale
+            for codes, master in zip(each_code, each_master, strict=True):
+                off += count_other_codes(codes, master, torch.zeros_like(scale), scale, "e4m3")
+            return int(off)
+        each_scale_inv = self.scale_inv.expand(self.master.numel()).split(_PIECE)
+        for codes, master, scale_inv in zip(each_code, each_master, each_scale_inv, strict=True):
             limit = FORMAT_MAX["e4m3"] * scale_inv
             # A delayed scale may be too large for the newest values, so that they saturate.
             aim = master.float().clamp(-limit, limit)
@@ -86,12 +85,6 @@ class _Shard:
             values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
             off += ((values - aim).abs() > step).sum()
         return int(off)
-
-    def _count_other_codes(self, codes: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-        no_margin = torch.zeros((), device=master.device)
-        low, high = rounded_between(master, no_margin, self.weight.scale, FORMAT_MAX["e4m3"], CODE_TYPES["e4m3"])
-        found = codes.view(CODE_TYPES["e4m3"]).float()
-        return (~((found >= low) & (found <= high))).sum()
 
 
 def _parts(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:

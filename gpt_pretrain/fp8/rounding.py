@@ -5,7 +5,8 @@ from typing import Self
 
 import torch
 
-from gpt_pretrain.fp8.gemms import Phase, spread_over_blocks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, spread_over_blocks
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # Scales are quotients in fp32: one rounding, of at most 2^-24, an inverse, and what fp64 adds here.
 QUOTIENT_ERROR = 2.0**-22
@@ -69,13 +70,22 @@ def largest_magnitude(values: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_between(
-    values: torch.Tensor, margin: torch.Tensor, factor: torch.Tensor, largest: float, dtype: torch.dtype
+    values: torch.Tensor, margin: torch.Tensor, factor: torch.Tensor, format: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The least and the largest code, as fp32, of values that are known to a margin and to the error of a quotient."""
-    values = values.float()
+    values, largest, dtype = values.float(), FORMAT_MAX[format], CODE_TYPES[format]
     margin = margin + QUOTIENT_ERROR * values.abs()
     low, high = ((each * factor).clamp(-largest, largest) for each in (values - margin, values + margin))
     return low.to(dtype).float(), high.to(dtype).float()
+
+
+def count_other_codes(
+    codes: torch.Tensor, values: torch.Tensor, margin: torch.Tensor, factor: torch.Tensor, format: str
+) -> torch.Tensor:
+    """How many codes are not between those of `rounded_between`, int64 []; does not wait for the device."""
+    low, high = rounded_between(values, margin, factor, format)
+    found = codes.view(CODE_TYPES[format]).float()
+    return (~((found >= low) & (found <= high))).sum()
 
 
 def multiply(phase: Phase, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, amax_history
+from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role, amax_history
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.fp8.rounding import rounded_between
+from gpt_pretrain.fp8.rounding import count_other_codes
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.products import Linear
@@ -183,12 +183,8 @@ class StatisticsCollector:
             return
         if scale is None or scale.numel() != 1:
             return
-        format = operand.format
-        low, high = rounded_between(
-            self._sample(weight), torch.zeros_like(scale), scale, FORMAT_MAX[format], CODE_TYPES[format]
-        )
-        then = self._sample(codes).float()
-        self._sums[row, _LAGGING] += (~((then >= low) & (then <= high))).sum()
+        then, now = self._sample(codes), self._sample(weight)
+        self._sums[row, _LAGGING] += count_other_codes(then, now, torch.zeros_like(scale), scale, operand.format)
         self._sums[row, _COMPARED] += then.numel()
 
     @torch.no_grad()
