@@ -46,10 +46,14 @@ def losses(metrics):
         pytest.param("blockwise", ["parallelism=dp"], id="blockwise DP2"),
         pytest.param("blockwise", ["parallelism=dp", STORED], id="blockwise DP2 stored"),
         pytest.param("blockwise", ["parallelism=pp2"], id="blockwise PP2"),
+        pytest.param("torchao_tensorwise", ["parallelism=dp", STORED], id="TorchAO tensorwise DP2 stored"),
+        pytest.param("torchao_rowwise", ["parallelism=tp2_sp"], id="TorchAO rowwise TP2+SP"),
     ],
 )
 def test_layout_is_proven_and_trains_as_one_gpu(recipe, layout, tmp_path, cache_dir, one_gpu):
-    metrics = run_small(2, tmp_path / "run", cache_dir, [*SHORT, f"fp8={recipe}", *layout], on_gpus=True)
+    # The state of a later step tells more than the first one's.
+    overrides = [*SHORT, f"fp8={recipe}", *layout, "logging.fp8_proof_interval=5"]
+    metrics = run_small(2, tmp_path / "run", cache_dir, overrides, on_gpus=True)
     assert metrics.fp8_coverage.time_s < 1.0
     assert (metrics.fp8_coverage.parameter_bytes_share > 0) == (STORED in layout)
     assert (metrics.fp8_coverage.first_scale_passes > 0) == (recipe == "delayed")
@@ -73,7 +77,7 @@ def test_context_parallel_ranks_beside_others_see_the_whole_sequence(recipe, lay
     assert trained == pytest.approx(one_gpu(recipe), rel=2e-2)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "torchao_tensorwise"])
 def test_fp8_weights_train_as_bf16_weights_do(recipe, tmp_path, cache_dir):
     # Calm enough that rounding does not decide where the run goes.
     calm = [*SMALL_GPU_RUN, f"fp8={recipe}", "parallelism=dp", "trainer.max_steps=100", "model.optim.lr=3e-4"]
@@ -112,3 +116,4 @@ def test_fp8_weights_are_gathered_in_half_the_bytes():
     }
     assert gathered("fp8=delayed", STORED) == stored
     assert gathered("fp8=tensorwise", STORED) == stored
+    assert gathered("fp8=torchao_tensorwise", STORED) == stored

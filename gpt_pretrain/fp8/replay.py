@@ -114,9 +114,12 @@ class Replay:
         for row, tensor in enumerate(tensors):
             for index, amax in enumerate(self._amaxes[tensor][: self._num_microbatches]):
                 amaxes[row, index] = amax[0]
-            end = ends[tensor]
+            begin, end = self._begin[tensor], ends[tensor]
+            # Of a stored weight row 0 waits for the next pass, in which the ranks join it.
+            if tensor in self._stored and begin is not None:
+                amaxes[row, 0] = begin[0][0]
             if end is not None:
-                state = torch.stack([end[1].double(), end[0].double().sum()])
+                state = torch.stack([end[1].double(), end[0][1:].double().sum()])
                 states[:, row] = torch.stack([state, -state])
         torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
         joined = states.clone()
