@@ -144,13 +144,21 @@ def test_one_layer_computes_what_transformer_engine_does(overrides, world):
         assert max(errors.values()) < 2e-3, f"step {step}: {errors}"
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "layout"),
+    [
+        pytest.param(1, "single", id="one GPU"),
+        pytest.param(2, "tp2_sp", id="TP2+SP", marks=pytest.mark.gpu(count=2)),
+        pytest.param(2, "dp", id="DP2", marks=pytest.mark.gpu(count=2)),
+    ],
+)
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_loss_curves_of_whole_runs_agree(tmp_path, cache_dir, recipe):
+def test_loss_curves_of_whole_runs_agree(tmp_path, cache_dir, recipe, num_gpus, layout):
     # At the small run's own learning rate rounding decides where it goes: two layouts in plain BF16 end 1% apart.
-    calm = [*SMALL_GPU_RUN, f"fp8={recipe}", "trainer.max_steps=200", "model.optim.lr=3e-4"]
+    calm = [*SMALL_GPU_RUN, f"fp8={recipe}", "trainer.max_steps=200", "model.optim.lr=3e-4", f"parallelism={layout}"]
     calm.append("logging.fp8_statistics_interval=200")
-    te = run_small(1, tmp_path / "te", cache_dir, calm, on_gpus=True)
-    emulated = run_small(1, tmp_path / "emulated", cache_dir, [*calm, "model.fp8_emulate=true"], on_gpus=True)
+    te = run_small(num_gpus, tmp_path / "te", cache_dir, calm, on_gpus=True)
+    emulated = run_small(num_gpus, tmp_path / "emulated", cache_dir, [*calm, "model.fp8_emulate=true"], on_gpus=True)
     ours, theirs = ([record.loss for record in metrics.train] for metrics in (emulated, te))
     print(recipe, "largest difference of 200 losses:", max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)))
     assert means_of_ten(ours) == pytest.approx(means_of_ten(theirs), rel=5e-3)
