@@ -158,6 +158,21 @@ def test_the_observer_tells_of_grouped_products_without_rows(grouped_linear, m_s
     assert sorted(map(str, idles)) == sorted(str((name, phase)) for phase in Phase for _ in range(idle))
 
 
+def test_the_observer_tells_only_of_products_that_are_asked_for(grouped_linear):
+    name, asked, seen = "decoder.layers.1.mlp.linear_fc1", [], []
+
+    def asks(layer, phase):
+        asked.append((layer, phase))
+        return phase is Phase.dgrad and asked.count((name, phase)) == 1
+
+    with emulated_training() as training:
+        experts = training.chunks[0].decoder.layers[1].mlp.linear_fc1 = grouped_linear()
+        with observe_products(training.chunks, lambda layer, product: seen.append((layer, product.part)), asks=asks):
+            experts(torch.randn(5, 4, requires_grad=True), [3, 2]).sum().backward()
+    assert sorted(map(str, asked)) == sorted(str((name, phase)) for phase in Phase for _ in range(2)), "each expert's"
+    assert seen == [(name, 0)]
+
+
 @pytest.mark.parametrize("graphs", [None, "none"])
 def test_a_run_whose_layers_are_replayed_says_that_only_its_first_step_is_proven(graphs):
     overrides = ["model=gpt2_124m", "model.micro_batch_size=4", "model.global_batch_size=8", "fp8=tensorwise"]

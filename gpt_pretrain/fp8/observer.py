@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product, ProductListener
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.te_products import (
-    AsksResult,
+    Asks,
     IdleListener,
     Listener,
     format_of,
@@ -46,7 +46,8 @@ def observe_products(
     listener: Listener,
     *,
     idle_listener: IdleListener | None = None,
-    asks_result: AsksResult | None = None,
+    asks: Asks | None = None,
+    asks_result: Asks | None = None,
     measure_amax: bool = False,
 ) -> Iterator[None]:
     """Tells the listener about every product that the linear layers of these model chunks compute inside.
@@ -55,6 +56,7 @@ def observe_products(
         chunks: This rank's model chunks.
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
         idle_listener: Receives the layer's name and which of its products, where experts compute nothing.
+        asks: Products of Transformer Engine for which it returns false are not told of. Local layers tell of all.
         asks_result: Products of Transformer Engine are told of with the values that were cast, and those for which it
             returns true with their result. Local layers always tell both.
         measure_amax: Computes the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
@@ -78,6 +80,7 @@ def observe_products(
                     transformer_engine,
                     listener,
                     idle_listener=idle_listener,
+                    asks=asks,
                     asks_result=asks_result,
                     measure_amax=measure_amax,
                 )

@@ -79,13 +79,20 @@ def rounded_between(
     return low.to(dtype).float(), high.to(dtype).float()
 
 
+def other_codes(
+    codes: torch.Tensor, values: torch.Tensor, margin: torch.Tensor, factor: torch.Tensor, format: str
+) -> torch.Tensor:
+    """Which codes are not between those of `rounded_between`, bool of their shape."""
+    low, high = rounded_between(values, margin, factor, format)
+    found = codes.view(CODE_TYPES[format]).float()
+    return ~((found >= low) & (found <= high))
+
+
 def count_other_codes(
     codes: torch.Tensor, values: torch.Tensor, margin: torch.Tensor, factor: torch.Tensor, format: str
 ) -> torch.Tensor:
     """How many codes are not between those of `rounded_between`, int64 []; does not wait for the device."""
-    low, high = rounded_between(values, margin, factor, format)
-    found = codes.view(CODE_TYPES[format]).float()
-    return (~((found >= low) & (found <= high))).sum()
+    return other_codes(codes, values, margin, factor, format).sum()
 
 
 def multiply(phase: Phase, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

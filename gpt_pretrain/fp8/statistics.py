@@ -19,8 +19,8 @@ Shares are means over all values of all microbatches and all ranks.
 A sampled observation looks at the first microbatch alone, and at no more than `SAMPLE` rows and columns of a tensor,
 evenly spaced and others each time: at most 16,384 values, of which a share of 1e-3 is known to 2.5e-4 and one of 0.1 to
 2.3e-3 (one standard deviation, if values are independent; rows are tokens, and 128 tokens that are each all or nothing
-tell a share of 0.1 to 0.027). Amax and scale are not sampled. It costs a copy of these values for each tensor, and a
-few kernels for all of them together.
+tell a share of 0.1 to 0.027). Amax and scale are not sampled. It costs three copies for each tensor, of these values,
+the amax and the scale, and a few kernels for all of them together: on a GPU the host has to start every one of them.
 """
 
 from collections import defaultdict
@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role, amax_history
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role, amax_history
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.fp8.rounding import count_other_codes
+from gpt_pretrain.fp8.rounding import other_codes
 from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.products import Linear
@@ -106,6 +106,7 @@ class StatisticsCollector:
         self._maxima = torch.full((len(self._rows), 4), -torch.inf, device=self._device)
         self._sums = torch.zeros((len(self._rows), 8), dtype=torch.int64, device=self._device)
         self._counted_in: dict[tuple[str, Role], Phase] = {}
+        self._asked: set[tuple[str, Phase]] = set()
         self._seen: list[_Seen] = []
 
     @contextmanager
@@ -118,10 +119,12 @@ class StatisticsCollector:
         """
         self._clear(sampled=sampled)
         self._num_observed += 1
-        with observe_products(self._chunks, self.add, measure_amax=not sampled):
+        asks = self._asks if sampled else None
+        with observe_products(self._chunks, self.add, asks=asks, measure_amax=not sampled):
             yield
         self._count_seen()
-        self._add_histories()
+        if not sampled:
+            self._add_histories()
         table = torch.cat([self._maxima.double(), self._sums.double()], dim=1)
         tables = table.new_empty(torch.distributed.get_world_size() * len(table), table.shape[1])
         torch.distributed.all_gather_into_tensor(tables, table)
@@ -129,6 +132,12 @@ class StatisticsCollector:
         columns = self._maxima.shape[1]
         joined = torch.cat([tables[..., :columns].amax(dim=0), tables[..., columns:].sum(dim=0)], dim=1)
         self._pending.append((step, joined))
+
+    def _asks(self, layer: str, phase: Phase) -> bool:
+        """Whether a sample needs a product: each of a layer once, if it has an operand that was not looked at."""
+        is_first = (layer, phase) not in self._asked
+        self._asked.add((layer, phase))
+        return is_first and any((layer, role) not in self._counted_in for role in OPERANDS[phase])
 
     @torch.no_grad()
     def add(self, layer: str, product: Product) -> None:
@@ -139,16 +148,18 @@ class StatisticsCollector:
                 continue
             is_first = (layer, operand.role) not in self._counted_in
             if self._counts(layer, operand.role, product.phase) and (is_first or not self._sampled):
-                self._seen.append(self._look_at(row, operand, operand.codes, is_first=is_first))
-                if is_first and operand.role is Role.weight:
-                    self._compare_with_master(row, operand, operand.codes, self._modules.get(layer))
+                module = self._modules.get(layer)
+                self._seen.append(self._look_at(row, operand, operand.codes, module, is_first=is_first))
 
     def _counts(self, layer: str, role: Role, phase: Phase) -> bool:
         new = (layer, role) not in self._counted_in
         counted_in = self._counted_in.setdefault((layer, role), phase)
         return new if role is Role.weight else counted_in is phase
 
-    def _look_at(self, row: int, operand: Operand, codes: torch.Tensor, *, is_first: bool) -> "_Seen":
+    def _look_at(
+        self, row: int, operand: Operand, codes: torch.Tensor, module: torch.nn.Module | None, *, is_first: bool
+    ) -> "_Seen":
+        assert operand.scale is not None, "FP8 codes have a scale"
         scale_min, scale_max = _extremes(operand.scale)
         sample = self._sample(codes).reshape(-1).view(torch.uint8) if is_first else None
         return _Seen(
@@ -157,8 +168,9 @@ class StatisticsCollector:
             num_values=sample.numel() if self._sampled and sample is not None else codes.numel(),
             counts=None if self._sampled else count_codes(codes, _LARGEST_CODE[operand.format]),
             sample=sample,
+            weight=self._sample_weight(operand, codes, module) if is_first and operand.role is Role.weight else None,
             # Delayed scaling writes the next pass's amax into the same place.
-            amax=None if operand.amax is None else operand.amax.detach().float().clone().view(-1).amax(),
+            amax=None if operand.amax is None else operand.amax.detach().view(-1).amax(),
             scale_min=scale_min,
             scale_max=scale_max,
         )
@@ -167,45 +179,47 @@ class StatisticsCollector:
         """At most `SAMPLE` rows and columns, evenly spaced; others in the next observation."""
         matrix = matrix.detach().reshape(-1, matrix.shape[-1])
         (down, across) = (-(-size // SAMPLE) for size in matrix.shape)
-        return matrix[self._num_observed % down :: down, self._num_observed % across :: across].contiguous()
+        part = matrix[self._num_observed % down :: down, self._num_observed % across :: across]
+        # A copy also of small tensors: the optimizer's step comes before they are counted.
+        return part.clone(memory_format=torch.contiguous_format)
 
-    def _compare_with_master(
-        self, row: int, operand: Operand, codes: torch.Tensor, module: torch.nn.Module | None
-    ) -> None:
-        """Casts a weight once more; of weights stored in FP8 and of blocks the proof's comparison has to do.
-
-        The scale is known to its last bit, as the inverse of what is stored beside the codes. Values in the middle
-        between two codes may go either way: with some amaxes one in 128 values of a BF16 weight lies there.
-        """
+    def _sample_weight(
+        self, operand: Operand, codes: torch.Tensor, module: torch.nn.Module | None
+    ) -> torch.Tensor | None:
+        """The sample's weights as they are now; None for weights stored in FP8 and blocks, which the proof compares."""
         weight: Any = getattr(module, "weight", None)
-        scale = operand.scale
         if weight is None or hasattr(weight, "_quantizer") or weight.shape != codes.shape:
-            return
-        if scale is None or scale.numel() != 1:
-            return
-        then, now = self._sample(codes), self._sample(weight)
-        self._sums[row, _LAGGING] += count_other_codes(then, now, torch.zeros_like(scale), scale, operand.format)
-        self._sums[row, _COMPARED] += then.numel()
+            return None
+        if operand.scale is None or operand.scale.numel() != 1:
+            return None
+        return self._sample(weight).reshape(-1)
 
     @torch.no_grad()
     def _count_seen(self) -> None:
         """Adds up what was looked at: a few kernels for all tensors, rather than for each."""
         seen, self._seen = self._seen, []
         by_size: dict[int, list[_Seen]] = defaultdict(list)
+        by_weight: dict[tuple[int, str], list[_Seen]] = defaultdict(list)
         for each in seen:
             if each.sample is not None:
                 by_size[each.sample.numel()].append(each)
+            if each.weight is not None:
+                by_weight[each.weight.numel(), each.format].append(each)
         for group in by_size.values():
             self._count_samples(group)
+        for group in by_weight.values():
+            self._compare_weights(group)
         counted = [(each, each.counts) for each in seen if each.counts is not None]
         if not counted:
             return
-        rows = torch.tensor([each.row for each, _ in counted], device=self._device)
         flushed, largest, highest = torch.stack([counts for _, counts in counted]).unbind(dim=1)
-        values = torch.tensor([each.num_values for each, _ in counted], device=self._device)
-        largest_code = torch.tensor([_LARGEST_CODE[each.format] for each, _ in counted], device=self._device)
-        limit = torch.tensor([FORMAT_MAX[each.format] * _ROUNDING for each, _ in counted], device=self._device)
-        known = torch.tensor([each.amax is not None for each, _ in counted], device=self._device)
+        rows, values, largest_code = self._on_device(
+            [[each.row, each.num_values, _LARGEST_CODE[each.format]] for each, _ in counted]
+        ).unbind(dim=1)
+        limit, known = self._on_device(
+            [[FORMAT_MAX[each.format] * _ROUNDING, float(each.amax is not None)] for each, _ in counted]
+        ).unbind(dim=1)
+        known = known.bool()
         missing = torch.full((), -torch.inf, device=self._device)
         amax = torch.stack([missing if each.amax is None else each.amax for each, _ in counted])
         amax = torch.where(known, _finite_or_inf(amax), missing)
@@ -223,17 +237,35 @@ class StatisticsCollector:
     def _count_samples(self, group: list["_Seen"]) -> None:
         """Counts samples of one size."""
         magnitudes = torch.stack([each.sample for each in group if each.sample is not None]) & 0x7F
-        rows = torch.tensor([each.row for each in group], device=self._device)
+        rows, largest = self._on_device([[each.row, _LARGEST_CODE[each.format]] for each in group]).unbind(dim=1)
         not_zero = torch.count_nonzero(magnitudes, dim=1)
         smallest = torch.count_nonzero(magnitudes == _SMALLEST_CODE, dim=1)
         self._sums[:, _NOT_ZERO].index_add_(0, rows, not_zero)
         self._sums[:, _SMALLEST].index_add_(0, rows, smallest)
         if self._sampled:
-            largest = torch.tensor([[_LARGEST_CODE[each.format]] for each in group], device=self._device)
-            full = torch.count_nonzero(magnitudes == largest, dim=1)
+            full = torch.count_nonzero(magnitudes == largest[:, None], dim=1)
             counts = torch.stack([magnitudes.shape[1] - not_zero, full, magnitudes.amax(dim=1).long()], dim=1)
             for each, of_sample in zip(group, counts, strict=True):
                 each.counts = of_sample
+
+    def _compare_weights(self, group: list["_Seen"]) -> None:
+        """Casts samples of weights once more, of one size and format.
+
+        The scale is known to its last bit, as the inverse of what is stored beside the codes. Values in the middle
+        between two codes may go either way: with some amaxes one in 128 values of a BF16 weight lies there.
+        """
+        then = torch.stack([each.sample for each in group if each.sample is not None])
+        now = torch.stack([each.weight for each in group if each.weight is not None])
+        scale = torch.stack([each.scale_max for each in group])[:, None]
+        other = other_codes(then, now, torch.zeros_like(scale), scale, group[0].format).sum(dim=1)
+        compared = torch.full_like(other, then.shape[1])
+        (rows,) = self._on_device([[each.row for each in group]])
+        self._sums[:, _COMPARED:].index_add_(0, rows, torch.stack([compared, other], dim=1))
+
+    def _on_device(self, table: list[list[int]] | list[list[float]]) -> torch.Tensor:
+        """A table of numbers, copied without waiting for the device, as `torch.tensor(…, device=…)` would."""
+        on_host = torch.tensor(table, pin_memory=self._device.type == "cuda")
+        return on_host.to(self._device, non_blocking=True)
 
     def _add_histories(self) -> None:
         for chunk in self._chunks:
@@ -270,6 +302,8 @@ class _Seen:
     """int64 [3], as of `count_codes`; None until its sample is counted."""
     sample: torch.Tensor | None
     """uint8 [values]."""
+    weight: torch.Tensor | None
+    """The values of a weight's sample [values] as they are now."""
     amax: torch.Tensor | None
     """fp32 []."""
     scale_min: torch.Tensor
@@ -281,9 +315,8 @@ def _finite_or_inf(values: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
 
 
-def _extremes(scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _extremes(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest and the largest of a tensor's scales, fp32 []."""
-    assert scale is not None, "FP8 codes have a scale"
     scale = scale.detach().float()
     if scale.numel() == 1:
         return scale.view(()), scale.view(())

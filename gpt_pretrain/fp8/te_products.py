@@ -47,8 +47,8 @@ _FAST_ERROR, _SPLIT_ERROR = 2.0**-13, 2.0**-16
 Listener = Callable[[str, Product], None]
 # Called for a grouped product without rows: no token came to any of this rank's experts.
 IdleListener = Callable[[str, Phase], None]
-# Called before each product of a layer: whether it is to be told of with its result.
-AsksResult = Callable[[str, Phase], bool]
+# Called before each product of a layer: whether it is to be told of, or told of with its result.
+Asks = Callable[[str, Phase], bool]
 
 
 def is_te_linear(module: torch.nn.Module) -> bool:
@@ -66,11 +66,12 @@ def watch_transformer_engine(
     listener: Listener,
     *,
     idle_listener: IdleListener | None,
-    asks_result: AsksResult | None,
+    asks: Asks | None,
+    asks_result: Asks | None,
     measure_amax: bool,
 ) -> Iterator[None]:
     """Tells of every product of these modules; see `observer.observe_products`."""
-    watch = _Watch(modules, listener, idle_listener, asks_result, measure_amax=measure_amax)
+    watch = _Watch(modules, listener, idle_listener, asks, asks_result, measure_amax=measure_amax)
     with ExitStack() as stack:
         for name, module in modules.items():
             stack.callback(module.register_forward_pre_hook(partial(watch.enter, name)).remove)
@@ -104,13 +105,15 @@ class _Watch:
         modules: Mapping[str, torch.nn.Module],
         listener: Listener,
         idle_listener: IdleListener | None,
-        asks_result: AsksResult | None,
+        asks: Asks | None,
+        asks_result: Asks | None,
         *,
         measure_amax: bool,
     ) -> None:
         self._modules = modules
         self._listener = listener
         self._idle_listener = idle_listener
+        self._asks_product = asks
         self._asks_result = asks_result
         self._measure_amax = measure_amax
         self._name = ""
@@ -236,6 +239,8 @@ class _Watch:
         added: torch.Tensor | None = None,
         is_split: bool = False,
     ) -> None:
+        if self._asks_product is not None and not self._asks_product(self._name, phase):
+            return
         given = dict(zip(_ARGUMENTS[phase], (a, b), strict=True))
         values = {role: self._values_of(role, expert, rows) for role in given} if self._asks_result else {}
         blur, measure = {Role.input: self._blur}, self._measure_amax
@@ -294,8 +299,11 @@ def _operand(
     if name not in CODE_TYPES:
         return Operand(role=role, format=name, codes=None, scale=None, amax=None)
     codes, scale_inv = _stored(tensor, columnwise=phase is Phase.wgrad or (phase, role) == (Phase.dgrad, Role.weight))
-    # E8M0 is an exponent with a bias of 127. Blocks that only pad the array of scales contain zeros.
-    scale = torch.exp2(127.0 - scale_inv.float()) if scale_inv.dtype is torch.uint8 else 1.0 / scale_inv
+    # E8M0 is an exponent with a bias of 127.
+    scale = torch.exp2(127.0 - scale_inv.float()) if scale_inv.dtype is torch.uint8 else scale_inv.reciprocal()
+    if scale.numel() > 1:
+        # Blocks that only pad the array of scales contain zeros.
+        scale = torch.where(scale_inv > 0, scale, torch.nan)
     amax = None
     if phase is CAST_IN[role]:
         amax = getattr(tensor._quantizer, "amax", None)
@@ -307,7 +315,7 @@ def _operand(
         role=role,
         format=name,
         codes=codes.view(CODE_TYPES[name]),
-        scale=torch.where(scale_inv > 0, scale, torch.nan),
+        scale=scale,
         amax=amax,
         values=None if is_gathered else values,
         blur=blur,
