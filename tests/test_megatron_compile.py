@@ -40,6 +40,15 @@ def test_it_learns_what_uncompiled_layers_learn(model, precision):
     assert names[COMPILED,] == names[()]
 
 
+def test_microbatches_of_one_sample_share_the_graph():
+    one = ("model.micro_batch_size=1", "model.global_batch_size=2")
+    losses = {}
+    for overrides in ((), (COMPILED,)):
+        with emulated_training(*one, *overrides) as training:
+            losses[overrides] = [training.step(), training.step()]
+    assert losses[COMPILED,] == pytest.approx(losses[()], rel=ROUNDING["fp32"])
+
+
 def test_a_graph_that_breaks_ends_the_run_rather_than_its_gain():
     with emulated_training(COMPILED) as training:
         training.chunks[0].decoder.layers[0].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())

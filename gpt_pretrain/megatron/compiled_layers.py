@@ -79,16 +79,24 @@ class CompiledLayer(WholeLayer):
     run_compiled: Callable[..., Any]
     """`TransformerLayer.forward`, compiled; set by `CompiledLayers.attach`."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See megatron-core's class.
+
+        Args:
+            hidden_states: [sequence, batch, hidden].
+            args: Of megatron-core.
+            kwargs: Likewise.
 
         Raises:
             RunError: torch.compile does not take the layer whole, or asks for a second graph.
         """
         if not (self.is_replayed and self.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
+            return super().forward(hidden_states, *args, **kwargs)
+        # A batch of one has any stride: the embedding's transpose leaves another than layers do, and a graph is made
+        # for strides.
+        hidden_states = hidden_states.flatten(0, 1).view(hidden_states.shape)
         try:
-            return self.run_compiled(self, *args, **kwargs)
+            return self.run_compiled(self, hidden_states, *args, **kwargs)
         except TorchDynamoException as error:
             # What a backend raised, torch hands on inside of its own.
             why = reason(getattr(error, "inner_exception", error))
