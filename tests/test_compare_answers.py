@@ -8,8 +8,7 @@ import pytest
 
 from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
 from gpt_pretrain.compare.comparability import IDENTITY
-from gpt_pretrain.compare.document import Comparison, Curve, Interval, Setting
-from gpt_pretrain.compare.gate import Demands
+from gpt_pretrain.compare.document import Comparison, Curve, Gate, Interval, Setting
 from gpt_pretrain.compare.statistics import t_quantile
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys
@@ -17,11 +16,12 @@ from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import SHARED, power_law, synthetic_run, waves
 from tests.test_compare_document import TENSOR
 
-NO_DEMANDS = Demands(max_loss_gap=None, min_speedup=None)
+NO_DEMANDS = {"max_loss_gap": None, "min_speedup": None}
 
 
 def compare(*runs, **demands):
-    return compare_runs(runs, command="", demands=replace(NO_DEMANDS, **demands))
+    gate = Gate(**NO_DEMANDS | demands) if demands else None
+    return compare_runs(runs, command="", gate=gate)
 
 
 def answer(*runs, **demands):

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from gpt_pretrain.compare.answers import compare_runs
-from gpt_pretrain.compare.document import Curve, RunRecord, Setting
-from gpt_pretrain.compare.gate import Demands
+from gpt_pretrain.compare.document import Curve, Gate, RunRecord, Setting
 from gpt_pretrain.compare.page import build_page, heat_map, plot_data, write_page
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor
@@ -78,7 +77,7 @@ def run(variant, seed):
 @pytest.fixture(scope="module")
 def comparison():
     runs = [run(variant, seed) for variant in VARIANTS for seed in (1, 2)]
-    return compare_runs(runs, command=f"compare {HOSTILE}", demands=Demands(max_loss_gap=0.005, min_speedup=None))
+    return compare_runs(runs, command=f"compare {HOSTILE}", gate=Gate(max_loss_gap=0.005, min_speedup=None))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +183,7 @@ def test_a_comparison_without_times_statistics_and_validation_has_a_page(compari
         )
         for each in comparison.runs
     ]
-    page = build_page(compare_runs(runs, command="", demands=Demands(max_loss_gap=None, min_speedup=None)))
+    page = build_page(compare_runs(runs, command="", gate=None))
     plots = [attributes["id"] for _, attributes in Parts(page).tags if attributes.get("class") == "plot"]
     assert plots == ["training", "gap"]
 

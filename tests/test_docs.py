@@ -12,7 +12,7 @@ import pytest
 
 from gpt_pretrain.commands.arguments import read_arguments
 from gpt_pretrain.commands.compare import FinishedRuns
-from gpt_pretrain.compare.gate import gate_problems
+from gpt_pretrain.compare.answers import gate_problems
 from gpt_pretrain.compare.planned import compare_problems
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import RECORD_KINDS
@@ -67,7 +67,7 @@ def test_every_command_of_the_documents_passes_the_rules(start, overrides, broke
         return
     config = compose_config(*overrides)
     if start.endswith("compare"):
-        assert compare_problems(config) == []
+        assert [*compare_problems(config)] == []
 
 
 def test_every_command_of_the_documents_was_found():

@@ -162,12 +162,8 @@ def load_variants(
     return configs
 
 
-def benchmark_problems(config: Config) -> list[str]:
+def benchmark_problems(config: Config) -> Iterator[str]:
     """The rules about `benchmark` itself; each run checks the rules about runs."""
-    return list(_problems(config))
-
-
-def _problems(config: Config) -> Iterator[str]:
     benchmark = config.benchmark
     for name in ("warmup_steps", "steps", "interval", "rounds"):
         if getattr(benchmark, name) < 1:

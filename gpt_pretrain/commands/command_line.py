@@ -6,7 +6,7 @@
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,7 +133,9 @@ def _with_two_plus_signs(override: str) -> str:
     )
 
 
-def check_request(request: Request, launch: Launch, rules: Callable[[Config], list[str]] | None = None) -> list[Job]:
+def check_request(
+    request: Request, launch: Launch, rules: Callable[[Config], Iterable[str]] | None = None
+) -> list[Job]:
     """Checks everything a command line asks for, before any of it happens, and returns the jobs that it runs.
 
     Args:
@@ -151,7 +153,7 @@ def check_request(request: Request, launch: Launch, rules: Callable[[Config], li
     if request.is_hydras_own:
         return []
 
-    def rules_of_job(config: Config, submission: Submission | None) -> list[str]:
+    def rules_of_job(config: Config, submission: Submission | None) -> Iterable[str]:
         if rules is not None:
             return rules(config)
         return config_problems(config, launch if submission is None else submission.launch)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
-from gpt_pretrain.compare.gate import Demands, gate_problems
+from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.schema import GateConfig
 from gpt_pretrain.launch.environment import REQUEUE
@@ -108,15 +108,16 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
     console = _console()
     trained = train_variants(config, request.loader.source, request.overrides, run_dir, console)
     runs = [
-        read_run_dir(each.run_dir, name=each.name, variant=each.variant, role=each.role, seed=each.seed)
-        for each in trained
-        if each.state == "finished"
+        read_run_dir(run.run_dir, name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
+        for run, state in trained
+        if state == "finished"
     ]
-    states = {each.state for each in trained}
+    states = {state for _, state in trained}
     code = FAILED if "failed" in states else REQUEUE if "waiting" in states else 0
     finished = {run.variant for run in runs if run.role == "seed"}
-    if trained[0].variant not in finished or len(finished) == 1:
-        sys.stdout.write(f"nothing to compare yet: {trained[0].variant} and another variant have to be finished\n")
+    baseline = trained[0][0].variant.name
+    if baseline not in finished or len(finished) == 1:
+        sys.stdout.write(f"nothing to compare yet: {baseline} and another variant have to be finished\n")
         return code
     published = _publish(runs, config.compare, command, console, lambda: run_dir)
     return code or published
@@ -135,12 +136,11 @@ def _publish(
     runs: Sequence["RunRecord"], gate: GateConfig, command: str, console: "Console", place: Callable[[], Path]
 ) -> int:
     """Compares runs, prints and writes what came of it; returns 0, or 4 where the gate is missed."""
-    from gpt_pretrain.compare.answers import compare_runs
     from gpt_pretrain.compare.console import print_comparison
     from gpt_pretrain.compare.document import save_comparison
     from gpt_pretrain.compare.page import write_page
 
-    comparison = compare_runs(runs, command=command, demands=Demands.read(gate))
+    comparison = compare_runs(runs, command=command, gate=read_gate(gate))
     directory = place()
     print_comparison(comparison, console)
     for write in (save_comparison, write_page):

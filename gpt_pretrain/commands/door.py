@@ -15,7 +15,7 @@ Nothing here imports Hydra, OmegaConf or torch before a command needs them: the 
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import Program, defaults_of, print_help, read_arguments
@@ -87,7 +87,7 @@ def run_with_config(
     arguments: Sequence[str] | None,
     *,
     launch: Launch | None = None,
-    rules: Callable[[Config], list[str]] | None = None,
+    rules: Callable[[Config], Iterable[str]] | None = None,
     refuse: Callable[["Request", Launch], None] | None = None,
 ) -> int:
     """Checks a command line that Hydra composes, runs it or shows what it asks to see, and returns the exit code.

@@ -1,12 +1,16 @@
-"""From runs to answers: what forbids a comparison, a verdict on each variant, the figures.
+"""From runs to answers: what forbids a comparison, a verdict on each variant, the figures, and the gate.
 
 A verdict asks what the whole interval of the loss gap allows (a test of non-inferiority, Schuirmann 1987). That a gap
 is within the noise does not yet say that there is none: where the noise is larger than the gap that counts, nobody can
 tell.
+
+The gate is what a comparison must show for a script to go on. A demand is met where the whole confidence interval meets
+it, so a demand that nobody can answer is missed, too.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 
@@ -17,7 +21,7 @@ from gpt_pretrain.compare.document import (
     Answer,
     Comparison,
     Figures,
-    GapCurve,
+    Gate,
     Hurt,
     Interval,
     Judgement,
@@ -26,9 +30,9 @@ from gpt_pretrain.compare.document import (
     RunRecord,
     TimeToLoss,
 )
-from gpt_pretrain.compare.gate import Demands, check_gate
 from gpt_pretrain.compare.statistics import CONFIDENCE, NUM_BATCHES
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import GateConfig
 
 # A gap that counts, where no compare.max_loss_gap says another.
 ALLOWED_GAP = 0.005
@@ -67,13 +71,13 @@ def judge(gap: Interval, allowed: float) -> Judgement:
     return "worse" if gap.low > 0 else "cannot_tell"
 
 
-def compare_runs(runs: Sequence[RunRecord], *, command: str, demands: Demands) -> Comparison:
+def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) -> Comparison:
     """Compares runs of several variants; the first run's variant is the baseline.
 
     Args:
         runs: As they were read, two variants at least.
         command: The command line, for the document.
-        demands: The gate.
+        gate: What is demanded of every variant.
 
     Raises:
         UserError: All runs are of one variant.
@@ -90,7 +94,7 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, demands: Demands) -
     def of(variant: str, role: str = "seed") -> list[RunRecord]:
         return [run for run in runs if run.variant == variant and run.role == role]
 
-    allowed = ALLOWED_GAP if demands.max_loss_gap is None else demands.max_loss_gap
+    allowed = ALLOWED_GAP if gate is None or gate.max_loss_gap is None else gate.max_loss_gap
     obstacles = find_obstacles(runs, runs[0])
     found = {
         variant: [each for each in obstacles if each.run in {run.name for run in of(variant)}] for variant in variants
@@ -102,6 +106,8 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, demands: Demands) -
             continue
         beside = [of(each) for each in variants[1:] if each != variant and not found[each]]
         answers.append(compare_variant(of(variant), of(baseline), of(baseline, "repeat"), beside, allowed=allowed))
+    if gate is not None:
+        gate = replace(gate, missed=tuple(problem for answer in answers for problem in _missed(answer, gate)))
     return Comparison(
         version=VERSION,
         date=date.today().isoformat(),
@@ -115,24 +121,8 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, demands: Demands) -
         figures=tuple(_figures(of(variant)) for variant in variants),
         answers=tuple(answers),
         methods=METHODS,
-        gate=check_gate(answers, demands),
+        gate=gate,
         verdict="\n".join(answer.sentence for answer in answers),
-    )
-
-
-def _open_answer(variant: str) -> Answer:
-    """An answer before anything is known."""
-    return Answer(
-        variant=variant,
-        judgement="cannot_tell",
-        sentence="",
-        reasons=(),
-        final_losses=(),
-        loss_gap=None,
-        noise_from="none",
-        gap_curve=GapCurve(steps=(), tokens=(), gaps=(), lows=(), highs=()),
-        times=(),
-        throughput_ratio=None,
     )
 
 
@@ -141,7 +131,7 @@ def _not_comparable(variant: str, baseline: str, found: Sequence[Obstacle]) -> A
         dict.fromkeys(f"{each.key} is {each.value}, {baseline}'s is {each.baseline_value}" for each in found)
     )
     text = f"{variant} cannot be compared with {baseline}: {'; '.join(reasons)}"
-    return replace(_open_answer(variant), judgement="not_comparable", sentence=text, reasons=reasons)
+    return Answer(variant=variant, judgement="not_comparable", sentence=text, reasons=reasons)
 
 
 def compare_variant(
@@ -164,7 +154,7 @@ def compare_variant(
     variant, baseline = ours[0].variant, theirs[0].variant
     rates = [_mean([run.tokens_per_s_per_gpu for run in side]) for side in (ours, theirs)]
     ratio = rates[0] / rates[1] if rates[0] is not None and rates[1] is not None else None
-    answer = replace(_open_answer(variant), throughput_ratio=ratio)
+    answer = Answer(variant=variant, judgement="cannot_tell", throughput_ratio=ratio)
     for run in (*theirs, *ours):
         if diverged(run):
             why = f"the loss of {run.name} is not finite at its end"
@@ -293,3 +283,40 @@ def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
         for (layer, tensor), shares in by_tensor.items()
     ]
     return sorted(hurts, key=lambda hurt: (hurt.saturated or 0.0, hurt.flushed), reverse=True)[:_NUM_HURTS]
+
+
+def gate_problems(config: GateConfig) -> Iterator[str]:
+    """What is wrong with the keys of the gate."""
+    text = config.max_loss_gap
+    if text is not None and not re.fullmatch(r"\d+(\.\d+)?%", text):
+        number = re.fullmatch(r"\d+(\.\d+)?", text)
+        meant = f"{text}%" if number else "0.5%"
+        yield f"compare.max_loss_gap={text} is not a percentage; write compare.max_loss_gap={meant}"
+    if config.min_speedup is not None and not (config.min_speedup > 0 and math.isfinite(config.min_speedup)):
+        yield f"compare.min_speedup={config.min_speedup:g} is no ratio of times; use a number above 0, such as 1.2"
+
+
+def read_gate(config: GateConfig) -> Gate | None:
+    """What a configuration without `gate_problems` demands of every variant; None for nothing."""
+    text = config.max_loss_gap
+    if text is None and config.min_speedup is None:
+        return None
+    gap = None if text is None else float(text.removesuffix("%")) / 100
+    return Gate(max_loss_gap=gap, min_speedup=config.min_speedup)
+
+
+def _missed(answer: Answer, gate: Gate) -> Iterator[str]:
+    limit, gap = gate.max_loss_gap, answer.loss_gap
+    if limit is not None:
+        key = f"{answer.variant}: compare.max_loss_gap={100 * limit:g}%"
+        if gap is None or gap.high is None:
+            yield f"{key} is not shown: {answer.sentence}"
+        elif gap.high > limit:
+            yield f"{key} is missed: the gap is {100 * gap.value:+.2f}%, its interval reaches {100 * gap.high:+.2f}%"
+    least, speedup = gate.min_speedup, answer.speedup
+    if least is not None:
+        key = f"{answer.variant}: compare.min_speedup={least:g}"
+        if speedup is None or speedup.low is None:
+            yield f"{key} is not shown: {'no time to loss' if speedup is None else 'one run each tells no spread'}"
+        elif speedup.low < least:
+            yield f"{key} is missed: the speedup is {speedup.value:.3f}, its interval begins at {speedup.low:.3f}"

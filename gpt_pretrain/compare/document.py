@@ -159,13 +159,13 @@ class Figures(JsonObject):
 class GapCurve(JsonObject):
     """The relative loss gap along the way, smoothed: above zero where the variant's loss is higher."""
 
-    steps: tuple[int, ...]
-    tokens: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
     """Empty where they are not known."""
-    gaps: tuple[float, ...]
-    lows: tuple[float, ...]
+    gaps: tuple[float, ...] = ()
+    lows: tuple[float, ...] = ()
     """Lower ends of the confidence interval; empty without an estimate of the noise."""
-    highs: tuple[float, ...]
+    highs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,24 +181,24 @@ class TimeToLoss(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(JsonObject):
-    """One variant against the baseline."""
+    """One variant against the baseline; the defaults are of one that nothing is known of yet."""
 
     variant: str
     judgement: Judgement
-    sentence: str
+    sentence: str = ""
     """The verdict."""
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """Why nothing more can be told, and what to do about it."""
-    final_losses: tuple[float, ...]
+    final_losses: tuple[float, ...] = ()
     """The variant's and the baseline's smoothed losses at the last tokens that both have, geometric means over the
     runs; empty where nothing could be compared."""
-    loss_gap: Interval | None
+    loss_gap: Interval | None = None
     """Between these: the variant's loss ÷ the baseline's − 1."""
-    noise_from: NoiseSource
-    gap_curve: GapCurve
-    times: tuple[TimeToLoss, ...]
+    noise_from: NoiseSource = "none"
+    gap_curve: GapCurve = GapCurve()
+    times: tuple[TimeToLoss, ...] = ()
     """From the highest loss to the lowest that all runs reached."""
-    throughput_ratio: float | None
+    throughput_ratio: float | None = None
     """Tokens/s per GPU, variant ÷ baseline."""
 
     @property
@@ -212,8 +212,9 @@ class Gate(JsonObject):
     """What was demanded of every variant, and what was missed."""
 
     max_loss_gap: float | None
+    """Relative: 0.005 is 0.5%."""
     min_speedup: float | None
-    missed: tuple[str, ...]
+    missed: tuple[str, ...] = ()
     """One sentence for each demand that was missed; empty: passed."""
 
 
@@ -247,14 +248,19 @@ class Comparison(JsonObject):
 
 
 def save_comparison(comparison: Comparison, directory: Path) -> Path:
-    """Writes `compare.json` into a directory, in one piece, and returns its path.
+    """Writes `compare.json` into a directory; see `write_result`."""
+    text = json.dumps(comparison.to_json(), ensure_ascii=False, allow_nan=False)
+    return write_result(directory / FILE_NAME, text + "\n")
+
+
+def write_result(path: Path, text: str) -> Path:
+    """Writes a file of a comparison in one piece and returns its path.
 
     Raises:
         UserError: It cannot be written.
     """
-    path = directory / FILE_NAME
     try:
-        write_file(path, json.dumps(comparison.to_json(), ensure_ascii=False, allow_nan=False) + "\n")
+        write_file(path, text)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; give another run_dir") from error
     return path

@@ -17,9 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from gpt_pretrain.compare.console import table_of_variants
-from gpt_pretrain.compare.document import FILE_NAME, Comparison, Curve, Difference, RunRecord
-from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import write_file
+from gpt_pretrain.compare.document import FILE_NAME, Comparison, Curve, Difference, RunRecord, write_result
 from gpt_pretrain.report.columns import UNKNOWN, format_count, format_share
 from gpt_pretrain.report.records import Fp8Tensor
 
@@ -37,17 +35,8 @@ _QUANTITY_NAMES = {
 
 
 def write_page(comparison: Comparison, directory: Path) -> Path:
-    """Writes `compare.html` into a directory, in one piece, and returns its path.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    path = directory / PAGE_NAME
-    try:
-        write_file(path, build_page(comparison))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; give another run_dir") from error
-    return path
+    """Writes `compare.html` into a directory; see `write_result`."""
+    return write_result(directory / PAGE_NAME, build_page(comparison))
 
 
 def build_page(comparison: Comparison) -> str:

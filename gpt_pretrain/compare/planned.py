@@ -20,9 +20,9 @@ from gpt_pretrain.benchmark.variants import (
     read_variants,
     run_dir_override,
 )
+from gpt_pretrain.compare.answers import gate_problems
 from gpt_pretrain.compare.comparability import IDENTITY
 from gpt_pretrain.compare.document import Role
-from gpt_pretrain.compare.gate import gate_problems
 from gpt_pretrain.config.derived import data_parallel_size
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import flatten
@@ -77,12 +77,8 @@ class PlannedRun:
         return summary is not None and summary.end_reason == "max_steps"
 
 
-def compare_problems(config: Config) -> list[str]:
+def compare_problems(config: Config) -> Iterator[str]:
     """The rules about `compare` itself; each run checks the rules about runs."""
-    return list(_problems(config))
-
-
-def _problems(config: Config) -> Iterator[str]:
     compare = config.compare
     if compare.seeds < 1:
         yield f"compare.seeds={compare.seeds} is too small; use 1 or more"

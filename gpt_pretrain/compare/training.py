@@ -8,7 +8,6 @@ fails does not keep the others from being trained.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,7 +18,6 @@ from rich.status import Status
 
 from gpt_pretrain.benchmark.results import TrainingDone
 from gpt_pretrain.benchmark.worker import run_task
-from gpt_pretrain.compare.document import Role
 from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
@@ -37,23 +35,7 @@ _STARTS, _JOB = "starts", "job"
 _LINE_EVERY_S = 60.0
 
 State = Literal["finished", "failed", "waiting"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
-    """What became of a run of a comparison."""
-
-    run_dir: Path
-    """May hold a part of the run whatever the state, or nothing."""
-    name: str
-    """For people; of one run."""
-    variant: str
-    role: Role
-    seed: int
-    state: State
-    """waiting: a job of Slurm has it, running or in the queue."""
-    problem: str | None
-    """Why it failed, or what it waits for; None when finished."""
+"""What became of a run; waiting: a job of Slurm has it, running or in the queue."""
 
 
 class Progress:
@@ -124,7 +106,7 @@ def print_line(console: Console, line: str) -> None:
 
 def train_variants(
     config: Config, source: Source, overrides: Sequence[str], run_dir: Path, console: Console
-) -> list[Trained]:
+) -> list[tuple[PlannedRun, State]]:
     """Trains all runs that are not finished yet, or hands them to Slurm.
 
     Args:
@@ -135,7 +117,7 @@ def train_variants(
         console: Where to tell the progress.
 
     Returns:
-        The runs, variant by variant with the baseline first, seeds rising.
+        The runs and what became of each, variant by variant with the baseline first, seeds rising.
 
     Raises:
         ConfigError: A variant has unknown keys, wrong values or keys that all share; the baseline breaks a rule.
@@ -156,12 +138,12 @@ def train_variants(
         finally:
             progress.close()
     order = list(dict.fromkeys(run.variant.name for run in runs))
-    return sorted(trained, key=lambda run: (order.index(run.variant), run.role == "repeat", run.seed))
+    return sorted(trained, key=lambda each: (order.index(each[0].variant.name), each[0].role == "repeat", each[0].seed))
 
 
 def _train(
     runs: Sequence[PlannedRun], source: Source, run_dir: Path, progress: Progress, submission: Submission | None
-) -> list[Trained]:
+) -> list[tuple[PlannedRun, State]]:
     trained = []
     for number, run in enumerate(runs, start=1):
         state: State = "finished"
@@ -180,17 +162,7 @@ def _train(
                 state = "failed"
         if problem is not None:
             progress.tell(number, f"{state}: {problem}")
-        trained.append(
-            Trained(
-                run_dir=run.run_dir,
-                name=run.name,
-                variant=run.variant.name,
-                role=run.role,
-                seed=run.seed,
-                state=state,
-                problem=problem,
-            )
-        )
+        trained.append((run, state))
     return trained
 
 

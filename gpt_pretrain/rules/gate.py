@@ -8,7 +8,7 @@ jobs go through all of it before the first one starts.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -43,7 +43,7 @@ class Job:
 
 
 # The rules that a run breaks which is handed to Slurm, or runs here.
-Rules = Callable[[Config, Submission | None], list[str]]
+Rules = Callable[[Config, Submission | None], Iterable[str]]
 
 
 def _display(path: Path) -> str:
