@@ -9,7 +9,7 @@ from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.plan.console import print_plan
+from gpt_pretrain.plan.document import print_plan
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.spec.recipes import RECIPES

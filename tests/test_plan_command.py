@@ -9,8 +9,7 @@ from rich.console import Console
 
 from gpt_pretrain.commands.plan import main
 from gpt_pretrain.commands.train import main as train
-from gpt_pretrain.plan.console import WIDTH, print_plan
-from gpt_pretrain.plan.document import plan_document
+from gpt_pretrain.plan.document import WIDTH, plan_document, print_plan
 from tests.launching import run_ranks
 from tests.nemo import NEMO_FP8
 from tests.planning import plan_of

@@ -45,8 +45,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     for job in jobs:
         check_run_dir(job.config)
     # Tables take a while to load: not before the gate has let the command line through.
-    from gpt_pretrain.plan.console import print_plan
-    from gpt_pretrain.plan.document import write_plan
+    from gpt_pretrain.plan.document import print_plan, write_plan
     from gpt_pretrain.plan.forecast import build_plan
 
     names = [" ".join(job.overrides) for job in jobs]

@@ -1,44 +1,259 @@
-"""`plan.json`: the plan as data, for scripts and for comparing runs with what was planned.
+"""What a plan shows and leaves: tables, readable at 100 columns, and `plan.json`, for scripts and for comparisons.
 
-Times are in seconds, memory in bytes, speeds in tokens per second and GPU. `version` grows when a name changes its
-meaning or goes away; new names may come.
+In `plan.json` times are in seconds, memory in bytes, speeds in tokens per second and GPU. Its `version` grows when a
+name changes its meaning or goes away; new names may come.
 """
 
 import json
+from dataclasses import asdict
 from enum import Enum
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
 from gpt_pretrain.config.derived import FLOPS_FORMULA
+from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
-from gpt_pretrain.plan.memory import GIB
-from gpt_pretrain.plan.products import Product
-from gpt_pretrain.plan.speed import Speed
-from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.plan.hardware import EFFICIENCY
+from gpt_pretrain.plan.memory import GIB, ITEMS
+from gpt_pretrain.spec.kernels import Kernels, fused_parts
+from gpt_pretrain.spec.products import describe_kept_out
 
 VERSION = 1
 FILE_NAME = "plan.json"
+# Of tables, where the terminal does not say, and at most.
+WIDTH = 100
+# megatron-core's class names, shortened so that a field and its value stay on one line.
+_SHORT = {"TransformerConfig": "TC", "DistributedDataParallelConfig": "DDP", "OptimizerConfig": "OPT"}
 
 
-def _product(product: Product) -> dict[str, Any]:
-    return {name: getattr(product, name) for name in Product.__dataclass_fields__}
+def _table(title: str, *columns: tuple[str, str]) -> Table:
+    """A table with headers, each with "left" or "right"."""
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in columns:
+        right = justify == "right"
+        # Keys and modules are searched for: they stay whole.
+        whole = right or name in ("key", "product")
+        table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
+    return table
+
+
+def _count(value: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:.3g}"
+
+
+def _header(plan: Plan) -> RenderableType:
+    model, layout = plan.spec.model, plan.spec.layout
+    split = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.vp), ("CP", layout.cp), ("DP", layout.dp)]
+    parts = " × ".join(f"{name} {size}" for name, size in split if size > 1) or "one process"
+    tokens = model.global_batch_size * model.encoder_seq_length
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(
+        "model",
+        f"{_count(plan.num_parameters)} parameters: {model.num_layers} layers × {model.hidden_size}, "
+        f"sequence {model.encoder_seq_length}, vocabulary {model.vocab_size}",
+    )
+    grid.add_row(
+        "machine",
+        f"{layout.world_size} × {plan.gpu.name}: {plan.gpu.memory_gib:.0f} GiB, {plan.gpu.bandwidth_tb_s:g} TB/s, "
+        f"BF16 {plan.gpu.bf16_tflops:,.0f} and FP8 {plan.gpu.fp8_tflops:,.0f} TFLOP/s dense",
+    )
+    experts = f", experts over EP {layout.ep}" if layout.ep > 1 else ""
+    grid.add_row("layout", f"{parts}{' + SP' if model.sequence_parallel else ''}{experts}")
+    grid.add_row(
+        "batch",
+        f"{model.global_batch_size} samples ({_count(tokens)} tokens) a step: {layout.num_microbatches} microbatch(es) "
+        f"of {model.micro_batch_size} per data-parallel rank",
+    )
+    emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
+    layers = "Transformer Engine" if plan.spec.kernels.transformer_engine else "megatron-core's local layers"
+    share = f"{plan.spec.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8"
+    grid.add_row("layers", "; ".join([layers, share, *describe_kept_out(plan.spec)]))
+    grid.add_row("fused", fused_parts(plan.spec.kernels))
+    return Panel(grid, title=Text(f"plan: {plan.spec.config.name}", style="bold"), title_align="left", width=WIDTH)
+
+
+def _fields(setting: Setting) -> list[tuple[str, str]]:
+    """Where a key lands and the value there, fields of one value together; the key's own name is written `…`.
+
+    Left out are fields beside the first that stay off.
+    """
+    by_value: dict[str, list[str]] = {}
+    own_name = setting.key.rpartition(".")[2]
+    for index, (field, value) in enumerate(setting.effective.items()):
+        owner, _, name = field.partition(".")
+        if index > 0 and value == "false" and name != own_name:
+            continue
+        short = f"{_SHORT[owner]}.{'…' if name == own_name else name}" if owner in _SHORT else field
+        by_value.setdefault(value, []).append(short)
+    return [(", ".join(shorts), value) for value, shorts in by_value.items()]
+
+
+def _print_settings(plan: Plan, console: Console) -> None:
+    """The keys that count, each with where it lands; then those that do not, each with the reason."""
+    table = _table(
+        "Requested → effective", ("key", "left"), ("requested", "left"), ("lands in", "left"), ("value", "left")
+    )
+    inert = _table("Keys without effect in this run", ("key", "left"), ("why", "left"))
+    off = [setting for setting in plan.settings if is_fp8_key(setting.key) and not plan.spec.model.fp8]
+    for setting in plan.settings:
+        key = setting.key.removeprefix("model.")
+        if setting.inert:
+            if setting not in off:
+                inert.add_row(Text(key, style="dim"), Text(setting.inert))
+            continue
+        for index, (fields, value) in enumerate(_fields(setting)):
+            shown = (key, setting.requested) if index == 0 else ("", "")
+            table.add_row(Text(shown[0], style="cyan"), Text(shown[1]), Text(fields, style="dim"), Text(value))
+    if off:
+        inert.add_row(Text(f"all {len(off)} other FP8 keys", style="dim"), Text(off[0].inert))
+    console.print(table)
+    legend = ", ".join(f"{short} is {name}" for name, short in _SHORT.items())
+    keys = "Keys without a dot are model.KEY: fp8 is model.fp8"
+    console.print(Text(f"{keys}. {legend}; … is the key's own name.\n", style="dim"))
+    if inert.row_count:
+        console.print(inert)
+
+
+def _print_products(plan: Plan, console: Console) -> None:
+    table = _table(
+        "Matrix products of one microbatch on one GPU, [m, k] · [k, n]",
+        ("layers", "left"),
+        ("product", "left"),
+        ("phase", "left"),
+        *[(name, "right") for name in ("times", "m", "n", "k")],
+        ("runs in", "left"),
+    )
+    # Reasons are told once, below, under the number that the rows carry.
+    reasons: dict[str, int] = {}
+    for _, same in groupby(plan.products, key=lambda product: (product.layers, product.module)):
+        for index, product in enumerate(same):
+            named = (product.layers, product.module) if index == 0 else ("", "")
+            shape = f"FP8 could not take {product.shape_problem}" if product.shape_problem else ""
+            notes = [reasons.setdefault(why, len(reasons) + 1) for why in (product.reason, shape) if why]
+            runs_in = Text(product.precision, style="green" if product.precision.startswith("FP8") else "")
+            runs_in.append("".join(f" ({note})" for note in notes), style="dim")
+            sizes = [str(size) for size in (product.count, product.m, product.n, product.k)]
+            table.add_row(*named, product.phase, *sizes, runs_in)
+    console.print(table)
+    for why, number in reasons.items():
+        style = "yellow" if why.startswith("FP8 could not") else "dim"
+        console.print(Text(f"({number}) {why}", style=style))
+    console.print()
+
+
+def _memory(plan: Plan) -> Table:
+    stages = plan.memory.stages
+    # Stages differ in what they hold; what all have comes before what only some have.
+    names = sorted({name for stage in stages for name in stage.items}, key=ITEMS.index)
+    # More stages than fit beside each other: the worst and the ends say most.
+    shown = (
+        stages if len(stages) <= 6 else [stages[each] for each in sorted({0, plan.memory.worst.stage, len(stages) - 1})]
+    )
+    table = _table(
+        "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if plan.spec.layout.pp > 1 else ""),
+        ("", "left"),
+        *[(_stage(plan, s.stage), "right") for s in shown],
+    )
+    for name in names:
+        table.add_row(name, *[f"{s.items[name] / GIB:.2f}" if name in s.items else "" for s in shown])
+    table.add_section()
+    table.add_row("peak of torch's allocator", *[f"{s.peak / GIB:.2f}" for s in shown], style="bold")
+    for name, peak in plan.memory.recompute_peaks.items():
+        cells = [f"{peak / GIB:.2f}" if s is plan.memory.worst else "" for s in shown]
+        table.add_row(Text(f"worst stage, recomputation {name}", style="dim"), *cells)
+    return table
+
+
+def _stage(plan: Plan, stage: int) -> str:
+    return "GiB" if plan.spec.layout.pp == 1 else f"stage {stage}{' *' if stage == plan.memory.worst.stage else ''}"
+
+
+def _not_forecast(plan: Plan) -> str:
+    """What the run has and the forecasts of memory and speed do not know."""
+    there = {
+        "memory is that without CUDA graphs": plan.spec.kernels.cuda_graph_impl is not None,
+        "memory and speed are those without overlapped exchanges": plan.spec.model.tp_comm_overlap,
+    }
+    return "".join(f"; {what}" for what, is_there in there.items() if is_there)
+
+
+def _speed(plan: Plan) -> Table:
+    speed = plan.speed
+    assert speed is not None, "asked only where there is a prediction"
+    fp8 = speed.fp8
+    table = _table(
+        "One optimizer step, predicted, ms",
+        ("", "left"),
+        ("BF16", "right"),
+        *([(f"FP8 {speed.fp8_recipe}", "right")] if fp8 is not None else []),
+    )
+    variants = [speed.bf16] if fp8 is None else [speed.bf16, fp8]
+    for name in dict.fromkeys(name for variant in variants for name in variant.seconds):
+        table.add_row(name, *[f"{v.seconds[name] * 1e3:.1f}" if name in v.seconds else "" for v in variants])
+    table.add_section()
+    table.add_row("step", *[f"{v.step_s * 1e3:.1f}" for v in variants], style="bold")
+    table.add_row("tokens/s per GPU", *[f"{v.tokens_per_s_per_gpu:,.0f}" for v in variants], style="bold")
+    tflops = [v.tokens_per_s_per_gpu * plan.flops_per_token / 1e12 for v in variants]
+    table.add_row("TFLOP/s per GPU", *[f"{value:.0f}" for value in tflops])
+    return table
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Prints a plan.
+
+    Args:
+        plan: The plan.
+        console: Where to print; standard output when not given, 100 columns wide or as narrow as the terminal.
+    """
+    if console is None:
+        console = Console(highlight=False, emoji=False)
+        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.print(_header(plan))
+    _print_settings(plan, console)
+    _print_products(plan, console)
+    console.print(_memory(plan))
+    console.print(
+        Text(
+            f"{plan.memory.outside_gib:.1f} GiB more are taken outside of torch's allocator or lost in it (assumed).\n",
+            style="dim",
+        )
+    )
+    console.print(Text.assemble(("FLOPs per token: ", "bold"), _count(plan.flops_per_token)))
+    console.print(Text(f"{FLOPS_FORMULA}\n", style="dim"))
+    if plan.speed is not None:
+        console.print(_speed(plan))
+        unknown = _not_forecast(plan)
+        console.print(
+            Text(
+                f"Roofline with {EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's "
+                f"bandwidth, calibrated on an H200{unknown}.\n",
+                style="dim",
+            )
+        )
+    for sentence in plan.sentences:
+        label, _, rest = sentence.partition(":")
+        bad = "NOT" in rest or "NONE" in rest or "not pay" in rest
+        console.print(Text.assemble((f"{label}:", "bold yellow" if bad else "bold green"), rest))
 
 
 def _kernels(kernels: Kernels) -> dict[str, Any]:
-    values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__}
-    named = {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+    named = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(kernels).items()}
     return {
         **named,
         "cross_entropy_loss_fusion": kernels.cross_entropy_loss_fusion is not None,
         "cross_entropy_fusion_impl": named["cross_entropy_loss_fusion"],
-    }
-
-
-def _speed(speed: Speed) -> dict[str, Any]:
-    return {
-        "step_s": speed.step_s,
-        "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,
-        "seconds": dict(speed.seconds),
     }
 
 
@@ -48,10 +263,10 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     speed = None
     if plan.speed is not None:
         speed = {
-            **_speed(plan.speed.run),
+            **asdict(plan.speed.run),
             "tflops_per_gpu": plan.speed.run.tokens_per_s_per_gpu * plan.flops_per_token / 1e12,
-            "bf16": _speed(plan.speed.bf16),
-            "fp8": None if plan.speed.fp8 is None else _speed(plan.speed.fp8),
+            "bf16": asdict(plan.speed.bf16),
+            "fp8": None if plan.speed.fp8 is None else asdict(plan.speed.fp8),
             "fp8_recipe": plan.speed.fp8_recipe,
             "fp8_over_bf16": plan.speed.ratio,
         }
@@ -80,17 +295,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         },
         "num_parameters": plan.num_parameters,
         "kernels": _kernels(plan.spec.kernels),
-        "settings": [
-            {
-                "key": setting.key,
-                "requested": setting.requested,
-                "effective": dict(setting.effective),
-                "inert": setting.inert,
-                "note": setting.note,
-            }
-            for setting in plan.settings
-        ],
-        "products": [_product(product) for product in plan.products],
+        "settings": [asdict(setting) for setting in plan.settings],
+        "products": [asdict(product) for product in plan.products],
         "fp8_flops_share": plan.spec.fp8_flops_share,
         "memory": {
             "fits": memory.fits,
@@ -103,14 +309,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             ],
             "peak_by_recomputation": dict(memory.recompute_peaks),
         },
-        "checkpoint": {
-            "saves": plan.checkpoint.saves,
-            "num_bytes": plan.checkpoint.num_bytes,
-            "bytes_per_gpu": plan.checkpoint.bytes_per_gpu,
-            "stall_s": plan.checkpoint.stall_s,
-            "write_s": plan.checkpoint.write_s,
-            "time_share": plan.checkpoint.time_share,
-        },
+        "checkpoint": asdict(plan.checkpoint),
         "flops_per_token": plan.flops_per_token,
         "flops_formula": FLOPS_FORMULA,
         "speed": speed,

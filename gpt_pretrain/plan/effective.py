@@ -12,8 +12,7 @@ from typing import Any
 from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import show
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.rules.no_effect import why_no_effect
+from gpt_pretrain.rules.no_effect import value_of, why_no_effect
 from gpt_pretrain.spec.core_fields import (
     Field,
     HighPrecision,
@@ -129,19 +128,12 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else show(value)
 
 
-def _requested(config: Config, key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
 def _resolved_null(spec: RunSpec, key: str) -> str:
     """What a null, or a word that leaves the choice open, came to."""
     config, model, fp8 = spec.config, spec.model, spec.fp8
     if key == "trainer.precision" and config.trainer.precision is Precision.auto:
         return "auto is bf16 on a GPU"
-    if _requested(config, key) is not None:
+    if value_of(config, key) is not None:
         return ""
     needed = "model.fp8_params=true needs it" if model.fp8_params else "nothing needs it"
     notes = {
@@ -180,13 +172,13 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
         is_fp8 = is_fp8_key(key)
         if spec.fp8 is not None and spec.fp8.in_local_layers and (is_fp8 or key == "model.fp8"):
             # megatron-core is told of no FP8 then.
-            requested = {} if inert else {_layers(spec.fp8): _shown(_requested(spec.config, key))}
+            requested = {} if inert else {_layers(spec.fp8): _shown(value_of(spec.config, key))}
             effective = _local(key, spec.fp8) or effective or requested
         elif is_fp8 and spec.fp8 is None:
             effective = {}
         yield Setting(
             key=key,
-            requested=_shown(_requested(spec.config, key)),
+            requested=_shown(value_of(spec.config, key)),
             effective=effective,
             inert=inert,
             note="" if inert else _resolved_null(spec, key),

@@ -22,6 +22,15 @@ from gpt_pretrain.spec.run_spec import Layout, RunSpec, build_run_spec
 WORTHWHILE = 1.05
 # Forecasts of memory have been within 2%; with less room than this a run may still end for lack of it.
 CLOSE = 0.95
+# Why there is no prediction.
+_EMULATED = (
+    "Speed: not predicted. model.fp8_emulate=true computes FP8's values in the run's precision, many times slower "
+    "than BF16: for trying recipes, not for training at length. Memory is forecast as without FP8."
+)
+_ON_LOCAL_LAYERS = (
+    "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
+    "trainer.precision out to train at full speed."
+)
 
 
 def memory_verdict(memory: MemoryForecast, gpu: Gpu, layout: Layout, config: Config) -> str:
@@ -79,14 +88,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def emulation_verdict() -> str:
-    """What emulation is for."""
-    return (
-        "Speed: not predicted. model.fp8_emulate=true computes FP8's values in the run's precision, many times slower "
-        "than BF16: for trying recipes, not for training at length. Memory is forecast as without FP8."
-    )
-
-
 def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
     """What the forecasts for experts rest on.
 
@@ -105,14 +106,6 @@ def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
             f"{alone:,.0f} tokens/s"
         )
     return f"Experts: {'; '.join(filter(None, told))}."
-
-
-def unknown_speed() -> str:
-    """Why there is no prediction on local layers."""
-    return (
-        "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
-        "trainer.precision out to train at full speed."
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,9 +195,9 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     sentences = [memory_verdict(memory, gpu, spec.layout, config)]
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
-        sentences.append(emulation_verdict())
+        sentences.append(_EMULATED)
     elif spec.fp8 is None and not spec.kernels.transformer_engine:
-        sentences.append(unknown_speed())
+        sentences.append(_ON_LOCAL_LAYERS)
     else:
         speed, problem = _forecast_speed(spec, Machine(gpu=gpu, efficiency=EFFICIENCY))
         sentences.append(

@@ -75,9 +75,7 @@ def _formats(settings: Fp8Settings, phase: str) -> str:
     return f"FP8 {forward}·{forward}" if phase == "forward" else f"FP8 {gradient}·{forward}"
 
 
-def _linear_products(
-    model: ModelConfig, settings: Fp8Settings | None, same: list[Linear], high: str
-) -> Iterator[Product]:
+def _linear_products(settings: Fp8Settings | None, same: list[Linear], high: str) -> Iterator[Product]:
     first = same[0]
     alignment = ALIGNMENT if settings is None else settings.recipe.alignment
     in_layers = first.layer >= 0
@@ -141,9 +139,7 @@ def plan_products(spec: RunSpec) -> list[Product]:
         key = (linear.kind, *shape, linear.precision, linear.wgrad_precision, linear.reason)
         groups.setdefault(key, []).append(linear)
     # Layers with the same reasons stay together, in the order in which they first appear.
-    products = [
-        product for same in groups.values() for product in _linear_products(model, settings, same, high_precision)
-    ]
+    products = [product for same in groups.values() for product in _linear_products(settings, same, high_precision)]
     products += _attention_products(model, settings, high_precision)
-    products += _linear_products(model, settings, [head], high_precision)
+    products += _linear_products(settings, [head], high_precision)
     return products
