@@ -43,13 +43,6 @@ _MACHINE = "machine"
 class Campaign:
     """Runs the variants of a checked command line.
 
-    Args:
-        config: Of the command line.
-        source: Where its YAML is.
-        overrides: Its `key=value` arguments.
-        arguments: The command line itself, as the documents repeat it.
-        console: Where to print.
-
     Raises:
         ConfigError: A variant adds unknown keys, wrong values, or keys that the benchmark sets itself.
     """

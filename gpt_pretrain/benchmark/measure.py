@@ -49,12 +49,7 @@ from gpt_pretrain.training.step import mean_loss, memory_gib
 
 
 def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:
-    """Trains `trainer.max_steps` steps on this rank.
-
-    Args:
-        config: From `config.load`, all rules passed.
-        launch: This process's place in the run.
-        after_step: Called with the number of each step.
+    """Trains `trainer.max_steps` steps on this rank, and calls `after_step` with the number of each.
 
     Raises:
         ConfigError: The configuration asks for what this loop lacks, or the machine does not allow it.
@@ -129,12 +124,9 @@ _MOST = 15
 
 
 class StepProfiler:
-    """Profiles the steps between its first and its last call.
+    """Profiles the steps between its first and its last call into a trace for https://ui.perfetto.dev; .gz packs it.
 
-    Args:
-        trace: File that receives the trace, for https://ui.perfetto.dev or chrome://tracing; .gz packs it.
-        num_steps: Steps to record.
-        cuda: Whether kernels of a GPU are what counts, rather than operations of torch.
+    Without `cuda`, operations of torch count rather than kernels of a GPU.
     """
 
     def __init__(self, trace: Path, num_steps: int, *, cuda: bool) -> None:
@@ -160,14 +152,7 @@ class StepProfiler:
 
 
 class Stopwatch:
-    """Counts the steps of a run, and times those after the warm-up.
-
-    Args:
-        benchmark: How many steps.
-        platform: This machine, for its memory.
-        launched_unix: When this process was started.
-        profiler: Records the steps after the timed ones; None without profiling.
-    """
+    """Counts the steps of a run, and times those after the warm-up; the profiler has those after these."""
 
     def __init__(
         self, benchmark: BenchmarkConfig, *, platform: Platform, launched_unix: float, profiler: StepProfiler | None
@@ -186,12 +171,7 @@ class Stopwatch:
         self._results: list[StepResult] = []
 
     def after_step(self, step: int, result: StepResult | None = None) -> None:
-        """Takes note of a step, the first of which is 1.
-
-        Args:
-            step: Its number.
-            result: What it computed, whose loss is then known.
-        """
+        """Takes note of a step, the first of which is 1."""
         if step == 1:
             torch.cuda.synchronize()
             self.first_step_s = time.time() - self._launched_unix

@@ -203,13 +203,7 @@ def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: fl
 
 
 def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceilings: Sequence[GemmCeiling]) -> Figures:
-    """The figures of a variant.
-
-    Args:
-        rounds: What each rank measured in each round, rank 0's first.
-        run: The variant.
-        ceilings: The machine's products.
-    """
+    """The figures of a variant from what each rank measured in each round, rank 0's first."""
     model = run.model
     first, num_gpus = rounds[0][0], len(rounds[0])
     times = tuple(time for ranks in rounds for time in ranks[0].step_times_s)

@@ -69,12 +69,7 @@ def read_variants(
 ) -> list[Variant]:
     """The variants, in their order.
 
-    Args:
-        entries: Names, or overrides.
-        named: `benchmark.overrides`.
-        key: The key that holds the entries.
-        repeats: The key that runs them several times.
-        with_bare: Whether they may ask for the bare loop.
+    `key` and `repeats` are the keys that hold the entries and that run them several times.
 
     Raises:
         ConfigError: There are none, a name is unknown, or an entry stands twice.
@@ -133,12 +128,7 @@ def load_variants(
 ) -> dict[Variant, Config]:
     """What each variant makes of a command line; the rules about runs are not asked.
 
-    Args:
-        variants: The variants.
-        source: Where the YAML is.
-        overrides: The command line's.
-        refuse: Problems of a variant.
-        problems: Those of the command line itself.
+    `refuse` tells the problems of a variant; `problems` are those of the command line itself.
 
     Raises:
         ConfigError: Those problems; and unknown keys, wrong values and what `refuse` found, each with its variant.
@@ -200,12 +190,7 @@ def own_key_problems(overrides: Sequence[str]) -> list[str]:
 
 
 def variant_problems(variant: Variant, config: Config) -> list[str]:
-    """What a variant may not add.
-
-    Args:
-        variant: The variant.
-        config: What it makes of the command line.
-    """
+    """What a variant may not add; `config` is what it makes of the command line."""
     common = common_key_problems(variant, "benchmark")
     return [*own_key_problems(variant.overrides), *common, *process_problems(config)]
 
@@ -226,13 +211,7 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]:
-    """What turns a run into a run of the benchmark: its first steps, and nothing beside them.
-
-    Args:
-        config: The run, and how many steps.
-        run_dir: Where it writes.
-        profiled: Whether steps to be profiled follow those that are timed.
-    """
+    """What turns a run into a run of the benchmark: its first steps, and nothing beside them."""
     benchmark = config.benchmark
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
     key = "model.optim.sched.decay_steps"

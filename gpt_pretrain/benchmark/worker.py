@@ -83,15 +83,7 @@ def run_task[Result: JsonObject](
 ) -> Outcome[Result]:
     """Runs one task in processes of its own and waits for them.
 
-    Args:
-        kind: See `Task`.
-        result: What each rank hands back.
-        folder: Made for the task, for what it writes and prints.
-        source: Which YAML the configuration is composed from.
-        overrides: The command line of the run.
-        num_processes: Ranks; several are started with torchrun.
-        profiled: Whether to profile a few steps.
-        watch: Called every `WATCH_S` seconds meanwhile.
+    `folder` is made for what the task writes and prints; `watch` is called every `WATCH_S` seconds meanwhile.
     """
     folder.mkdir(parents=True)
     path = folder / TASK

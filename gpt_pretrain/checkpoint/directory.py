@@ -269,10 +269,7 @@ def out_of_the_way(path: Path) -> Path:
 
 
 def find_directory(path: Path) -> Path:
-    """The directory of checkpoints that is meant.
-
-    Args:
-        path: A run's directory, or its `checkpoints`.
+    """The directory of checkpoints that is meant by a run's directory, or by its `checkpoints`.
 
     Raises:
         UserError: It is neither.

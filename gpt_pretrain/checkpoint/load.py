@@ -71,12 +71,9 @@ def load_checkpoint(
     The checkpoint may come from any layout. Random states belong to ranks at their places: in another layout they are
     seeded anew, from the run's seed and the step.
 
-    Args:
-        checkpoint: Where from.
-        trainable: What to restore into, freshly built or trained before.
-        config: The run; its model must be the checkpoint's; so must its FP8 recipe where that has state, unless
-            `checkpoint.reset_fp8_state`.
-        data: Fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`).
+    The run's model must be the checkpoint's; so must its FP8 recipe where that has state, unless
+    `checkpoint.reset_fp8_state`. `data` has the fingerprints of tokenizer and tokens
+    (`data.corpus.Corpus.fingerprints`).
 
     Raises:
         UserError: The checkpoint is of another model, FP8 recipe or, unless `checkpoint.allow_data_change`, of other
@@ -137,11 +134,7 @@ def load_weights(
 
     Schedule, moments, FP8 scales and position in the data start anew; masters and FP8 weights are made of the weights.
 
-    Args:
-        checkpoint: Where from.
-        trainable: Freshly built.
-        config: The run.
-        data: Fingerprints of tokenizer and tokens; only the tokenizer must be the saved one.
+    Of the fingerprints in `data` only that of the tokenizer must be the saved one.
 
     Raises:
         UserError: The checkpoint is of another model or, unless `checkpoint.allow_data_change`, of another tokenizer.

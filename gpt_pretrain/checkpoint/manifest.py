@@ -171,9 +171,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
-    Args:
-        path: The checkpoint's directory.
-
     Raises:
         UserError: There is no such directory, no manifest in it, or one that is garbled or of another version.
     """
@@ -216,10 +213,7 @@ def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> 
 
     The largest are dealt first, each to the share that is the smallest so far.
 
-    Args:
-        items: What is dealt.
-        sizes: What each counts.
-        num_shares: How many shares; some stay empty if there are fewer items.
+    `sizes` say what each item counts; some shares stay empty where there are fewer items.
     """
     shares: list[list[Item]] = [[] for _ in range(num_shares)]
     totals = [0] * num_shares
@@ -258,12 +252,7 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
     Files that the manifest does not know are told as well where torch or megatron-core would read them; others in the
     directory are not looked at.
 
-    Args:
-        path: The checkpoint's directory.
-        manifest: What `read_manifest` gave.
-        hashes: Read every byte; otherwise only the sizes are compared.
-        rank: Which share.
-        num_ranks: How many shares; 1 for the whole.
+    Without `hashes` only the sizes are compared.
 
     Returns:
         A sentence for each file that is missing, truncated, changed or unknown; empty if none is.

@@ -144,11 +144,7 @@ class _Running:
 class CheckpointSaver:
     """Saves a run's checkpoints, one at a time; a context manager that waits for the last one. Every rank has one.
 
-    Args:
-        directory: The run's checkpoints, `RUN_DIR/checkpoints`.
-        trainable: What to save.
-        config: The run's; `checkpoint` says how, and whether the loop waits.
-        data: Fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`).
+    `data` has the fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`).
     """
 
     def __init__(self, directory: Path, trainable: Trainable, config: Config, data: Mapping[str, str]) -> None:

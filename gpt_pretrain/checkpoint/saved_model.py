@@ -117,9 +117,6 @@ def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path 
 class CheckpointTensors:
     """The model's tensors in a checkpoint.
 
-    Args:
-        path: A checkpoint's directory.
-
     Raises:
         UserError: Its index cannot be read; later, a tensor cannot be.
     """

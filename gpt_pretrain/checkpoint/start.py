@@ -75,10 +75,6 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     A start behind other checkpoints of the run's directory gives those up: the start's manifest says so in memory, and
     the manifests that the run will save say so on the disk.
 
-    Args:
-        config: `resume`, `init_from` and `fall_back`.
-        directory: The run's checkpoints, `RUN_DIR/checkpoints`.
-
     Returns:
         None where the run begins with fresh weights.
 
@@ -136,9 +132,7 @@ def _give_up_others(start: Start, directory: Path) -> Start:
 def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
     """Verifies what to go on from; all ranks call it.
 
-    Args:
-        candidates: The checkpoint that is meant, and those that may take its place.
-        fall_back: Whether they may: then the first that verifies it is.
+    With `fall_back` the first candidate that verifies takes the place of the one that is meant.
 
     Raises:
         UserError: No candidate verifies; says why, and the ways out.

@@ -254,11 +254,7 @@ def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
 def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool) -> bool:
     """Whether FP8 scales and histories are restored; they are not where the checkpoint has none.
 
-    Args:
-        path: The checkpoint.
-        settings: This run's FP8.
-        saved: What `describe_fp8_state` said of the checkpoint's.
-        reset: `checkpoint.reset_fp8_state`.
+    `saved` is what `describe_fp8_state` said of the checkpoint's; `reset` is `checkpoint.reset_fp8_state`.
 
     Raises:
         UserError: The run would drop those of the checkpoint: it has none, or of another kind.

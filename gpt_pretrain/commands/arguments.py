@@ -79,12 +79,7 @@ def print_help(
 ) -> None:
     """Prints the help of a command.
 
-    Args:
-        program: The command.
-        keys: The keys that it takes, by their dotted names.
-        values: Key to the value that it has; open values are left out.
-        groups: Each group's options, `choices` the chosen ones; None for a command that composes no configuration.
-        choices: See `groups`.
+    `values` has no open values. `groups` and `choices` are None for a command that composes no configuration.
     """
     width = shutil.get_terminal_size().columns
     text = f"{program.about}\n{_heading('Examples', program.examples)}"

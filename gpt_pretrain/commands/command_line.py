@@ -138,10 +138,7 @@ def check_request(
 ) -> list[Job]:
     """Checks everything a command line asks for, before any of it happens, and returns the jobs that it runs.
 
-    Args:
-        request: What the command line asks for; what only shows something may have no jobs.
-        launch: This process's place in the run.
-        rules: The cross-field rules; those of training when not given, in `launch` or in the job that Slurm is handed.
+    `rules` are the cross-field rules; those of training when not given, in `launch` or in the job that Slurm is handed.
 
     Raises:
         ConfigError: All that is wrong.

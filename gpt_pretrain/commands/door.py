@@ -143,12 +143,7 @@ def run_with_arguments[Arguments](
 
 
 def refuse_launcher_and_sweep(what: str, variants: str) -> Callable[["Request", Launch], None]:
-    """What a command refuses that starts its processes itself and runs variants: the ranks of a launcher, and sweeps.
-
-    Args:
-        what: The command, in words.
-        variants: Its key that takes the sweep's place.
-    """
+    """What a command refuses that starts processes itself and runs variants: the ranks of a launcher, and sweeps."""
 
     def refuse(request: "Request", launch: Launch) -> None:
         if launch.world_size > 1:

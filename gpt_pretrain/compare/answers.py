@@ -56,12 +56,7 @@ METHODS = (
 
 
 def judge(gap: Interval, allowed: float) -> Judgement:
-    """What the interval of a relative gap allows to say.
-
-    Args:
-        gap: At the end; above zero where the variant's loss is higher.
-        allowed: The gap that does not count.
-    """
+    """What the interval of the relative gap at the end allows to say; above zero the variant's loss is higher."""
     if gap.low is None or gap.high is None:
         return "cannot_tell"
     if gap.high < 0:
@@ -73,11 +68,6 @@ def judge(gap: Interval, allowed: float) -> Judgement:
 
 def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) -> Comparison:
     """Compares runs of several variants; the first run's variant is the baseline.
-
-    Args:
-        runs: As they were read, two variants at least.
-        command: The command line, for the document.
-        gate: What is demanded of every variant.
 
     Raises:
         UserError: All runs are of one variant.
@@ -144,12 +134,8 @@ def compare_variant(
 ) -> Answer:
     """Compares the runs of a variant with the baseline's, which nothing forbids.
 
-    Args:
-        ours: The variant's.
-        theirs: The baseline's.
-        repeats: The baseline's, with other microbatches.
-        beside: Of each further variant that nothing forbids; they tell the noise, too.
-        allowed: The relative gap that does not count.
+    `repeats` are the baseline's with other microbatches. `beside` are the runs of each further variant that nothing
+    forbids; they tell the noise, too.
     """
     variant, baseline = ours[0].variant, theirs[0].variant
     rates = [_mean([run.tokens_per_s_per_gpu for run in side]) for side in (ours, theirs)]

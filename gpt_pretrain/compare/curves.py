@@ -61,11 +61,7 @@ def _seeds(runs: Sequence[RunRecord]) -> list[str]:
 class Pair:
     """A variant's runs and the baseline's, on common ground.
 
-    Args:
-        ours: The variant's.
-        theirs: The baseline's.
-        repeats: The baseline's, with other microbatches.
-        beside: Of each further variant. Those that share the seeds and the ground tell the noise, too.
+    `beside` are the runs of further variants; those that share the seeds and the ground tell the noise, too.
 
     Raises:
         Incomparable: There is no common ground.

@@ -112,12 +112,7 @@ def plan_runs(
 
     So a comparison that was cut short compares what it has.
 
-    Args:
-        config: Of the command line, without `compare_problems`.
-        source: Where its YAML is.
-        overrides: Its `key=value` arguments.
-        run_dir: The comparison's directory.
-        submission: How each is handed to Slurm; None: it runs in processes of this machine.
+    `submission` says how each is handed to Slurm; None: it runs in processes of this machine.
 
     Raises:
         ConfigError: A variant adds unknown keys, wrong values, or keys that are the same for all; it changes what

@@ -205,12 +205,8 @@ def read_run_dir(
 ) -> RunRecord:
     """Reads a run.
 
-    Args:
-        place: Its directory, or a copy of its `metrics.jsonl` alone.
-        name: See `RunRecord`; likewise what follows. What is not given here is given by what tells runs apart.
-        variant: Of the run.
-        role: Of the run.
-        seed: From the configuration where it is not given.
+    `place` is its directory, or a copy of its `metrics.jsonl` alone. What is not given here is given later, by what
+    tells runs apart.
 
     Raises:
         UserError: A file is missing or damaged, or no training step was logged.

@@ -122,10 +122,6 @@ def find_event_files(directory: Path) -> list[Path]:
 def read_event_files(directory: Path, paths: Sequence[Path]) -> list[Series]:
     """The runs of TensorBoard's files, one a folder, as TensorBoard itself sees them.
 
-    Args:
-        directory: What was given.
-        paths: Its event files, or itself.
-
     Raises:
         UserError: A file is too large, or none has a loss.
     """

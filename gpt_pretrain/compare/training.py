@@ -109,13 +109,6 @@ def train_variants(
 ) -> list[tuple[PlannedRun, State]]:
     """Trains all runs that are not finished yet, or hands them to Slurm.
 
-    Args:
-        config: Of the command line, which has no `compare_problems`.
-        source: Where its YAML is.
-        overrides: Its `key=value` arguments.
-        run_dir: The comparison's directory, which exists.
-        console: Where to tell the progress.
-
     Returns:
         The runs and what became of each, variant by variant with the baseline first, seeds rising.
 

@@ -230,10 +230,6 @@ def _write_status(path: Path, state: dict[str, Any]) -> None:
 def write_entry(entry: Path, fill: Callable[[Path], None]) -> None:
     """Writes a directory that appears under its name complete or not at all. The entry's lock must be held.
 
-    Args:
-        entry: The directory to write.
-        fill: Writes the files into the directory it is given.
-
     Raises:
         UserError: The disk is full; nothing is left behind.
     """

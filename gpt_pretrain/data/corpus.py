@@ -83,10 +83,6 @@ class Corpus:
 def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
     """Finds or makes the run's token files, and refuses wrong data. The cross-field rules have passed before.
 
-    Args:
-        config: The run.
-        show_progress: Whether this process shows bars and messages; rank 0 does.
-
     Raises:
         UserError: The data, or what the configuration says of it, cannot be trained on.
     """

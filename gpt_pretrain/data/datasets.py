@@ -59,12 +59,6 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
 
     Takes the place of megatron-core's MockGPTDataset, whose documents all count upwards from 1 (a model learns that in
     minutes, which skews what depends on the loss) and whose index takes seconds to build.
-
-    Args:
-        num_samples: Length of the data set.
-        sequence_length: Tokens of a sample.
-        vocab_size: Token ids are below it.
-        seed: Of the run, and different for each split.
     """
 
     num_epochs = 0.0
@@ -161,11 +155,7 @@ def build_datasets(
 
     Rank 0 writes the indices that the cache does not have, the others wait and open them.
 
-    Args:
-        config: The run.
-        corpus: What `prepare_corpus` answered.
-        num_train_samples: Samples of the whole run (`config.derived.num_train_samples`).
-        num_valid_samples: Samples of one validation: limit_val_batches × global_batch_size; 0 for none.
+    `num_valid_samples` are those of one validation; 0 for none.
 
     Returns:
         At least as many samples as asked for; None for validation if none were.

@@ -264,11 +264,7 @@ def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
 def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> SplitSizes:
     """Refuses a split that is used and cannot fill one sequence.
 
-    Args:
-        token_file: The file.
-        splits: `model.data.splits_string`.
-        sequence_length: Tokens of a sample; a sample needs one more, the label of its last token.
-        with_validation: Whether the run validates.
+    A sample needs one token more than its length, the label of its last one.
 
     Raises:
         UserError: Says how many documents and tokens each split has, and what is needed.

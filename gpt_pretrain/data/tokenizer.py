@@ -43,10 +43,6 @@ MIN_BPE_VOCAB_SIZE = 257
 class Tokenizer:
     """A `tokenizers.Tokenizer` whose end-of-document token is known.
 
-    Args:
-        backend: The tokenizer.
-        origin: Where it comes from, for error messages.
-
     Raises:
         UserError: It has none of the known end-of-document tokens.
     """
@@ -104,9 +100,7 @@ def _fingerprint(backend: tokenizers.Tokenizer) -> str:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE (GPT-2's scheme: Sennrich et al. 2016 over bytes).
 
-    Args:
-        texts: The text to learn merges from.
-        vocab_size: Tokens, the 256 bytes and the end-of-document token included. A small text may give fewer.
+    `vocab_size` counts the 256 bytes and the end-of-document token. A small text may give fewer tokens.
 
     Raises:
         UserError: vocab_size is too small even for the bytes.
@@ -130,11 +124,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
-    """Reads a Hugging Face `tokenizer.json`.
-
-    Args:
-        path: The file.
-        key: The key that names it, for error messages.
+    """Reads a Hugging Face `tokenizer.json`, which messages call by the key that names it.
 
     Raises:
         UserError: The file is missing, is no tokenizer, or has no end-of-document token.
@@ -173,13 +163,6 @@ def tokenize_source(
     source: TextSource, config: TokenizerConfig, cache: Path, progress: Progress, *, name: str
 ) -> TokenizedText:
     """Finds the source's entry in the cache, or makes it.
-
-    Args:
-        source: The text.
-        config: The tokenizer: bpe (trained on the text) or file.
-        cache: The cache directory.
-        progress: Where the steps are shown.
-        name: First part of the entry's name, for people who look into the cache.
 
     Raises:
         UserError: The text or the tokenizer is unusable, or the disk is full.

@@ -195,11 +195,7 @@ _PROBE_TIMEOUT_S = 180
 
 
 def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
-    """Looks at everything. It takes as long as the slowest import: about ten seconds, half a minute on a GPU.
-
-    Args:
-        assumed_gpu: A GPU that stands in for the machine's own.
-    """
+    """Looks at everything. It takes as long as the slowest import: about ten seconds, half a minute on a GPU."""
     application = "application" if assumed_gpu is None else "application_on_gpu"
     files = device_files()
     on_gpu = ["torch", "transformer_engine", "flash-attn-4", "torchao", "apex", application]

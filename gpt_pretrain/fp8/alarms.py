@@ -34,12 +34,7 @@ LAYERS_NAMED = 3
 
 
 class Alarms:
-    """Remembers its warnings and the scales that it has seen.
-
-    Args:
-        settings: The run's FP8.
-        saturation_threshold: Share of saturated values above which a tensor is warned about.
-    """
+    """Remembers its warnings and the scales that it has seen."""
 
     def __init__(self, settings: Fp8Settings, saturation_threshold: float) -> None:
         self._settings = settings

@@ -26,10 +26,7 @@ CAST_VALUES = 2**22
 class CastChecks:
     """Checks the operands of products.
 
-    Args:
-        settings: The FP8 of the run.
-        checks: Takes the comparisons.
-        turn: Which part of a large tensor is looked at.
+    `turn` says which part of a large tensor is looked at.
     """
 
     def __init__(self, settings: Fp8Settings, checks: Checks, turn: int) -> None:
@@ -99,11 +96,7 @@ class CastChecks:
     def check_codes_alone(self, module: str, phase: Phase, operand: Operand, amax: torch.Tensor | None) -> None:
         """Checks codes whose values are not known: they fill their format.
 
-        Args:
-            module: The layer.
-            phase: The product.
-            operand: Of it.
-            amax: [1], of the values; None where it is not known either.
+        `amax` is that of the values, [1]; None where it is not known either.
         """
         role, codes, scale = operand.role, operand.codes, operand.scale
         assert codes is not None

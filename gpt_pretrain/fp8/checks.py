@@ -47,14 +47,7 @@ class Checks:
     ) -> None:
         """Adds a comparison.
 
-        Args:
-            module: The layer.
-            what: What is compared.
-            off: [], above 0, or NaN, where it differs.
-            expected: [], the first number of the texts.
-            found: [], the second.
-            planned: Text with places for both, like `live`.
-            live: As a difference says it.
+        `off`, [], is above 0, or NaN, where it differs. `planned` and `live` are texts with places for both numbers.
         """
         numbers = _numbers(off, expected, found)
         self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=numbers))

@@ -38,9 +38,6 @@ class StepCasts:
     A skipped step's amaxes would stay in the histories for as many passes: an infinite one freezes the scale (TE 2.12,
     common/recipe/delayed_scaling.cu), and what was computed behind an infinity makes scales too small. So they are
     taken back. Infinities that a validation left are none of the step's, and become zeros before it.
-
-    Args:
-        chunks: This rank's model chunks, before the step.
     """
 
     @torch.no_grad()
@@ -89,11 +86,7 @@ class StepCasts:
 
     @torch.no_grad()
     def settle(self, skipped: torch.Tensor) -> None:
-        """Puts histories and scales back to where they were before the step, if it is skipped.
-
-        Args:
-            skipped: bool [], on the device, where the decision stays.
-        """
+        """Puts histories and scales back to where they were before a skipped step; the decision stays on the device."""
         for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
             _write(torch.where(skipped, before, _flat(tensors)), tensors)
 
@@ -113,11 +106,7 @@ def _amaxes(layers: Sequence[Any], direction: str) -> list[torch.Tensor]:
 
 @contextmanager
 def _search_blocks(found: torch.Tensor) -> Iterator[None]:
-    """Searches what is cast in blocks inside.
-
-    Args:
-        found: fp32 [1], set to 1 where there is an infinity.
-    """
+    """Searches what is cast in blocks inside; sets `found`, fp32 [1], to 1 where there is an infinity."""
     from gpt_pretrain.kernels.infinity_triton import search_blocks
 
     def search(values: torch.Tensor, cast: Any) -> None:

@@ -190,10 +190,8 @@ class Fp8RowParallelLinear(_Fp8Linear, RowParallelLinear):  # type: ignore[misc]
 class Fp8Layers(LocalLayers):
     """megatron-core's local layers, with products in FP8 in the linear layers that the plan puts there.
 
-    Args:
-        settings: The FP8 of the run.
-        modules: Names, in the whole model, of the layers in FP8; the others are megatron-core's own.
-        engine: Casts and multiplies; None: as the settings emulate it.
+    `modules` are the names, in the whole model, of the layers in FP8; the others are megatron-core's own. The engine
+    casts and multiplies; without one the settings are emulated.
     """
 
     def __init__(self, settings: Fp8Settings, modules: frozenset[str], engine: "TorchAO | None" = None) -> None:

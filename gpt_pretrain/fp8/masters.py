@@ -125,10 +125,7 @@ def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
 class MasterCheck:
     """Compares the FP8 weights of this rank before and after an optimizer step, and with their masters.
 
-    Args:
-        optimizer: The run's optimizer.
-        names: Maps the id of a weight to the name of its layer in the whole model.
-        least_amax: Takes the place of a smaller amax in a scale.
+    `names` maps the id of a weight to the name of its layer; `least_amax` takes the place of a smaller amax in a scale.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str], least_amax: float = 0.0) -> None:

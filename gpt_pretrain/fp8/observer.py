@@ -152,12 +152,7 @@ class Compared:
 
 
 class WatchedProducts:
-    """Records what the linear layers of this rank compute.
-
-    Args:
-        settings: The FP8 of the run.
-        high: The type of everything outside of FP8, like "bfloat16".
-    """
+    """Records what the linear layers of this rank compute; `high` is the type outside of FP8, like "bfloat16"."""
 
     def __init__(self, settings: Fp8Settings, high: str) -> None:
         self._settings = settings

@@ -65,11 +65,7 @@ class Proven:
 
 
 class ProofError(UserError):
-    """The live layers do not do what was planned.
-
-    Args:
-        differences: All differences of all ranks, at least one.
-    """
+    """The live layers do not do what was planned."""
 
     def __init__(self, differences: list[Difference]) -> None:
         self.differences = tuple(differences)
@@ -105,13 +101,7 @@ def _listed_ranks(ranks: tuple[int, ...]) -> str:
 
 
 class Proof:
-    """Watches one training step of a model with FP8 and judges it.
-
-    Args:
-        model: This rank's model; FP8 is on.
-        optimizer: Its optimizer.
-        step: The number of the step.
-    """
+    """Watches one training step of a model with FP8 and judges it."""
 
     def __init__(self, model: Model, optimizer: MegatronOptimizer, step: int) -> None:
         spec, settings = model.spec, model.spec.fp8
@@ -182,9 +172,6 @@ class Proof:
 
     def judge(self, lr: float) -> Proven:
         """Compares the watched step with the plan, on all ranks together; every rank calls it.
-
-        Args:
-            lr: Learning rate of the step.
 
         Raises:
             ProofError: This rank or another found a difference.

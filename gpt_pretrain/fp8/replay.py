@@ -38,11 +38,7 @@ def is_recomputed(phase: Phase) -> bool:
 class Replay:
     """Records the amaxes and scales of one training step's casts.
 
-    Args:
-        settings: The FP8 of the run, with a history.
-        modules: The layers of this rank by their names in the whole model; their state is read here.
-        names: The layers that the plan puts in FP8, the same on all ranks of the amax reduction group.
-        num_microbatches: Of the step.
+    `names` are the layers that the plan puts in FP8, the same on all ranks of the amax reduction group.
     """
 
     def __init__(
@@ -73,11 +69,7 @@ class Replay:
     def note(self, tensor: _Tensor, phase: Phase, amax: torch.Tensor | None, scale: torch.Tensor) -> None:
         """Records a tensor that a product reads.
 
-        Args:
-            tensor: A layer and which of its tensors.
-            phase: The product.
-            amax: [1], if the tensor was cast for the product.
-            scale: [1], of its codes.
+        `amax` is there if the tensor was cast for the product; `scale` is that of its codes, each [1].
         """
         role = tensor[1]
         # A step casts a weight once. A recomputed pass must use the scales of the first.
@@ -89,23 +81,14 @@ class Replay:
             self._reused[tensor].append(scale)
 
     def note_stored(self, module: str, scale: torch.Tensor) -> None:
-        """Records a weight that is stored in FP8: the optimizer casts it behind the step, and its amax waits till then.
-
-        Args:
-            module: Its layer.
-            scale: [1], of its codes.
-        """
+        """Records a weight that is stored in FP8: the optimizer casts it behind the step, where its amax waits."""
         tensor = module, Role.weight
         self._stored.setdefault(tensor, scale)
         if tensor not in self._amaxes:
             self._amaxes[tensor].append(torch.zeros_like(scale))
 
     def differences(self, group: torch.distributed.ProcessGroup) -> Iterator[Difference]:
-        """All that is not as replayed, on every rank of the group together; waits for the device.
-
-        Args:
-            group: The amax reduction group of this rank.
-        """
+        """All that is not as replayed, on every rank of the amax reduction group together; waits for the device."""
         tensors, device = list(self._begin), torch.cuda.current_device()
         ends = {tensor: self._state(tensor) for tensor in tensors}
         amaxes = torch.full((len(tensors), self._num_microbatches), -1.0, device=device)

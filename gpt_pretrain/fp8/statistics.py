@@ -83,13 +83,7 @@ class StepStatistics:
 
 
 class StatisticsCollector:
-    """Watches single steps; every rank watches the same ones, so that their collectives meet.
-
-    Args:
-        linears: The linear layers of the whole model, the rows of the table.
-        chunks: This rank's model chunks.
-        device: The device of the chunks.
-    """
+    """Watches single steps; every rank watches the same ones, so that their collectives meet."""
 
     def __init__(self, linears: Sequence[Linear], chunks: Sequence[MegatronModule], device: torch.device) -> None:
         names = [linear.module for linear in linears]
@@ -113,9 +107,7 @@ class StatisticsCollector:
     def observe(self, step: int, *, sampled: bool = False) -> Iterator[None]:
         """Watches the training step inside and then joins the tables of all ranks; every rank calls it.
 
-        Args:
-            step: The number of the step.
-            sampled: Looks at a sample of each tensor.
+        `sampled` looks at a sample of each tensor.
         """
         self._clear(sampled=sampled)
         self._num_observed += 1

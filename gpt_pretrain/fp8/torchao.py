@@ -40,10 +40,7 @@ type _Casts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 class TorchAO:
     """The casts and products of a recipe.
 
-    Args:
-        settings: The FP8 of the run, of a recipe of TorchAO.
-        compiled: By torch.compile, which takes seconds for each shape.
-        emulate: Multiplies in fp32 what the codes stand for.
+    `compiled` takes seconds for each shape (torch.compile); `emulate` multiplies in fp32 what the codes stand for.
     """
 
     def __init__(self, settings: Fp8Settings, *, compiled: bool, emulate: bool = False) -> None:

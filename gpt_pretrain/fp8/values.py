@@ -52,12 +52,7 @@ _RESULT_SIDE = 1024
 class WatchedValues:
     """Records one training step.
 
-    Args:
-        settings: The FP8 of the run.
-        linears: The layers of this rank that the plan puts in FP8, by their names in the whole model.
-        modules: All modules of this rank, likewise.
-        num_microbatches: Of the step.
-        turn: Whose turn it is to be looked at; another number on each rank and at each step.
+    `turn` says whose turn it is to be looked at: another number on each rank and at each step.
     """
 
     def __init__(
@@ -255,11 +250,7 @@ class WatchedValues:
 
     @torch.no_grad()
     def differences(self, group: torch.distributed.ProcessGroup) -> list[Difference]:
-        """All that is not as planned; every rank calls it, and it waits for the device.
-
-        Args:
-            group: The amax reduction group of this rank.
-        """
+        """All that is not as planned, on every rank of the amax reduction group together; waits for the device."""
         found = [*self._uncomputed(), *self._checks.differences()]
         faulty = {difference.module for difference in found}
         found += [each for each in self._unmultiplied() if each.module not in faulty]

@@ -128,14 +128,7 @@ def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[s
 def to_hf_config(
     model: ModelConfig, architecture: Architecture, *, torch_dtype: str, end_token_id: int | None
 ) -> dict[str, Any]:
-    """The config.json of a model.
-
-    Args:
-        model: The model, which `choose_architecture` has let through.
-        architecture: Its class.
-        torch_dtype: Type of the weights as torch names it: float32, bfloat16, float16.
-        end_token_id: What ends a document; null without a tokenizer.
-    """
+    """The config.json of a model."""
     common = {
         "architectures": [architecture.value],
         "model_type": architecture.name,
@@ -215,10 +208,6 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture, dict[str, Any]]:
     """The architecture of a published model, and the fields of `model.` that make one of ours compute the same.
-
-    Args:
-        values: Its config.json.
-        origin: Where it comes from, for messages.
 
     Raises:
         UserError: A field is missing, or says what no model of ours computes.

@@ -155,12 +155,7 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> 
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_bytes: float) -> dict[str, list[TensorSpec]]:
-    """Which file holds which tensors: in their order, each file as full as it may be.
-
-    Args:
-        specs: All tensors.
-        max_bytes: Most bytes of a file's tensors; a single tensor may be larger.
-    """
+    """Which file holds which tensors: in their order, each file as full as it may be; one tensor may be larger."""
     shards: list[list[TensorSpec]] = []
     room = 0.0
     for spec in specs:
@@ -179,10 +174,7 @@ def write_shards(
 ) -> None:
     """Writes the files and, if there are several, their index.
 
-    Args:
-        directory: Where.
-        shards: From `plan_shards`.
-        tensors: Name and values of each, in the order of the plan; taken one by one.
+    `tensors` gives name and values of each, in the order of the plan; they are taken one by one.
 
     Raises:
         OSError: The disk does not take them.

@@ -120,12 +120,7 @@ def _pad_vocabulary(tensors: Tensors, *, num_rows: int) -> torch.Tensor:
 
 
 def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
-    """Every tensor of a model, in the order of its layers.
-
-    Args:
-        model: The model.
-        architecture: What it is in `transformers`, by `choose_architecture` or `from_hf_config`.
-    """
+    """Every tensor of a model, in the order of its layers."""
     vocabulary = _Conversion(
         to_hf=lambda tensor: [tensor[: model.vocab_size]],
         to_ours=partial(_pad_vocabulary, num_rows=padded_vocab_size(model)),

@@ -143,13 +143,7 @@ def _format(moment: Moment) -> tuple[bool, int, int, float]:
 
 
 def update_on_gpu(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
-    """`adam.update` in one kernel.
-
-    Args:
-        gradient: [n], fp32 or BF16, contiguous.
-        state: As there.
-        step: As there.
-    """
+    """`adam.update` in one kernel; the gradient is contiguous."""
     master, first, second = state.master, state.exp_avg, state.exp_avg_sq
     programs = triton.cdiv(gradient.numel(), _BLOCK.value * _ROWS.value)
     _adam_update[(programs,)](

@@ -75,12 +75,7 @@ def _count(codes, counts, size, largest):  # type: ignore[no-untyped-def]
 
 
 def count_bytes(codes: torch.Tensor, largest: int) -> torch.Tensor:
-    """`count_codes` for codes as bytes.
-
-    Args:
-        codes: uint8, any shape, contiguous.
-        largest: As there.
-    """
+    """`count_codes` for codes as bytes: uint8, any shape, contiguous."""
     counts = torch.zeros(3, dtype=torch.int64, device=codes.device)
     programs = triton.cdiv(codes.numel(), _BLOCK.value * _BLOCKS_PER_PROGRAM.value)
     if programs:

@@ -143,9 +143,7 @@ def make_run_dir(config: Config) -> Path:
 def make_directory(given: str | None, name: str) -> Path:
     """`make_run_dir` of a command without a configuration.
 
-    Args:
-        given: The value of run_dir.
-        name: What ends the name of a directory that is not given.
+    `given` is the value of run_dir; `name` ends the name of a directory that is not given.
 
     Raises:
         UserError: It cannot be made or written.

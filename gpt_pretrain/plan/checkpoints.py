@@ -69,12 +69,7 @@ def describe_saves(config: Config) -> str:
 
 
 def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecast:
-    """The checkpoints of a checked configuration.
-
-    Args:
-        spec: The run.
-        num_parameters: Of the whole model.
-    """
+    """The checkpoints of a checked configuration."""
     optim, saves = spec.model.optim, spec.config.checkpoint
     weight = 2 if params_dtype(spec) is Dtype.bf16 else 4
     master, moments = 0.0 if weight == 4 else 4.0, OPTIMIZERS[optim.name].state_bytes(optim)

@@ -211,12 +211,7 @@ def _speed(plan: Plan) -> Table:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints a plan.
-
-    Args:
-        plan: The plan.
-        console: Where to print; standard output when not given, 100 columns wide or as narrow as the terminal.
-    """
+    """Prints a plan, to standard output unless told otherwise, 100 columns wide or as narrow as the terminal."""
     if console is None:
         console = Console(highlight=False, emoji=False)
         console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH

@@ -58,12 +58,7 @@ def memory_verdict(memory: MemoryForecast, gpu: Gpu, layout: Layout, config: Con
 def fp8_verdict(*, bf16: Speed, fp8: Speed | None, recipe: str, is_on: bool, problem: str) -> str:
     """Whether FP8 pays.
 
-    Args:
-        bf16: The run without FP8.
-        fp8: The run with it; None where a rule refuses it.
-        recipe: The recipe of `fp8`.
-        is_on: Whether the run is in FP8.
-        problem: The rule's message.
+    `fp8` is None where a rule, whose message is `problem`, refuses it.
     """
     if fp8 is None:
         return f"FP8: would be refused here: {problem}"
@@ -181,12 +176,7 @@ def _forecast_speed(spec: RunSpec, machine: Machine) -> tuple[SpeedForecast, str
 
 
 def build_plan(config: Config, launch: Launch) -> Plan:
-    """Plans a configuration that all rules and the planned machine let pass.
-
-    Args:
-        config: The configuration.
-        launch: The planned run's processes.
-    """
+    """Plans a configuration that all rules and the planned machine let pass."""
     gpu = GPUS[config.plan.gpu]
     spec = build_run_spec(config, launch, planned_platform(config, launch))
     memory = forecast_memory(spec, gpu)

@@ -61,11 +61,7 @@ _BF16_TFLOPS = {
 
 
 def bf16_peak_tflops(device_name: str) -> float | None:
-    """Dense BF16 peak of a GPU in TFLOP/s; None for one that no data sheet here is of, and for "CPU".
-
-    Args:
-        device_name: As CUDA names it.
-    """
+    """Dense BF16 peak of a GPU in TFLOP/s; None for one that no data sheet here is of, and for "CPU"."""
     return next((peak for name, peak in _BF16_TFLOPS.items() if name in device_name), None)
 
 

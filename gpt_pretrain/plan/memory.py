@@ -227,12 +227,7 @@ def _stage_memory(spec: RunSpec, stage: Stage, storage: Storage, gpu: Gpu) -> St
 
 
 def forecast_memory(spec: RunSpec, gpu: Gpu) -> MemoryForecast:
-    """The memory of a checked configuration.
-
-    Args:
-        spec: The run.
-        gpu: The planned GPU.
-    """
+    """The memory of a checked configuration."""
     config, stages, storage = spec.config, plan_stages(spec), plan_storage(spec)
 
     def peaks(granularity: RecomputeGranularity | None) -> tuple[StageMemory, ...]:

@@ -94,11 +94,6 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
     On a GPU they would be found out after data and weights were prepared; without one, Linux ends the process for it
     and says nothing.
 
-    Args:
-        config: The configuration, which passed all rules.
-        launch: The run's processes.
-        platform: This machine, on which every setting can be met.
-
     Raises:
         UserError: What they take, what there is, and the keys that would help.
     """
@@ -132,13 +127,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) -> str:
-    """The message for a run that ran out of memory on this machine.
-
-    Args:
-        config: The run's configuration, which passed all rules.
-        launch: This process's place in the run.
-        error: What was raised.
-    """
+    """The message for a run that ran out of memory on this machine."""
     platform = detect_platform()
     forecast = _forecast(config, launch, platform)
     peak_gib = forecast.worst.peak / GIB
@@ -189,11 +178,8 @@ def plan_remedies(
 ) -> list[Remedy]:
     """The changes that this run could make and that would save memory, the most helpful first.
 
-    Args:
-        config: The configuration; every change of it that breaks a rule is left out.
-        launch: The run's processes, whose number stays.
-        platform: The machine.
-        needed: GiB of a forecast that shall become fewer.
+    Changes that break a rule are left out, and the number of processes stays. `needed` answers the GiB of a forecast
+    that shall become fewer.
     """
     # The rules ask for the precision, too.
     config = _as_run(config, platform)

@@ -229,12 +229,7 @@ def _optimizer_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, flo
 
 
 def predict_speed(machine: Machine, spec: RunSpec) -> Speed:
-    """The speed of a checked configuration on Transformer Engine layers.
-
-    Args:
-        machine: The planned GPU.
-        spec: The run.
-    """
+    """The speed of a checked configuration on Transformer Engine layers."""
     model, layout, stages = spec.model, spec.layout, plan_stages(spec)
     microbatches = [_microbatch_s(machine, spec, stage) for stage in stages]
     times = [sum(seconds.values()) for seconds in microbatches]

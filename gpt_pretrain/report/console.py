@@ -39,13 +39,7 @@ _NUM_TENSORS = 3
 
 
 class RunConsole:
-    """Everything that a run prints; as a context manager it restores the terminal however the run ends.
-
-    Args:
-        max_steps: Steps of the whole run.
-        start_step: Steps done before this start.
-        output: Where to print; standard output when not given.
-    """
+    """Everything that a run prints; as a context manager it restores the terminal however the run ends."""
 
     def __init__(self, *, max_steps: int, start_step: int = 0, output: Console | None = None) -> None:
         self._out = Console(highlight=False, emoji=False) if output is None else output
@@ -151,13 +145,7 @@ class RunConsole:
         self._message("warning", "bold yellow", message)
 
     def print_summary(self, summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str]) -> None:
-        """Prints what the run reached.
-
-        Args:
-            summary: The run's last record.
-            metrics: Its history, for the loss curve.
-            places: Name → path or command: where things are.
-        """
+        """Prints what the run reached, and the places of things: name → path or command."""
         self.stop_live()
         if self.is_terminal:
             for panel in summary_panels(summary, metrics, places, max_steps=self._max_steps, width=self._width):

@@ -44,11 +44,7 @@ def metrics_path(run_dir: str | Path) -> Path:
 
 
 class MetricsFile:
-    """Appends records and hands each to the operating system at once: a killed process loses none it has written.
-
-    Args:
-        run_dir: The run directory; made if it is missing.
-    """
+    """Appends records and hands each to the operating system at once: a killed process loses none it has written."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = metrics_path(run_dir)
@@ -129,9 +125,6 @@ _BY_STEP: Mapping[type[Record], str] = {
 
 def load_metrics(run_dir: str | Path) -> Metrics:
     """Reads a run's records; works while the run goes on.
-
-    Args:
-        run_dir: The run directory.
 
     Raises:
         UserError: `metrics.jsonl` is missing, or one of its lines is not a record. A torn last line is ignored.
@@ -224,9 +217,7 @@ def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard events through tensorboard's own writer, which needs no torch.
 
-    Args:
-        directory: Where the events go.
-        start_step: Optimizer steps done before this start; TensorBoard hides what it has of later ones.
+    It hides what it has of later steps than `start_step`, the steps done before this start.
     """
 
     def __init__(self, directory: Path, *, start_step: int) -> None:
@@ -263,12 +254,6 @@ class TensorBoardSink:
 
 class WandbSink:
     """A Weights & Biases run, continued under the same id when the run is resumed.
-
-    Args:
-        run_dir: The run directory; keeps the id of the W&B run.
-        logging: Project and entity.
-        run_name: Name of the W&B run.
-        config: What W&B shows as the run's configuration.
 
     Raises:
         UserError: The package wandb is not installed.
@@ -315,14 +300,7 @@ class WandbSink:
 class MetricsSinks:
     """All sinks of a run as one; a context manager, so that an interrupted run keeps what it logged.
 
-    Args:
-        run_dir: The run directory.
-        logging: Which sinks besides `metrics.jsonl`.
-        run_name: Name of the run, for W&B.
-        start_step: Optimizer steps done before this start: 0, or the step of the checkpoint it resumes from.
-        config: The resolved configuration, for W&B.
-        command: The command line, for the start's record.
-        versions: Of what runs it, likewise.
+    `start_step` counts the steps done before this start: 0, or the step of the checkpoint that it resumes from.
 
     Raises:
         UserError: W&B is asked for and not installed.

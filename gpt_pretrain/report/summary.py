@@ -105,15 +105,7 @@ def _lowest(losses: list[float]) -> float | None:
 def plain_summary_lines(
     summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str], *, max_steps: int, width: int
 ) -> Iterator[str]:
-    """The summary as text, for a log.
-
-    Args:
-        summary: The run's last record.
-        metrics: Its history, for the loss curve.
-        places: Name → path or command: where things are.
-        max_steps: Steps of the whole run.
-        width: Columns of the loss curve and its frame.
-    """
+    """The summary as text, for a log."""
     yield f"end step {summary.step}/{max_steps}: {_END_REASONS[summary.end_reason]}"
     for key, value in (_facts(summary) | dict(places)).items():
         yield f"  {key}: {value}"
@@ -190,12 +182,6 @@ def draw_loss_chart(
     train: Sequence[TrainRecord], validation: Sequence[ValidationRecord], *, width: int, height: int = 14
 ) -> str | None:
     """Draws loss over steps, without colours.
-
-    Args:
-        train: Training records, by step.
-        validation: Validation records, by step.
-        width: Columns of the drawing.
-        height: Lines of the drawing.
 
     Returns:
         Lines of at most `width` columns; None with fewer than two finite training losses, which make no curve.

@@ -312,9 +312,7 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
 def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """All problems of the FP8 keys that need no machine, except the shapes of products.
 
-    Args:
-        run: The run.
-        sizes_known: Whether all counts are positive: the rules about layers by name divide by them.
+    `sizes_known` says that all counts are positive: the rules about layers by name divide by them.
     """
     config, model, settings = run.config, run.model, run.fp8
     yield from statistics(config)

@@ -135,9 +135,7 @@ def _tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -
 def fp8_shape_problems(run: Resolved, accepts: Accepts) -> Iterator[str]:
     """One message for each key that makes a shape which FP8 products refuse.
 
-    Args:
-        run: Its sizes are positive and divide as the layout asks (`rules.model`).
-        accepts: What is offered instead has to be accepted.
+    The run's sizes are positive and divide as the layout asks (`rules.model`).
     """
     model, settings = run.model, run.fp8
     if settings is None:

@@ -152,13 +152,7 @@ class _Gate:
     rules: Rules | None
 
     def check_job(self, number: int, lines: Sequence[str], overrides: tuple[str, ...]) -> tuple[Job | None, list[str]]:
-        """Composes one job and reads its configuration; None where it has problems or open values.
-
-        Args:
-            number: Of the job in the sweep.
-            lines: What it is composed from, Hydra's own overrides included.
-            overrides: Those that distinguish it.
-        """
+        """Composes one job and reads its configuration; None where it has problems or open values."""
         try:
             composed = self.loader.compose(lines)
         except ConfigError as error:

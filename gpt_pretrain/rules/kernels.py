@@ -52,13 +52,7 @@ _NOT_COMPILED = {
 
 
 def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
-    """A problem for each obstacle.
-
-    Args:
-        asked: The setting that requests the optimisation, `model.key=value`.
-        obstacles: The settings of this run that exclude it.
-        instead: Its legal values.
-    """
+    """A problem for each obstacle."""
     for setting, why in obstacles:
         yield f"{asked} cannot be combined with {setting}: {why}; use {instead}"
 
@@ -92,9 +86,7 @@ def compile_problems(run: Resolved) -> Iterator[str]:
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """Fused kernels requested together with settings that exclude them.
 
-    Args:
-        run: The run.
-        sizes_known: Whether all counts are positive: shapes of products are divided by them.
+    `sizes_known` says that all counts are positive: shapes of products are divided by them.
     """
     model = run.model
     found = {

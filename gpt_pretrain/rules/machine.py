@@ -93,13 +93,7 @@ def _is_attention_delayed(platform: Platform) -> bool:
 
 
 def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: bool) -> Iterator[str]:
-    """Variables that would change a recipe behind the configuration's back; asked only of a machine with a GPU.
-
-    Args:
-        platform: The machine and its environment.
-        recipe: The recipe of the linear layers.
-        attention: Whether attention's products run in FP8 too.
-    """
+    """Variables that would change a recipe behind the configuration's back; asked only of a machine with a GPU."""
     about = {recipe.preset, *([ATTENTION] if attention else [])}
     assert platform.compute_capability is not None, "asked only of a GPU"
     for name, value in platform.recipe_variables.items():

@@ -395,12 +395,7 @@ def no_effect_problems(run: Resolved) -> Iterator[str]:
 
 
 def given_without_effect(config: Config, given: frozenset[str]) -> list[str]:
-    """A message for each key of the command line that the run does not read, whatever the value.
-
-    Args:
-        config: The run.
-        given: Dotted keys that the command line sets, elements of lists included.
-    """
+    """A message for each key of the command line, elements of lists included, that the run does not read at all."""
     run = resolve(config)
     return [
         f"{_setting(config, row.key)} has no effect with {why}; leave it out"

@@ -31,12 +31,6 @@ class Saves:
 
     A save that begins is settled at a later step: all methods but `reserve` raise a RunError if a save has failed and
     `checkpoint.on_save_error` is stop.
-
-    Args:
-        setup: The run.
-        log: Receives a record of each save.
-        watchdog: Hears what takes longer than a step.
-        meter: Keeps saves out of the step time.
     """
 
     def __init__(self, setup: Setup, *, log: Callable[[Record], None], watchdog: Watchdog, meter: Meter) -> None:
@@ -60,12 +54,7 @@ class Saves:
                 self.saver.reserve()
 
     def begin(self, progress: Progress, *, by_clock: bool) -> None:
-        """Begins to save; an earlier save that has failed ends the run before that.
-
-        Args:
-            progress: How far the run is.
-            by_clock: See `CheckpointSaver.save`.
-        """
+        """Begins to save; an earlier save that has failed ends the run before that."""
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), self._model.gathered_parameters():
             self._settle(self.saver.wait(), progress.step)
             outcomes = self.saver.save(progress, by_clock=by_clock)
@@ -99,12 +88,7 @@ class Saves:
 
 
 class GoBack(Exception):
-    """Ends the loop where it stands, on all ranks at the same step.
-
-    Args:
-        spike: Why.
-        candidates: Checkpoints to go back to, newest first.
-    """
+    """Ends the loop where it stands, on all ranks at the same step."""
 
     def __init__(self, spike: LossSpikeRecord, candidates: Sequence[Path]) -> None:
         self.spike = spike

@@ -79,11 +79,7 @@ class BadTensor:
 
 
 class FirstBad:
-    """Looks for it on this rank, and settles it among all.
-
-    Args:
-        chunks: This rank's model chunks.
-    """
+    """Looks for it on this rank, and settles it among all."""
 
     def __init__(self, chunks: Sequence[MegatronModule]) -> None:
         self._chunks = chunks
@@ -228,11 +224,7 @@ def write_dump(
 ) -> Dump:
     """Computes a step's batch once more and writes what was found; every rank calls it.
 
-    Args:
-        directory: `RUN_DIR/dumps`.
-        bad: The step.
-        trainable: As the step found it; its gradients are overwritten.
-        iterators: Its batches, from the first sample on.
+    Gradients are overwritten; `iterators` begin at the first sample of the step.
     """
     chunks = trainable.model.gpt_chunks
     search = FirstBad(chunks)

@@ -288,12 +288,7 @@ def inference_config(saved: SavedModel) -> Config:
 
 @contextmanager
 def loaded_model(saved: SavedModel, config: Config) -> Iterator[torch.nn.Module]:
-    """The model with the checkpoint's weights, in process groups of one process.
-
-    Args:
-        saved: Where from.
-        config: From `inference_config`.
-    """
+    """The model with the checkpoint's weights, in process groups of one process."""
     platform, launch = detect_platform(), read_launch({})
     with process_groups(config.model, launch, platform):
         (chunk,) = build_gpt_chunks(build_run_spec(config, launch, platform))

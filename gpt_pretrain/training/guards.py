@@ -48,12 +48,7 @@ class BadStep:
 
 
 class GivesUpError(Exception):
-    """The run gives up on steps that go wrong; raised on all ranks at the same step.
-
-    Args:
-        bad_step: The newest step that shows it.
-        why: What has happened.
-    """
+    """The run gives up on steps that go wrong; raised on all ranks at the same step."""
 
     reason: ClassVar[EndReason]
 
@@ -83,12 +78,7 @@ class StepGuard:
 
     What it has seen of losses is part of a checkpoint, so that a resumed run finds the spikes that the uncut one does.
 
-    Args:
-        trainer: When to stop, and what a spike is.
-        num_samples: Samples of a step, over all ranks.
-        num_tokens: Tokens that its loss is a mean of, over all ranks; None where a mask leaves out what it likes.
-        losses: The last losses before the run goes on.
-        spikes: Steps with a spike before that.
+    `num_tokens`, over all ranks, is None where a mask leaves out what it likes.
     """
 
     def __init__(
@@ -136,11 +126,6 @@ class StepGuard:
 
     def add(self, step: int, first_sample: int, result: StepResult) -> list[Record]:
         """Notes a step, and reads the one before it.
-
-        Args:
-            step: Its number.
-            first_sample: Its first sample.
-            result: What it left on the device.
 
         Returns:
             Records of the step before, if anything is to be said of it.

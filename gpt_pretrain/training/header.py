@@ -32,12 +32,7 @@ _OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.", "compare."
 
 
 def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
-    """Prints the header of a run and what the user should know of its start; for rank 0.
-
-    Args:
-        setup: The run.
-        lock_note: What to tell of the run directory's lock.
-    """
+    """Prints the header of a run and what the user should know of its start; for rank 0."""
     config, start, done = setup.config, setup.start, setup.progress.step
     console = RunConsole(max_steps=config.trainer.max_steps, start_step=done)
     console.print_header(config.name, describe_run(setup))
@@ -67,10 +62,6 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
 
 def describe_changes(config: Config, checkpoint: Path) -> str | None:
     """What the configuration has changed since the run that a checkpoint belongs to was last started.
-
-    Args:
-        config: The present configuration.
-        checkpoint: `RUN_DIR/checkpoints/step_…`.
 
     Returns:
         A line with old and new values, or why they are not known; None where nothing has changed.

@@ -42,11 +42,6 @@ from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -> EndReason:
     """Runs a checked configuration on this rank, where `megatron.cpu.install_cpu_device` has been called.
 
-    Args:
-        config: From `config.load`, all rules passed.
-        launch: This process's place in the run.
-        after_step: See `Trainer`.
-
     Returns:
         Why it ended, the same on all ranks; `training.stop.EXIT_CODES` has the exit code.
 

@@ -49,11 +49,6 @@ class Setup:
 def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     """Builds a run and restores what it goes on from; every rank calls it.
 
-    Args:
-        spec: The run, resolved.
-        corpus: Its tokens and tokenizer.
-        run_dir: Its directory, held by this run.
-
     Raises:
         UserError: There is no such checkpoint, it is damaged, or it does not fit the run; or there are no FP8 scales
             for `checkpoint.reset_fp8_state` to drop.

@@ -153,21 +153,13 @@ def validate(
 
 
 def mean_loss(loss_sum_and_tokens: torch.Tensor) -> float:
-    """Loss per token, NaN of no tokens; waits for the device.
-
-    Args:
-        loss_sum_and_tokens: [2], sum of losses and number of tokens, over all ranks.
-    """
+    """Loss per token, of sum and number over all ranks, [2]; NaN of no tokens. Waits for the device."""
     loss_sum, num_tokens = loss_sum_and_tokens.tolist()
     return float(loss_sum / num_tokens) if num_tokens else float("nan")
 
 
 class Meter:
-    """Adds up steps on the device and reads the sums at the logging interval; only there does the host wait.
-
-    Args:
-        spec: The run; its GPU says its peak and its memory.
-    """
+    """Adds up steps on the device and reads the sums at the logging interval; only there does the host wait."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._config = spec.config
@@ -199,13 +191,7 @@ class Meter:
         self._started += time.monotonic() - began
 
     def read(self, result: StepResult, progress: Progress, lr: float) -> TrainRecord:
-        """Waits for the device and starts the next interval; the same numbers on every rank.
-
-        Args:
-            result: The newest step.
-            progress: Steps and samples with that step.
-            lr: Learning rate of that step.
-        """
+        """Waits for the device and starts the next interval; the same numbers on every rank."""
         loss = mean_loss(self._sums[:2])
         skipped_steps = round(self._sums[2].item())
         grad_norm = float(result.grad_norm)

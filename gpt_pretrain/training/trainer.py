@@ -29,11 +29,7 @@ type AfterStep = Callable[[int, StepResult], None]
 class Trainer:
     """Trains a run from where it stands.
 
-    Args:
-        setup: The run, restored already if it is resumed.
-        log: Receives every record, on every rank.
-        watchdog: Is told what the loop does.
-        after_step: Called at the end of each step with its number and result; a benchmark reads its clock there.
+    `after_step` is called at the end of each step; a benchmark reads its clock there.
     """
 
     def __init__(
@@ -94,9 +90,6 @@ class Trainer:
 
     def train(self, stop: StopRequest) -> EndReason:
         """Trains to the last step, or to the first reason to stop; every rank calls it.
-
-        Args:
-            stop: Asked after every step.
 
         Returns:
             Why it ended, the same on all ranks.
@@ -188,9 +181,6 @@ class Trainer:
 
     def save(self, *, by_clock: bool = False) -> None:
         """Writes a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.
-
-        Args:
-            by_clock: Only `checkpoint.save_interval_minutes` asks for it.
 
         Raises:
             NotFiniteError: Its weights are no state to go on from.

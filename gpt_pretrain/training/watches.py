@@ -50,14 +50,7 @@ _SETTLED = 0.5
 
 
 class FirstStep:
-    """What FP8 asks of a start's first step, resumed or not, and the proofs of later ones; does nothing without FP8.
-
-    Args:
-        trainable: Model and optimizer.
-        log: Receives the record of what was proven, on every rank.
-        watchdog: Is told of what takes longer than a step.
-        meter: Leaves out what is no part of the step.
-    """
+    """What FP8 asks of a start's first step, resumed or not, and the proofs of later ones; does nothing without FP8."""
 
     def __init__(
         self, trainable: Trainable, *, log: Callable[[Record], None], watchdog: Watchdog, meter: Meter
@@ -73,11 +66,7 @@ class FirstStep:
         self._scale_passes = 0
 
     def find_scales(self, iterators: Sequence[BatchIterator | None]) -> None:
-        """With delayed scaling, finds the scales that no checkpoint has brought.
-
-        Args:
-            iterators: At the first step's batch, where they stay.
-        """
+        """With delayed scaling, finds the scales that no checkpoint has brought; iterators stay at the first batch."""
         spec = self._trainable.model.spec
         if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
             return
@@ -86,12 +75,7 @@ class FirstStep:
             self._scale_passes = find_first_scales(self._trainable, iterators)
 
     def proven(self, step: int, train: Callable[[], StepResult]) -> StepResult:
-        """Runs a training step; if it is one to prove, FP8 runs as configured in it, or the run ends.
-
-        Args:
-            step: Its number.
-            train: Runs the step.
-        """
+        """Runs a training step; if it is one to prove, FP8 runs as configured in it, or the run ends."""
         spec = self._trainable.model.spec
         if spec.fp8 is not None and self._interval is not None and step % self._interval == 0:
             self._is_due = True
@@ -125,9 +109,7 @@ def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | 
     Does nothing where there are scales, as in a resumed run. The passes change scales and histories, and random states
     where there is dropout; nothing else that a step changes.
 
-    Args:
-        trainable: Model and optimizer; gradients stay in their buffers, for the next step to clear.
-        iterators: At the next step's batch, where they stay.
+    Gradients stay in their buffers, for the next step to clear, and the iterators at the next step's batch.
 
     Returns:
         The number of passes.
@@ -146,10 +128,7 @@ def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | 
 def settle_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None], num_microbatches: int) -> int:
     """Runs passes until one halves no scale, or eight microbatches have passed; every rank calls it.
 
-    Args:
-        read: This rank's scales, 1 where no pass has shown an amax.
-        run_pass: Runs a pass.
-        num_microbatches: Of a pass.
+    `read` answers this rank's scales, 1 where no pass has shown an amax.
 
     Returns:
         The number of passes; none where there are scales already.
@@ -181,9 +160,6 @@ class Fp8Watch:
 
     That is a sample of each tensor. Every `logging.fp8_statistics_interval`-th step is counted in full, and recorded.
     A replayed graph reports none of its products.
-
-    Args:
-        model: This rank's model.
     """
 
     def __init__(self, model: Model) -> None:
@@ -228,12 +204,7 @@ def _recorded(tensor: TensorStatistics) -> Fp8Tensor:
 
 
 class ExpertWatch:
-    """Follows all routers of a model; does nothing without experts.
-
-    Args:
-        model: This rank's model.
-        step: Steps done.
-    """
+    """Follows all routers of a model; does nothing without experts."""
 
     def __init__(self, model: Model, *, step: int) -> None:
         self._num_layers = model.spec.model.num_layers
@@ -253,11 +224,7 @@ class ExpertWatch:
                 router.register_forward_hook(partial(self._count, layer.layer_number - 1))
 
     def restart(self, step: int) -> None:
-        """Forgets what it has seen since the last record.
-
-        Args:
-            step: Steps done.
-        """
+        """Forgets what it has seen since the last record."""
         self._step = step
         if self._num_experts is not None:
             get_moe_metrics_tracker().clear()
@@ -271,9 +238,6 @@ class ExpertWatch:
         """A record of the training since the last call, if there are experts; waits for the device.
 
         Every rank calls it, and gets the same.
-
-        Args:
-            step: Steps done, more than at the last call.
         """
         if self._num_experts is None:
             return
