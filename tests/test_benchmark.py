@@ -42,8 +42,7 @@ from gpt_pretrain.benchmark.results import (
 )
 from gpt_pretrain.benchmark.variants import Loop, Variant, benchmark_variants, run_overrides
 from gpt_pretrain.benchmark.worker import forecast
-from gpt_pretrain.commands.benchmark import main
-from gpt_pretrain.commands.picture import main as draw_picture
+from gpt_pretrain.commands.benchmark import draw_picture, main
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from gpt_pretrain.checkpoint.manifest import MANIFEST, read_manifest
+from gpt_pretrain.commands.benchmark import draw_picture as picture
 from gpt_pretrain.commands.import_hf import main as import_hf
-from gpt_pretrain.commands.picture import main as picture
 from gpt_pretrain.commands.train import main as train
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config

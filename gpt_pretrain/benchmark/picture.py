@@ -1,6 +1,6 @@
-"""`python -m gpt_pretrain.benchmark.picture`: see `commands.picture`."""
+"""`python -m gpt_pretrain.benchmark.picture`: see `commands.benchmark`."""
 
-from gpt_pretrain.commands.picture import main
+from gpt_pretrain.commands.benchmark import draw_picture
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(draw_picture())

@@ -3,19 +3,23 @@
     command line → training's gate → each variant in processes of its own → tables, benchmark.json and Markdown
 
 It starts torchrun itself: `trainer.devices` says how many processes.
+
+`python -m gpt_pretrain.benchmark.picture RUN_DIR/benchmark.json step.svg` draws one step of each variant.
 """
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
 from gpt_pretrain.benchmark.campaign import Campaign
-from gpt_pretrain.benchmark.document import WIDTH
+from gpt_pretrain.benchmark.document import WIDTH, draw, read_steps
 from gpt_pretrain.benchmark.variants import benchmark_problems
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_config
+from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir
 from gpt_pretrain.rules.gate import Job
@@ -59,3 +63,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     refuse = refuse_launcher_and_sweep("a benchmark", "benchmark.variants")
     return run_with_config(PROGRAM, measure, given, rules=benchmark_problems, refuse=refuse)
+
+
+PICTURE = Program(
+    about="gpt_pretrain.benchmark.picture: one step of each variant, drawn.",
+    examples="""\
+python -m gpt_pretrain.benchmark.picture RUN_DIR/benchmark.json step.svg
+python -m gpt_pretrain.benchmark.picture benchmark=RUN_DIR/benchmark.json picture=step.svg""",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureArguments:
+    """What the command takes, in this order also without the keys."""
+
+    benchmark: str
+    """benchmark.json of a benchmark with benchmark.profile=true."""
+    picture: str
+    """The file to draw into: .svg, .png or .pdf."""
+
+
+def draw_picture(arguments: Sequence[str] | None = None) -> int:
+    """Draws what a benchmark left, and returns the exit code."""
+
+    def read_and_draw(given: PictureArguments) -> None:
+        draw(read_steps(Path(given.benchmark)), Path(given.picture))
+
+    return run_with_arguments(PICTURE, PictureArguments, read_and_draw, arguments, plain=("benchmark", "picture"))

@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.fp8.casts import CAST_VALUES, CastChecks
-from gpt_pretrain.fp8.checks import Checks
+from gpt_pretrain.fp8.casts import CAST_VALUES, CastChecks, Checks
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, role_format, role_name
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.fp8.replay import Replay, is_recomputed
