@@ -8,26 +8,7 @@ from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
-CPU = Platform(
-    cuda=False,
-    num_gpus=0,
-    device_name="CPU",
-    compute_capability=None,
-    torch_cuda=None,
-    transformer_engine=None,
-    transformer_engine_problem=None,
-    torchao=None,
-    torchao_problem=None,
-    compiler_problem=None,
-    recipe_variables={},
-    multicast_variables={},
-    flash_attention=None,
-    flash_attention_problem=None,
-    apex_layer_norm=False,
-    apex_optimizer=False,
-    apex_softmax=False,
-    apex_weight_gradient=False,
-)
+CPU = Platform(cuda=False, num_gpus=0, device_name="CPU")
 H200_WITHOUT_TE = replace(
     CPU, cuda=True, num_gpus=8, device_name="NVIDIA H200", compute_capability=(9, 0), torch_cuda="13.0"
 )

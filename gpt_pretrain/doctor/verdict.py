@@ -79,31 +79,30 @@ def _found(library: TransformerEngine | FlashAttention | TorchAO | Failure) -> t
 
 def platform_of(facts: Facts, torch: Torch) -> Platform:
     """The machine as training describes it."""
-    gpu = torch.gpus[0] if torch.gpus else None
-    # Without a GPU a run looks for none of these libraries.
-    te_version, te_problem = _found(facts.transformer_engine) if gpu is not None else (None, None)
-    flash_version, flash_problem = _found(facts.flash_attention) if gpu is not None else (None, None)
-    torchao_version, torchao_problem = _found(facts.torchao) if gpu is not None else (None, None)
-    parts: Mapping[str, bool] = facts.apex.parts if gpu is not None and isinstance(facts.apex, Apex) else {}
+    recipe = {name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment}
+    multicast = {name: facts.environment[name] for name in MULTICAST_OFF if name in facts.environment}
+    variables: dict[str, Any] = {"recipe_variables": recipe, "multicast_variables": multicast}
+    if not torch.gpus:
+        # Without a GPU a run looks for none of the libraries.
+        return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
+    te_version, te_problem = _found(facts.transformer_engine)
+    flash_version, flash_problem = _found(facts.flash_attention)
+    torchao_version, torchao_problem = _found(facts.torchao)
+    parts: Mapping[str, Any] = facts.apex.parts if isinstance(facts.apex, Apex) else {}
     return Platform(
-        cuda=gpu is not None,
+        cuda=True,
         num_gpus=len(torch.gpus),
-        device_name="CPU" if gpu is None else gpu.name,
-        compute_capability=None if gpu is None else gpu.compute_capability,
-        torch_cuda=None if gpu is None else torch.cuda,
+        device_name=torch.gpus[0].name,
+        compute_capability=torch.gpus[0].compute_capability,
+        torch_cuda=torch.cuda,
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
         torchao=torchao_version,
         torchao_problem=torchao_problem,
-        compiler_problem=compiler_problem() if gpu is None else None,
-        recipe_variables={name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment},
-        multicast_variables={name: facts.environment[name] for name in MULTICAST_OFF if name in facts.environment},
         flash_attention=flash_version,
         flash_attention_problem=flash_problem,
-        apex_layer_norm=parts.get("apex_layer_norm", False),
-        apex_optimizer=parts.get("apex_optimizer", False),
-        apex_softmax=parts.get("apex_softmax", False),
-        apex_weight_gradient=parts.get("apex_weight_gradient", False),
+        **variables,
+        **parts,
     )
 
 

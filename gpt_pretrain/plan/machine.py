@@ -35,18 +35,10 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         compute_capability=gpu.compute_capability,
         torch_cuda=TORCH_CUDA,
         transformer_engine=TRANSFORMER_ENGINE,
-        transformer_engine_problem=None,
         torchao=TORCHAO,
-        torchao_problem=None,
-        compiler_problem=None,
         recipe_variables=recipe_variables(),
         multicast_variables=multicast_variables(),
         flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,
-        flash_attention_problem=None,
-        apex_layer_norm=False,
-        apex_optimizer=False,
-        apex_softmax=False,
-        apex_weight_gradient=False,
     )
 
 

@@ -15,8 +15,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -71,7 +71,7 @@ APEX_PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """Hardware and optional libraries of this process."""
+    """Hardware and optional libraries of this process; the defaults are of a machine that has none of them."""
 
     cuda: bool
     """A CUDA device is there."""
@@ -79,35 +79,35 @@ class Platform:
     """CUDA devices that this process sees."""
     device_name: str
     """Name of the GPU, or of the processor's kind."""
-    compute_capability: tuple[int, int] | None
+    compute_capability: tuple[int, int] | None = None
     """CUDA compute capability of the GPU: (9, 0) is Hopper; None without one."""
-    torch_cuda: str | None
+    torch_cuda: str | None = None
     """CUDA version that PyTorch was built for: "13.0"; None without a GPU."""
-    transformer_engine: str | None
+    transformer_engine: str | None = None
     """Version of Transformer Engine, if it imports on this machine."""
-    transformer_engine_problem: str | None
+    transformer_engine_problem: str | None = None
     """Why Transformer Engine, though installed, does not import."""
-    torchao: str | None
+    torchao: str | None = None
     """Version of TorchAO, if it is the one that `fp8.torchao` calls."""
-    torchao_problem: str | None
+    torchao_problem: str | None = None
     """Why TorchAO, though installed, is not used."""
-    compiler_problem: str | None
+    compiler_problem: str | None = None
     """Why torch.compile cannot compile for this CPU; not looked up on a GPU, where Triton compiles."""
-    recipe_variables: Mapping[str, str]
+    recipe_variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are set and could change what an FP8 recipe computes."""
-    multicast_variables: Mapping[str, str]
+    multicast_variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that are set and say whether libraries may use NVLink multicast."""
-    flash_attention: str | None
+    flash_attention: str | None = None
     """Version of FlashAttention-4, if it imports on this machine."""
-    flash_attention_problem: str | None
+    flash_attention_problem: str | None = None
     """Why FlashAttention-4, though installed, is not used."""
-    apex_layer_norm: bool
+    apex_layer_norm: bool = False
     """apex's fused layer norm."""
-    apex_optimizer: bool
+    apex_optimizer: bool = False
     """apex's fused Adam and multi-tensor kernels; TE brings its own."""
-    apex_softmax: bool
+    apex_softmax: bool = False
     """The fused scale-mask-softmax kernels for layers without TE."""
-    apex_weight_gradient: bool
+    apex_weight_gradient: bool = False
     """apex's GEMM that accumulates weight gradients into the main gradient."""
 
     @property
@@ -230,24 +230,25 @@ def detect_platform() -> Platform:
     """Looks up what is there; imports Transformer Engine, FlashAttention-4, TorchAO and apex where installed."""
     import torch
 
-    cuda = torch.cuda.is_available()
-    te_version, te_problem = _transformer_engine() if cuda else (None, None)
-    flash_version, flash_problem = flash_attention() if cuda else (None, None)
-    torchao_version, torchao_problem = torchao() if cuda else (None, None)
+    variables: dict[str, Any] = {"recipe_variables": recipe_variables(), "multicast_variables": multicast_variables()}
+    if not torch.cuda.is_available():
+        return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
+    te_version, te_problem = _transformer_engine()
+    flash_version, flash_problem = flash_attention()
+    torchao_version, torchao_problem = torchao()
+    parts: dict[str, Any] = apex_parts()
     return Platform(
-        cuda=cuda,
-        num_gpus=torch.cuda.device_count() if cuda else 0,
-        device_name=torch.cuda.get_device_name() if cuda else "CPU",
-        compute_capability=torch.cuda.get_device_capability() if cuda else None,
-        torch_cuda=torch.version.cuda if cuda else None,
+        cuda=True,
+        num_gpus=torch.cuda.device_count(),
+        device_name=torch.cuda.get_device_name(),
+        compute_capability=torch.cuda.get_device_capability(),
+        torch_cuda=torch.version.cuda,
         transformer_engine=te_version,
         transformer_engine_problem=te_problem,
         torchao=torchao_version,
         torchao_problem=torchao_problem,
-        compiler_problem=None if cuda else compiler_problem(),
-        recipe_variables=recipe_variables(),
-        multicast_variables=multicast_variables(),
         flash_attention=flash_version,
         flash_attention_problem=flash_problem,
-        **(apex_parts() if cuda else dict.fromkeys(APEX_PARTS, False)),
+        **variables,
+        **parts,
     )
