@@ -5,6 +5,7 @@ import pytest
 from gpt_pretrain.commands.command_line import check_request, parse_command_line
 from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.rules.gate import load_config
 from tests.forked_runs import fork_ranks
@@ -137,7 +138,7 @@ def test_a_file_that_was_changed_is_read_anew(my_conf):
         folder = my_conf(experiment__mine=text.replace("max_steps: 5", f"max_steps: {steps}"))
         # What a composition does with the values it was given is not seen by the next.
         for override in ([], ["model.num_layers=3"], []):
-            config = load_config(["experiment=mine", *override], config_dir=folder)
+            config = load_config(["experiment=mine", *override], Source(config_dir=folder))
             seen.append((config.trainer.max_steps, config.model.num_layers))
     assert seen == [(5, 2), (5, 3), (5, 2), (6, 2), (6, 3), (6, 2)]
 

@@ -12,6 +12,7 @@ from gpt_pretrain.checkpoint.load import load_weights
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.commands.export import main as export_main
 from gpt_pretrain.commands.import_hf import main
+from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
@@ -87,7 +88,7 @@ def test_a_run_that_starts_from_it_computes_what_transformers_does(name, publish
     case = CASES[name]
     import_model(published / name, tmp_path / "ours")
     install_cpu_device()
-    config = load_config(["experiment=imported", "data=mock", *SMALL_BATCH], config_dir=tmp_path / "ours")
+    config = load_config(["experiment=imported", "data=mock", *SMALL_BATCH], Source(config_dir=tmp_path / "ours"))
     assert config.checkpoint.init_from == str(tmp_path / "ours")
     with process_groups(config.model, read_launch({}), detect_platform()):
         trainable = build_trainable(config)

@@ -137,12 +137,7 @@ def load_variants(
     for variant in variants:
         found: Iterable[str]
         try:
-            configs[variant] = load_config(
-                [*overrides, *variant.overrides],
-                config_name=source.config_name,
-                config_path=source.config_path,
-                config_dir=source.config_dir,
-            )
+            configs[variant] = load_config([*overrides, *variant.overrides], source)
             found = refuse(variant, configs[variant])
         except ConfigError as error:
             found = error.problems

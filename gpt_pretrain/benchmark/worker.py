@@ -47,12 +47,9 @@ class Task:
 
     def load_config(self) -> Config:
         """The configuration of the run."""
-        return load_config(
-            self.overrides,
-            config_name=self.config_name,
-            config_path=Path(self.config_path),
-            config_dir=None if self.config_dir is None else Path(self.config_dir),
-        )
+        config_dir = None if self.config_dir is None else Path(self.config_dir)
+        source = Source(config_name=self.config_name, config_path=Path(self.config_path), config_dir=config_dir)
+        return load_config(self.overrides, source)
 
 
 def _answer_path(task: Path, what: Literal["result", "failure"], rank: int) -> Path:

@@ -23,7 +23,7 @@ from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import flatten, is_known, unknown_key
 from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import Loader, Source, find_conf_dir, parse_override
+from gpt_pretrain.config.source import Loader, Source, parse_override
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import CommandLine, lines_of, parse_overrides, single_value, without_sweeps
@@ -284,26 +284,13 @@ def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def load_config(
-    overrides: Sequence[str] = (),
-    *,
-    config_name: str = "config",
-    config_path: Path | None = None,
-    config_dir: Path | None = None,
-) -> Config:
-    """Composes and reads a configuration; the cross-field rules are `check_config`'s.
-
-    Args:
-        overrides: `key=value` and `group=option` as on the command line.
-        config_name: The primary YAML file, without its suffix.
-        config_path: The folder that replaces `conf/`.
-        config_dir: A folder that is searched after it.
+def load_config(overrides: Sequence[str] = (), source: Source | None = None) -> Config:
+    """Composes and reads a configuration, of `conf/` where no source is given; the rules are `check_config`'s.
 
     Raises:
         ConfigError: Unknown keys or options, wrong types, open values: all of them.
     """
-    source = Source(config_name=config_name, config_path=config_path or find_conf_dir(), config_dir=config_dir)
-    (job,) = check_command(Loader(source), overrides)
+    (job,) = check_command(Loader(source or Source()), overrides)
     return job.config
 
 
