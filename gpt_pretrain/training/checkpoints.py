@@ -96,97 +96,81 @@ class GoBack(Exception):
         super().__init__(f"step {spike.step}: loss {spike.loss:.4f} is a spike")
 
 
-class Rewinds:
-    """Takes a run back; every rank has one.
+def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
+    """What a spike asks for; every rank calls it, while no save is being written.
 
-    Args:
-        setup: The run; its `trainer.max_spike_rewinds` is a number.
+    `spikes` are steps with a spike, this one included: a checkpoint near to one of them is no place to go back to.
+
+    Returns:
+        Why the run goes on, where it cannot go back.
+
+    Raises:
+        GoBack: There is a checkpoint to go back to.
+        TooManySpikesError: The run has gone back as often as it may.
     """
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-
-    def check(self, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
-        """What a spike asks for; every rank calls it, while no save is being written.
-
-        Args:
-            spike: The newest one.
-            progress: How far the run is.
-            spikes: Steps with a spike, this one included: a checkpoint near to one of them is no place to go back to.
-
-        Returns:
-            Why the run goes on, where it cannot go back.
-
-        Raises:
-            GoBack: There is a checkpoint to go back to.
-            TooManySpikesError: The run has gone back as often as it may.
-        """
-        trainer = self._setup.config.trainer
-        assert trainer.max_spike_rewinds is not None
-        if progress.rewinds >= trainer.max_spike_rewinds:
-            raise TooManySpikesError(
-                _bad_step(spike),
-                f"step {spike.step}: loss {spike.loss:.4f} is a spike, above {spike.limit:.4f}, and the run has gone "
-                f"back {progress.rewinds} times already (trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
-            )
-        margin = trainer.spike_margin
-        candidates = checkpoints_away_from(self._setup.checkpoints, spikes, progress, before=spike.step, margin=margin)
-        if candidates:
-            raise GoBack(spike, candidates)
-        return RewindRecord(
-            step=progress.step,
-            spike_step=spike.step,
-            first_sample=spike.first_sample,
-            num_samples=0,
-            rewinds=progress.rewinds,
-            time_s=0.0,
-            problem=f"there is no checkpoint {margin} steps away from every spike (trainer.spike_margin={margin})",
-            warnings=(),
+    trainer = setup.config.trainer
+    assert trainer.max_spike_rewinds is not None
+    if progress.rewinds >= trainer.max_spike_rewinds:
+        raise TooManySpikesError(
+            _bad_step(spike),
+            f"step {spike.step}: loss {spike.loss:.4f} is a spike, above {spike.limit:.4f}, and the run has gone "
+            f"back {progress.rewinds} times already (trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
         )
+    margin = trainer.spike_margin
+    candidates = checkpoints_away_from(setup.checkpoints, spikes, progress, before=spike.step, margin=margin)
+    if candidates:
+        raise GoBack(spike, candidates)
+    return RewindRecord(
+        step=progress.step,
+        spike_step=spike.step,
+        first_sample=spike.first_sample,
+        num_samples=0,
+        rewinds=progress.rewinds,
+        time_s=0.0,
+        problem=f"there is no checkpoint {margin} steps away from every spike (trainer.spike_margin={margin})",
+        warnings=(),
+    )
 
-    def go_back(self, request: GoBack, progress: Progress) -> tuple[Progress, RewindRecord]:
-        """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
 
-        Args:
-            request: What `check` has raised.
-            progress: How far the run was.
+def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress, RewindRecord]:
+    """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
 
-        Returns:
-            How far the run is now, and what came of going back.
+    Returns:
+        How far the run is now, and what came of going back.
 
-        Raises:
-            TooManySpikesError: What is left of the samples would not last to the end of the run.
-            UserError: The checkpoint is damaged, and `checkpoint.fall_back` is off or no other one verifies.
-        """
-        began = time.monotonic()
-        setup, config, spike = self._setup, self._setup.config, request.spike
-        start = resume_from(request.candidates, fall_back=config.checkpoint.fall_back)
-        checkpoint = start.checkpoint
-        next_sample = spike.first_sample + spike.num_samples
-        steps_left = config.trainer.max_steps - checkpoint.manifest.step
-        missing = next_sample + steps_left * config.model.global_batch_size - len(setup.train_data)
-        if missing > 0:
-            raise TooManySpikesError(
-                _bad_step(spike),
-                f"step {spike.step}: loss {spike.loss:.4f} is a spike, and to pass over the samples since step "
-                f"{checkpoint.manifest.step} would leave the run {missing} short: it sets aside those of "
-                "checkpoint.save_interval + trainer.spike_margin steps for each of trainer.max_spike_rewinds="
-                f"{config.trainer.max_spike_rewinds}",
-            )
-        taken_back = take_back(checkpoint, next_sample=next_sample, given_up_at=progress)
-        progress = load_checkpoint(taken_back, setup.trainable, config, setup.corpus.fingerprints).progress
-        first_sample, num_samples = progress.passed_over[-1]
-        record = RewindRecord(
-            step=progress.step,
-            spike_step=spike.step,
-            first_sample=first_sample,
-            num_samples=num_samples,
-            rewinds=progress.rewinds,
-            time_s=time.monotonic() - began,
-            problem=None,
-            warnings=tuple(start.warnings),
+    Raises:
+        TooManySpikesError: What is left of the samples would not last to the end of the run.
+        UserError: The checkpoint is damaged, and `checkpoint.fall_back` is off or no other one verifies.
+    """
+    began = time.monotonic()
+    config, spike = setup.config, request.spike
+    start = resume_from(request.candidates, fall_back=config.checkpoint.fall_back)
+    checkpoint = start.checkpoint
+    next_sample = spike.first_sample + spike.num_samples
+    steps_left = config.trainer.max_steps - checkpoint.manifest.step
+    missing = next_sample + steps_left * config.model.global_batch_size - len(setup.train_data)
+    if missing > 0:
+        raise TooManySpikesError(
+            _bad_step(spike),
+            f"step {spike.step}: loss {spike.loss:.4f} is a spike, and to pass over the samples since step "
+            f"{checkpoint.manifest.step} would leave the run {missing} short: it sets aside those of "
+            "checkpoint.save_interval + trainer.spike_margin steps for each of trainer.max_spike_rewinds="
+            f"{config.trainer.max_spike_rewinds}",
         )
-        return progress, record
+    taken_back = take_back(checkpoint, next_sample=next_sample, given_up_at=progress)
+    progress = load_checkpoint(taken_back, setup.trainable, config, setup.corpus.fingerprints).progress
+    first_sample, num_samples = progress.passed_over[-1]
+    record = RewindRecord(
+        step=progress.step,
+        spike_step=spike.step,
+        first_sample=first_sample,
+        num_samples=num_samples,
+        rewinds=progress.rewinds,
+        time_s=time.monotonic() - began,
+        problem=None,
+        warnings=tuple(start.warnings),
+    )
+    return progress, record
 
 
 def _bad_step(spike: LossSpikeRecord) -> BadStep:

@@ -14,7 +14,7 @@ from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, ValidationRecord
-from gpt_pretrain.training.checkpoints import GoBack, Rewinds, Saves
+from gpt_pretrain.training.checkpoints import GoBack, Saves, check_spike, go_back
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
 from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
 from gpt_pretrain.training.setup import Setup
@@ -54,7 +54,6 @@ class Trainer:
         self._saves = Saves(setup, log=log, watchdog=watchdog, meter=self._meter)
         self._saved_step: int | None = None
         self._has_frozen = False
-        self._rewinds = None if config.trainer.max_spike_rewinds is None else Rewinds(setup)
         self._guard = self._new_guard()
         self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
         self._fp8_watch = Fp8Watch(trainable.model)
@@ -228,17 +227,16 @@ class Trainer:
             self._log(record)
         self._guard.check()
         for record in records:
-            if isinstance(record, LossSpikeRecord) and self._rewinds is not None:
+            if isinstance(record, LossSpikeRecord) and self.config.trainer.max_spike_rewinds is not None:
                 # The save being written may be the one to go back to; it must not become the newest one afterwards.
                 self._saves.wait(self.progress.step)
-                self._log(self._rewinds.check(record, self.progress, self._guard.spikes))
+                self._log(check_spike(self._setup, record, self.progress, self._guard.spikes))
 
     def _go_back(self, request: GoBack) -> None:
         """Restores a checkpoint and goes on with the samples behind the spike."""
-        assert self._rewinds is not None
         self._log_fp8()
         with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
-            self.progress, record = self._rewinds.go_back(request, self.progress)
+            self.progress, record = go_back(self._setup, request, self.progress)
         self._saved_step = self.progress.step
         self._guard = self._new_guard()
         for iterator in self._train_batches:
