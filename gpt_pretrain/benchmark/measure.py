@@ -1,19 +1,16 @@
 """What runs in a measured process: the bare loop, the clock, the profiler, and the machine's own ceiling.
 
-The bare loop is the yardstick: megatron-core's own pieces in the shortest loop that trains, under the same knobs as the
-application. Model, data-parallel wrapper and optimizer are built from the application's translated configuration. One
-batch of random tokens stays on the device; there is no data loading, logging, validation, schedule or signal handling.
-Optimizer and loss are megatron-core's own, without `megatron.loss`, so the comparison shows what the application's
-gain, unless the configuration asks for the plain loss. The model has the kernels that `spec.kernels` chooses, so the
-comparison does not show what those gain; a key such as `model.activation_cast_fusion=false` leaves one out in both. The
-loop knows one model chunk and no context parallelism.
+The bare loop is the yardstick: megatron-core's own pieces in the shortest loop that trains, built from the
+application's translated configuration, without data loading, logging, validation, schedule or signals. Optimizer and
+loss are megatron-core's own, so the comparison shows what the application's gain; the kernels are those that
+`spec.kernels` chooses, so it does not show what those gain. A key such as `model.activation_cast_fusion=false` leaves
+one out in both.
 
 The clock is the same for both loops. The host waits for the device after the first step, after the warm-up and after
 each interval of timed steps, and at no other step; so kernels queue up within an interval as they do in a run.
 
-The ceiling says how fast this machine's matrix products are at best. A data sheet's peak is for a clock that no GPU
-keeps under load, so a run's use of the machine is told against what square products reach here and now, in a process
-of its own as the measured runs are.
+A data sheet's peak is for a clock that no GPU keeps under load, so a run's use of the machine is told against what
+square products reach here and now, in a process of its own as the measured runs are.
 """
 
 import platform as python_platform

@@ -3,20 +3,8 @@
     command line → gate (config/) → Hydra → one job, or each of a sweep → training.run.train
                                   → sbatch, once for each job of a sweep with hydra/launcher=slurm
 
-Torch is not imported before the gate has let the command line through, and what a user can mend ends with
-`error: …` lines and exit code 2. Exit codes:
-
-      0  all steps done
-      1  a crash, a checkpoint that could not be saved, or too many steps in a row with a loss or gradient that is
-         not finite
-      2  a mistake in what was given
-     71  a rank died or hung, and the watchdog ended the others: stack traces are in RUN_DIR/stacks
-     75  stopped by SIGTERM, SIGHUP, SIGUSR1 or trainer.max_time with steps left: start it again (EX_TEMPFAIL of
-         sysexits(3))
-    130  Ctrl-C
-
-torchrun's own exit code is 1 after any of them but 0. The last line of RUN_DIR/metrics.jsonl is the summary with
-`end_reason` and `exit_code`; a run that crashed or was killed has written none.
+Torch is not imported before the gate has let the command line through. docs/checkpoints.md has the exit codes of runs;
+torchrun's own is 1 after any of them but 0.
 """
 
 import sys

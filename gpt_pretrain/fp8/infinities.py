@@ -1,17 +1,13 @@
 """Infinities that a cast to FP8 hides, and what a skipped step takes back.
 
-A cast saturates. An infinity becomes the largest code, and whatever is computed from the codes is finite: loss and
-gradient norm do not show it. A NaN stays NaN in the codes and shows in the gradient norm. What an infinity leaves, as
-run with Transformer Engine (TE) 2.12 on an H200 (tests/test_gpu_infinities.py):
+A cast saturates: an infinity becomes the largest code, and loss and gradient norm do not show it. Where each recipe of
+Transformer Engine (TE) 2.12 shows it is in docs/fp8.md, "Infinities" (tests/test_gpu_infinities.py): delayed in the
+amax history; tensorwise in the quantizer's amax until its next cast, so that amaxes are read before each pass;
+blockwise nowhere, so that blocks of scale 1, which are few, are searched in the tensor that was cast. Local layers keep
+the largest amax of their casts.
 
-- local layers, emulated or of TorchAO: the largest amax of their casts, which they keep;
-- TE's delayed scaling: an infinite amax in the history, as far back as `model.fp8_amax_history_len` passes;
-- TE's tensorwise: an infinite amax in the quantizer, until its next cast. So amaxes are read before each pass;
-- TE's blockwise: a block of scale 1. So has a block whose amax is between 224 and 448, and one of zeros. Blocks of that
-  scale, which are few, are searched in the tensor that was cast.
-
-A norm that is computed together with its cast makes NaN of an infinity, so that its result is not searched. Nor are
-weights in blocks: no update that would make one infinite is carried out.
+The result of a norm that is computed together with its cast is not searched, for it becomes NaN. Nor are weights in
+blocks: no update that would make one infinite is carried out.
 """
 
 from collections.abc import Callable, Iterator, Sequence

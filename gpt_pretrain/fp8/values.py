@@ -1,23 +1,17 @@
 """Whether the numbers of one training step are what the plan's FP8 makes of its tensors.
 
-Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. This looks at what the step left: the tensors
-that were cast, their codes and scales, the results of products, and the state of delayed scaling. It computes each of
-them again from the tensors and the plan alone (`fp8/rounding.py`):
+Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. This looks at what the step left (codes,
+scales, results, the state of delayed scaling) and computes each of them again from the tensors and the plan alone
+(`fp8/casts.py`, `fp8/replay.py`, `fp8/rounding.py`). docs/fp8.md, "The proof", says what is compared, how near it must
+be, and what cannot be seen.
 
-- **Casts**: the codes have the planned format and are round(value · scale). Without a history a scale is the format's
-  maximum over the amax of the tensor, row or block, as the recipe says rounded down to a power of two.
-- **Delayed scaling** is replayed (`fp8/replay.py`).
-- **Products**: each layer has computed its three in every microbatch. One of each kind per type of layer is multiplied
-  again: from the codes, which must give the result, and from the values, from which the result must be as far away as
-  rounding explains. What these layers pass on is that result.
+Each layer's three products are counted in every microbatch. One of each kind per type of layer is multiplied again, and
+what these layers pass on is that result. Ranks and steps take turns at microbatches, at layers, and at parts of tensors
+that are large, so that a proof takes seconds and megabytes whatever the model.
 
-Ranks and steps take turns at microbatches, at layers, and at parts of tensors that are large, so that a proof takes
-seconds and megabytes whatever the model.
-
-A weight that is stored in FP8 has no other values (`proof.MasterCheck` compares it with its master). Local layers tell
-of all others. Those of Transformer Engine's layers are unknown in two more places: an activation may be cast by the
-kernel that computes it, and ranks that split a sequence gather codes. There the codes must fill their format: the
-largest is that of amax · scale.
+Local layers tell the values of all that they cast. Those of Transformer Engine's layers are unknown where the kernel
+that computes an activation casts it, and where ranks that split a sequence gather codes. A weight that is stored in FP8
+has no other values (`proof.MasterCheck` compares it with its master).
 
 Nothing here waits for the device before `differences`.
 """

@@ -1,15 +1,10 @@
 """What the loop watches beside the loss: FP8 in the first step and at chosen ones, and the experts of a mixture.
 
-Delayed scaling casts with the amaxes of earlier passes. Before the first pass there are none, and Transformer Engine
-starts with scales of 1. Gradients shrink with the tokens of a batch, and E5M2's smallest number is 2^-16: under a scale
-of 1 little or nothing of a gradient is left. A first step of one microbatch trains on that little: a seventh of the
-gradient's norm with GPT-2 124M and 32,768 tokens, after which fifteen losses were up to 2.37% away from BF16's
-(benchmarks/fp8_h200.md#until-scales-have-settled).
-
-One pass does not show all amaxes. The first shows the gradients that come down the residual stream, which is in BF16.
-Gradients inside a layer come out of FP8 products of gradients that were flushed, and what they would add is missing
-further down. The next pass shows more, and saturates where it does. After two passes over 131,072 tokens, gradients of
-the lowest of twelve layers were still ten times beyond what their scales take (same file).
+Delayed scaling casts with the amaxes of earlier passes. Before the first one there are none, scales are 1, and E5M2
+loses most of a gradient. One pass does not show all amaxes: gradients inside a layer come out of FP8 products of
+gradients that were flushed. So a start passes over its first batch until no scale halves (benchmarks/fp8_h200.md,
+"Until scales have settled": after two passes over 131,072 tokens the lowest layer's gradients were still ten times
+beyond what their scales take).
 
 A mixture's auxiliary losses and the spread of its tokens add up on the device, microbatch by microbatch, and are read
 where a step is logged, in one collective. The numbers do not depend on the parallel layout: a router's loss comes in
