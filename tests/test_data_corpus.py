@@ -1,5 +1,3 @@
-from enum import Enum
-
 import pytest
 
 from gpt_pretrain.config.choices import DataImpl
@@ -64,13 +62,6 @@ def test_text_brings_its_tokenizer(tmp_path):
     again = prepare_corpus(config, show_progress=False)
     assert again.fingerprints == corpus.fingerprints
     assert again.fingerprints["tokenizer"] == corpus.tokenizer.fingerprint
-
-
-def test_a_kind_of_data_without_a_source_is_refused_with_the_kinds_that_have_one(tmp_path):
-    config = data_config(tmp_path / "cache", "data=stdlib")
-    config.model.data.data_impl = Enum("DataImpl", ["parchment"]).parchment
-    with pytest.raises(ConfigError, match=r"model\.data\.data_impl=parchment.*mmap, text, stdlib or mock"):
-        prepare_corpus(config, show_progress=False)
 
 
 def test_every_kind_of_data_has_a_source():

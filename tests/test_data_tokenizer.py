@@ -44,11 +44,6 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(bpe):
     assert bpe.decode([*bpe.encode("x"), 280, 5000]) == "x"
 
 
-def test_a_vocabulary_smaller_than_the_bytes_is_refused():
-    with pytest.raises(UserError, match=r"model\.tokenizer\.vocab_size=256 .*\b257$"):
-        train_bpe(TEXTS, 256)
-
-
 def word_level(path, vocab, **settings):
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -177,9 +176,7 @@ class CheckpointSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # After an error of this rank alone the others may not get here, but their writers answer this one's.
         if self._running is not None:
             self._running.thread.join()

@@ -17,9 +17,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from gpt_pretrain.compare.console import table_of_variants
-from gpt_pretrain.compare.document import FILE_NAME, Comparison, Curve, Difference, RunRecord, write_result
+from gpt_pretrain.compare.document import FILE_NAME, Comparison, Difference, RunRecord, write_result
 from gpt_pretrain.report.columns import UNKNOWN, format_count, format_share
-from gpt_pretrain.report.records import Fp8Tensor
+from gpt_pretrain.report.records import Fp8Tensor, JsonObject
 
 PAGE_NAME = "compare.html"
 # Of losses, times and shares: more than a plot can show, and a third of the bytes.
@@ -89,40 +89,23 @@ def plot_data(comparison: Comparison) -> dict[str, object]:
     return {
         "baseline": comparison.baseline,
         "variants": list(dict.fromkeys(run.variant for run in comparison.runs)),
-        "runs": [
-            {
-                "name": run.name,
-                "variant": run.variant,
-                "role": run.role,
-                "training": _curve(run.training),
-                "validation": _curve(run.validation),
-            }
-            for run in comparison.runs
-        ],
-        "answers": [
-            {
-                "variant": answer.variant,
-                "gap_curve": {
-                    "steps": list(answer.gap_curve.steps),
-                    "tokens": list(answer.gap_curve.tokens),
-                    "gaps": _numbers(answer.gap_curve.gaps),
-                    "lows": _numbers(answer.gap_curve.lows),
-                    "highs": _numbers(answer.gap_curve.highs),
-                },
-                "times": [
-                    {
-                        "loss": _number(time.loss),
-                        "baseline_gpu_s": _number(time.baseline_gpu_s),
-                        "gpu_s": _number(time.gpu_s),
-                        "speedup": {end: _number(getattr(time.speedup, end)) for end in ("value", "low", "high")},
-                    }
-                    for time in answer.times
-                ],
-            }
-            for answer in comparison.answers
-        ],
+        "runs": [_shown(run, "name", "variant", "role", "training", "validation") for run in comparison.runs],
+        "answers": [_shown(answer, "variant", "gap_curve", "times") for answer in comparison.answers],
         "heat": [heat_map(run) for run in _observed(comparison)],
     }
+
+
+def _shown(value: JsonObject, *names: str) -> dict[str, object]:
+    """Fields of an object, all unless some are named, as page.js reads them."""
+    return {name: _plain(getattr(value, name)) for name in names or value.__dataclass_fields__}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, JsonObject):
+        return _shown(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return _number(value) if isinstance(value, float) else value
 
 
 def _observed(comparison: Comparison) -> list[RunRecord]:
@@ -151,19 +134,6 @@ def heat_map(run: RunRecord) -> dict[str, object]:
             },
         }
     return {"name": run.name, "steps": [record.step for record in records], "tensors": tensors}
-
-
-def _curve(curve: Curve) -> dict[str, object]:
-    return {
-        "steps": list(curve.steps),
-        "tokens": list(curve.tokens),
-        "gpu_seconds": _numbers(curve.gpu_seconds),
-        "losses": _numbers(curve.losses),
-    }
-
-
-def _numbers(values: Iterable[float]) -> list[float | None]:
-    return [_number(value) for value in values]
 
 
 def _number(value: float | None) -> float | None:

@@ -153,6 +153,15 @@ def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 
     return consumed_samples + steps_left * config.model.global_batch_size + spare
 
 
+def is_weight(entry: str | float) -> bool:
+    """Whether an entry of `model.data.data_prefix` is a weight; otherwise it is a path."""
+    try:
+        float(entry)
+    except ValueError:
+        return False
+    return True
+
+
 def save_interval_s(checkpoint: CheckpointConfig) -> float | None:
     """`checkpoint.save_interval_minutes` in seconds; None where the clock asks for no save."""
     minutes = checkpoint.save_interval_minutes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
-from gpt_pretrain.config.errors import ConfigError, one_of
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Config, DataConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, file_identity, fingerprint
 from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
@@ -94,7 +94,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
                 "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
             ]
         )
-    source = _open(model.data)
+    source = SOURCES[model.data.data_impl](model.data)
     if source is None:
         key = fingerprint(["mock", model.vocab_size])
         return Corpus(
@@ -147,10 +147,3 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         files_key=fingerprint([identity, weights, tokenizer_key]),
         splits=tuple(splits),
     )
-
-
-def _open(data: DataConfig) -> TextSource | Blend | None:
-    if data.data_impl not in SOURCES:
-        known = one_of([impl.name for impl in SOURCES])
-        raise ConfigError([f"model.data.data_impl={data.data_impl.name} has no source in data.corpus; use {known}"])
-    return SOURCES[data.data_impl](data)

@@ -164,11 +164,6 @@ class FileSource(TextSource):
     def __init__(self, patterns: Sequence[str], text_key: str, piece_size: int = _PIECE_SIZE) -> None:
         self.text_key = text_key
         self.piece_size = piece_size
-        if not patterns:
-            raise UserError(
-                "model.data.text_files is empty; name files or patterns: "
-                'model.data.text_files=[book.txt,"corpus/*.jsonl"]'
-            )
         self.files = list(dict.fromkeys(path for pattern in patterns for path in _match(pattern)))
 
     def identity(self) -> list[Any]:

@@ -26,6 +26,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import DType
 
+from gpt_pretrain.config.derived import is_weight
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_value
@@ -308,7 +309,7 @@ def plan_blend(entries: Sequence[Any]) -> Blend:
     Raises:
         ConfigError: The weights have another sum.
     """
-    if not any(_is_number(entry) for entry in entries):
+    if not any(is_weight(entry) for entry in entries):
         return Blend(tuple(_absolute(entry) for entry in entries))
     weights, paths = [float(weight) for weight in entries[0::2]], [_absolute(path) for path in entries[1::2]]
     total = sum(weights)
@@ -325,11 +326,3 @@ def plan_blend(entries: Sequence[Any]) -> Blend:
 
 def _absolute(path: Any) -> str:
     return str(Path(str(path)).expanduser().absolute())
-
-
-def _is_number(entry: Any) -> bool:
-    try:
-        float(entry)
-    except ValueError:
-        return False
-    return True

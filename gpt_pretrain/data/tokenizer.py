@@ -36,8 +36,6 @@ TOKENIZER_FILE = "tokenizer.json"
 BPE_EOD = "<|endoftext|>"
 # In order of preference: GPT-2/NeoX/Qwen base, Llama 3 base, DeepSeek, Llama 2/Mistral/T5, Gemma, Phi and others.
 EOD_CANDIDATES = (BPE_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>")
-# One token per byte, and the end of a document.
-MIN_BPE_VOCAB_SIZE = 257
 
 
 class Tokenizer:
@@ -101,15 +99,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE (GPT-2's scheme: Sennrich et al. 2016 over bytes).
 
     `vocab_size` counts the 256 bytes and the end-of-document token. A small text may give fewer tokens.
-
-    Raises:
-        UserError: vocab_size is too small even for the bytes.
     """
-    if vocab_size < MIN_BPE_VOCAB_SIZE:
-        raise UserError(
-            f"model.tokenizer.vocab_size={vocab_size} is too small for a byte-level BPE: 256 bytes and {BPE_EOD} "
-            f"need at least {MIN_BPE_VOCAB_SIZE}"
-        )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -83,11 +83,6 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) ->
     return machine.memory_s(linear.count * (inputs * of_input + gradients * of_gradient), kernels=2)
 
 
-def _weight_cast_s(machine: Machine, linear: Linear, recipe: Recipe) -> float:
-    passes = 4 + 2 * recipe.searches_amax
-    return machine.memory_s(linear.num_weights * passes)
-
-
 def _attention_s(machine: Machine, spec: RunSpec, tokens: int) -> float:
     """Causal attention: half of the scores."""
     model = spec.model
@@ -178,8 +173,9 @@ def weight_cast_s(machine: Machine, spec: RunSpec, stage_linears: tuple[Linear, 
     """Seconds of casting BF16 weights to FP8, once per step; FP8 parameters are cast by the optimizer."""
     if spec.fp8 is None or spec.fp8.params:
         return 0.0
-    recipe = spec.fp8.recipe
-    return sum(_weight_cast_s(machine, linear, recipe) for linear in stage_linears if linear.precision == "fp8")
+    passes = 4 + 2 * spec.fp8.recipe.searches_amax
+    in_fp8 = (linear for linear in stage_linears if linear.precision == "fp8")
+    return sum(machine.memory_s(linear.num_weights * passes) for linear in in_fp8)
 
 
 def host_layer_s(machine: Machine, spec: RunSpec) -> float:

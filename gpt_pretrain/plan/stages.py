@@ -19,7 +19,6 @@ class Stage:
     """Indices in the whole model."""
     linears: tuple[Linear, ...]
     """The linear layers of its layers; the LM head at the end of the last stage."""
-    has_embedding: bool
     has_head: bool
     chunks_in_flight: int
     """Model chunks whose activations are kept at once, at most."""
@@ -113,7 +112,6 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
                 index=index,
                 layers=layers,
                 linears=(*own, head) if last else tuple(own),
-                has_embedding=first,
                 has_head=last,
                 chunks_in_flight=_chunks_in_flight(layout, index),
                 layers_per_chunk=layers_per_chunk,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, TokenizerLibrary
-from gpt_pretrain.config.derived import max_time_s
+from gpt_pretrain.config.derived import is_weight, max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, TokenizerConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
@@ -21,21 +21,13 @@ from gpt_pretrain.rules.optimizer import at_least
 SMALLEST_BPE = 257
 
 
-def _is_number(entry: Any) -> bool:
-    try:
-        float(entry)
-    except ValueError:
-        return False
-    return True
-
-
 def _prefixes(prefixes: list[Any]) -> Iterator[str]:
     """Paths alone, or weights and paths alternating (megatron-core's get_blend_from_list)."""
-    if not any(_is_number(entry) for entry in prefixes):
+    if not any(is_weight(entry) for entry in prefixes):
         return
     weights, paths = prefixes[::2], prefixes[1::2]
     shown = "[" + ",".join(map(str, prefixes)) + "]"
-    if len(weights) != len(paths) or not all(map(_is_number, weights)) or any(map(_is_number, paths)):
+    if len(weights) != len(paths) or not all(map(is_weight, weights)) or any(map(is_weight, paths)):
         yield (
             f"model.data.data_prefix={shown} mixes weights and paths; "
             "give paths alone, or alternate weights and paths: [0.7,web,0.3,code]"

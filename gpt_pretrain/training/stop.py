@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 import torch
@@ -75,9 +75,7 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
