@@ -42,7 +42,7 @@ def test_making_it_tells_key_reason_and_way_out(unwritable, compose_config):
 def test_both_programs_refuse_it_first(program, unwritable, capsys, monkeypatch):
     path, reason = unwritable
     # What trains and what plans is loaded late: it is not even looked for.
-    for module in ("gpt_pretrain.training.run", "gpt_pretrain.plan.console", "gpt_pretrain.megatron.cpu"):
+    for module in ("gpt_pretrain.training.run", "gpt_pretrain.plan.document", "gpt_pretrain.megatron.cpu"):
         monkeypatch.setitem(sys.modules, module, None)
     assert program(["data=mock", f"run_dir={path}"]) == 2
     expected = f"error: run_dir={path} cannot be written: {reason}; give another one with run_dir=DIRECTORY\n"
