@@ -1,7 +1,6 @@
 """TorchAO's float8 products on a GPU, compiled: proven in training, and near the emulated ones.
 
-The comparison of gradients has not been run on a GPU yet; its CPU twin is in `tests/test_fp8_torchao.py`. Nor have
-stored weights; theirs is `tests/test_fp8_stored_weights.py`.
+The twins on a CPU are in `tests/test_fp8_torchao.py`, and of stored weights in `tests/test_fp8_stored_weights.py`.
 """
 
 import pytest
