@@ -101,6 +101,18 @@ RULES = {
         offers="model.moe_grouped_gemm=null",
         legal=f"{MOE} model.moe_grouped_gemm=false model.transformer_engine=false",
     ),
+    "fused permutation of local layers": Refused(
+        f"{MOE} model.moe_permute_fusion=true model.transformer_engine=false",
+        told="model.moe_permute_fusion=true model.transformer_engine=false",
+        offers="model.moe_permute_fusion=null",
+        legal=f"{MOE} model.moe_permute_fusion=false model.transformer_engine=false",
+    ),
+    "fused permutation without experts": Refused(
+        "model.moe_permute_fusion=true",
+        told="model.moe_permute_fusion=true model.num_moe_experts=null",
+        offers="model.moe_permute_fusion=null",
+        legal=f"{MOE} model.moe_permute_fusion=true",
+    ),
     "experts over ranks": Refused(
         f"{MOE} model.expert_model_parallel_size=3 model.global_batch_size=24",
         told="model.num_moe_experts=4 model.expert_model_parallel_size=3",
@@ -140,6 +152,11 @@ RULES = {
         f"{FP8} model.fp8_emulate=true model.moe_grouped_gemm=true",
         told="model.moe_grouped_gemm=true model.fp8_emulate=true",
         offers="model.moe_grouped_gemm=false | model.fp8_emulate=false",
+    ),
+    "fused permutation for emulated experts": Refused(
+        f"{FP8} model.fp8_emulate=true model.moe_permute_fusion=true",
+        told="model.moe_permute_fusion=true model.fp8_emulate=true",
+        offers="model.moe_permute_fusion=false | model.fp8_emulate=false",
     ),
     "padding for emulated experts": Refused(
         f"{FP8} model.fp8_emulate=true {PADDING}",

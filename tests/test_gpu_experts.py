@@ -50,6 +50,24 @@ def test_fp8_reaches_the_experts_and_is_proven(padding, tmp_path, cache_dir, one
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tokens",
+    [("alltoall",), ("allgather",), ("alltoall", "fp8=tensorwise", PADDED)],
+    ids=["all to all", "all-gather", "padded routes in FP8"],
+)
+def test_fused_permutation_trains_as_separate_operations(tokens, tmp_path, cache_dir):
+    dispatcher, *fp8 = tokens
+    if fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    short = [*SHORT, *fp8, f"model.moe_token_dispatcher_type={dispatcher}", "trainer.max_steps=10"]
+    fused, separate = (
+        run_small(1, tmp_path / value, cache_dir, [*short, f"model.moe_permute_fusion={value}"], on_gpus=True)
+        for value in ("true", "false")
+    )
+    assert losses(fused) == pytest.approx(losses(separate), rel=3e-2 if fp8 else 1e-2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("m_splits", "computed", "idle"), [([16, 32], 2, 0), ([0, 48], 1, 0), ([0, 0], 0, 1)])
 def test_grouped_products_are_called_for_no_rows_too(m_splits, computed, idle):
     import transformer_engine.pytorch as te

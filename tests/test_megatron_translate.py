@@ -364,6 +364,12 @@ ROWS = [
     ),
     Row(override="model.moe_grouped_gemm=true", context=(EXPERTS,), transformer={"moe_grouped_gemm": True}),
     Row(
+        override="model.moe_permute_fusion=true",
+        context=(EXPERTS,),
+        transformer={"moe_permute_fusion": True},
+        needs_te=True,
+    ),
+    Row(
         override="model.moe_router_padding_for_quantization=true",
         context=(EXPERTS, FP8, TENSORWISE),
         transformer={"moe_router_padding_for_quantization": True},

@@ -57,6 +57,7 @@ SCHEMA = {
             "embedding_gradient_fusion",
             "cross_entropy_loss_fusion",
             "moe_grouped_gemm",
+            "moe_permute_fusion",
         ),
         bool,
     )

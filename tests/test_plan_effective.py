@@ -84,8 +84,8 @@ def spec_for(*overrides):
     config = compose_quickly(overrides)
     size = 2 * model_parallel_size(config.model)
     spec = spec_of(config, H200, rank_zero_of(size, local_world_size=size, launcher="torchrun"))
-    # megatron-core refuses this one fusion where Transformer Engine does not import.
-    return replace(spec, kernels=replace(spec.kernels, apply_rope_fusion=False))
+    # megatron-core refuses these fusions where Transformer Engine does not import.
+    return replace(spec, kernels=replace(spec.kernels, apply_rope_fusion=False, moe_permute_fusion=False))
 
 
 def built_fields(spec):

@@ -191,6 +191,8 @@ class ModelConfig:
     """How tokens reach the ranks of their experts: alltoall (each goes where it has to), allgather (all go to all)."""
     moe_grouped_gemm: bool | None
     """One grouped product for all experts of a rank; null: with Transformer Engine layers, which it needs."""
+    moe_permute_fusion: bool | None
+    """Sort tokens by expert, and back, in TE's fused kernels; null: with Transformer Engine layers, which it needs."""
     moe_router_padding_for_quantization: bool
     """Route tokens of weight zero, until the number of each expert suits FP8; false: pad each expert's input."""
 

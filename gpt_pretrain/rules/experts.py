@@ -58,11 +58,12 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
             f"model.context_parallel_size={model.context_parallel_size} with experts (model.num_moe_experts) is not "
             "proven: each router would balance only its part of a sequence; use context_parallel_size=1"
         )
-    if model.moe_grouped_gemm and model.transformer_engine is False:
-        yield (
-            "model.moe_grouped_gemm=true needs Transformer Engine's layers, and model.transformer_engine=false; "
-            "use moe_grouped_gemm=null"
-        )
+    for key in ("moe_grouped_gemm", "moe_permute_fusion"):
+        if getattr(model, key) and model.transformer_engine is False:
+            yield (
+                f"model.{key}=true needs Transformer Engine's layers, and model.transformer_engine=false; "
+                f"use {key}=null"
+            )
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:
@@ -125,11 +126,11 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
 
 def _emulated_experts(model: ModelConfig) -> Iterator[str]:
     """What emulated experts, each with products of its own, have no use for."""
-    for key in ("moe_grouped_gemm", "moe_router_padding_for_quantization"):
+    for key in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_padding_for_quantization"):
         if getattr(model, key):
             yield (
-                f"model.{key}=true with model.fp8_emulate=true: each emulated expert computes its own products, of as "
-                "many rows as it has; use false, or fp8_emulate=false"
+                f"model.{key}=true with model.fp8_emulate=true: each emulated expert is a local layer and computes its "
+                "own products, of as many rows as it has; use false, or fp8_emulate=false"
             )
 
 

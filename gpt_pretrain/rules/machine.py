@@ -217,7 +217,7 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
             f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {why}; "
             "use 1"
         )
-    for key in ("apply_rope_fusion", "moe_grouped_gemm"):
+    for key in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"):
         if getattr(model, key) and not te:
             yield f"model.{key}=true needs Transformer Engine layers; use null or false"
     if model.fused_single_qkv_rope and not platform.cuda:

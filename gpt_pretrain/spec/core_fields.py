@@ -122,7 +122,7 @@ def _expert_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("moe_router_score_function", "softmax")
     # BF16 scores tie, and ties fall differently at every layout.
     yield Field("moe_router_dtype", "fp32")
-    yield Field("moe_grouped_gemm", spec.kernels.moe_grouped_gemm, ("model.moe_grouped_gemm",))
+    yield from _named(spec.kernels, "model", "moe_grouped_gemm", "moe_permute_fusion")
 
 
 def _layout_fields(spec: RunSpec) -> Iterator[Field]:

@@ -50,6 +50,7 @@ class Kernels:
     cross_entropy_loss_fusion: CrossEntropyFusion | None
     """None: megatron-core's loss of separate operations."""
     moe_grouped_gemm: bool
+    moe_permute_fusion: bool
     cuda_graph_impl: CudaGraphImpl | None
     """None: no CUDA graphs."""
 
@@ -123,6 +124,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         ),
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
+        moe_permute_fusion=choose(model.moe_permute_fusion, te and model.num_moe_experts is not None),
         cuda_graph_impl=graphs,
     )
 
