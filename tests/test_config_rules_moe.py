@@ -7,6 +7,8 @@ from tests.refusals import Refused, broken_rules, check_refused
 MOE = "model=moe_small"
 # Dimensions that FP8 takes.
 FP8 = f"{MOE} fp8=tensorwise"
+# Sixteen experts, each with few rows.
+MANY = "model.num_moe_experts=16"
 PADDING = "model.moe_router_padding_for_quantization=true"
 
 RULES = {
@@ -112,6 +114,52 @@ RULES = {
         told="model.moe_permute_fusion=true model.num_moe_experts=null",
         offers="model.moe_permute_fusion=null",
         legal=f"{MOE} model.moe_permute_fusion=true",
+    ),
+    "one kernel of local layers": Refused(
+        f"{MOE} model.moe_grouped_kernel=triton model.transformer_engine=false",
+        told="model.moe_grouped_kernel=triton model.transformer_engine=false",
+        offers="model.moe_grouped_kernel=null,transformer_engine",
+    ),
+    "one kernel of single products": Refused(
+        f"{MOE} model.moe_grouped_kernel=triton model.moe_grouped_gemm=false",
+        told="model.moe_grouped_kernel=triton model.moe_grouped_gemm=false",
+        offers="model.moe_grouped_kernel=null,transformer_engine",
+        legal=f"{MOE} model.moe_grouped_kernel=triton",
+    ),
+    "one kernel without main gradients": Refused(
+        f"{MOE} model.moe_grouped_kernel=triton model.gradient_accumulation_fusion=false",
+        told="model.moe_grouped_kernel=triton model.gradient_accumulation_fusion=false",
+        offers="model.moe_grouped_kernel=null,transformer_engine",
+    ),
+    "one kernel with main gradients in BF16": Refused(
+        f"{MOE} model.moe_grouped_kernel=triton model.grad_reduce_in_fp32=false trainer.precision=bf16",
+        told="model.moe_grouped_kernel=triton model.grad_reduce_in_fp32=false",
+        offers="model.moe_grouped_kernel=null,transformer_engine",
+    ),
+    "one kernel without experts": Refused(
+        "model.moe_grouped_kernel=triton",
+        told="model.moe_grouped_kernel=triton model.num_moe_experts=null",
+        offers="model.moe_grouped_kernel=null",
+    ),
+    "one kernel of emulated experts": Refused(
+        f"{FP8} model.fp8_emulate=true model.moe_grouped_kernel=triton",
+        told="model.moe_grouped_kernel=triton model.fp8_emulate=true",
+        offers="model.moe_grouped_kernel=null,transformer_engine | model.fp8_emulate=false",
+    ),
+    "padding for experts in BF16": Refused(
+        f"{FP8} {MANY} {PADDING}",
+        told=f"{PADDING} model.moe_grouped_kernel=null",
+        offers="model.moe_router_padding_for_quantization=false | model.moe_grouped_kernel=transformer_engine",
+    ),
+    "excluded where one kernel computes": Refused(
+        f"{FP8} {MANY} model.fp8_exclude=['*.experts.linear_fc2']",
+        told="model.fp8_exclude '*.experts.linear_fc2' model.moe_grouped_kernel=null",
+        offers="~model.fp8_exclude | model.moe_grouped_kernel=transformer_engine",
+    ),
+    "nothing left beside one kernel": Refused(
+        f"{FP8} {MANY} model.fp8_exclude=['*.self_attention.*']",
+        told="model.fp8=true model.fp8_exclude model.moe_grouped_kernel=null",
+        offers="model.moe_grouped_kernel=transformer_engine",
     ),
     "experts over ranks": Refused(
         f"{MOE} model.expert_model_parallel_size=3 model.global_batch_size=24",

@@ -5,6 +5,8 @@ import torch
 
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
+from gpt_pretrain.kernels.grouped_products import GroupedWeights, multiply_by_experts
+from tests import grouped_products
 from tests.emulated_training import emulated_training
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
 
@@ -14,7 +16,12 @@ EXPERTS = (
     # Tokens near the border of two experts fall to either side; small scores would be all border.
     "model.init_method_std=0.05",
 )
+# Errors of BF16 products' sums in tensor cores, in those of fp32 that rounds: what is cut off is not rounded.
+OF_TENSOR_CORES = 16.0
 SHORT = (*SMALL_GPU_RUN, *EXPERTS)
+# Enough of them for one kernel.
+MANY = (*SHORT, "model.num_moe_experts=16", "model.moe_router_topk=4")
+ONE_KERNEL, OF_TE = (f"model.moe_grouped_kernel={name}" for name in ("triton", "transformer_engine"))
 PADDED = "model.moe_router_padding_for_quantization=true"
 
 
@@ -65,6 +72,91 @@ def test_fused_permutation_trains_as_separate_operations(tokens, tmp_path, cache
         for value in ("true", "false")
     )
     assert losses(fused) == pytest.approx(losses(separate), rel=3e-2 if fp8 else 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [grouped_products.UNEVEN, grouped_products.ONE_HAS_ALL], ids=["uneven", "one"])
+@pytest.mark.parametrize("widths", [(96, 80), (256, 128), (1536, 2048), (52, 36)], ids=str)
+def test_one_kernel_computes_what_single_products_do(counts, widths):
+    out_features, in_features = widths
+    grouped_products.check_products(
+        "cuda", counts, out_features=out_features, in_features=in_features, sum_error=OF_TENSOR_CORES
+    )
+
+
+@pytest.mark.gpu
+def test_one_kernel_is_checked_and_finds_moved_weights_and_no_rows():
+    grouped_products.check_sabotages_are_caught("cuda")
+    grouped_products.check_moved_tensors_are_found("cuda")
+    grouped_products.check_no_rows("cuda")
+
+
+@pytest.mark.gpu
+def test_one_kernel_computes_what_transformer_engine_does_and_repeats_to_the_bit():
+    import transformer_engine.pytorch as te
+
+    counts, out_features, in_features = [0, 300, 1, 128, 77, 518], 768, 512
+    layer = te.GroupedLinear(
+        len(counts),
+        in_features,
+        out_features,
+        bias=False,
+        params_dtype=torch.bfloat16,
+        fuse_wgrad_accumulation=True,
+        device="cuda",
+    )
+    weights = list(layer.parameters())
+    rows = torch.randn(sum(counts), in_features, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    gradient = torch.randn(sum(counts), out_features, dtype=torch.bfloat16, device="cuda")
+
+    def results(multiply):
+        for weight in weights:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight, dtype=torch.float32), False
+        rows.grad = None
+        product = multiply()
+        product.backward(gradient)
+        assert all(weight.grad_added_to_main_grad for weight in weights)
+        return [product.detach(), rows.grad, *(weight.main_grad for weight in weights)]
+
+    places = GroupedWeights()
+    of_te = results(lambda: layer(rows, counts))
+    own, again = (results(lambda: multiply_by_experts(rows, counts, weights, places)) for _ in range(2))
+    assert all(map(torch.equal, own, again))
+    for each, expected in zip(own, of_te, strict=True):
+        # Both are rounded to BF16, or summed in fp32 in another order.
+        rounding = 2.0**-7 if each.dtype is torch.bfloat16 else 2.0**-16
+        assert each.dtype is expected.dtype
+        assert (each - expected).abs().max() <= rounding * expected.abs().max()
+
+
+@pytest.mark.gpu
+def test_one_kernel_trains_and_resumes_as_transformer_engine_does(tmp_path, cache_dir):
+    saved = ("trainer.max_steps=10", "checkpoint.save_at_end=true", "model.optim.sched.decay_steps=20")
+    one, of_te = tmp_path / "one", tmp_path / "te"
+    both = [
+        run_small(1, run_dir, cache_dir, [*MANY, *saved, kernel], on_gpus=True)
+        for run_dir, kernel in ((one, ONE_KERNEL), (of_te, OF_TE))
+    ]
+    assert losses(both[0]) == pytest.approx(losses(both[1]), rel=1e-2)
+    # Checkpoints are the same, so that either goes on with the other's.
+    resumed = [
+        run_small(1, run_dir, cache_dir, [*MANY, *saved, kernel, "trainer.max_steps=14"], on_gpus=True)
+        for run_dir, kernel in ((one, OF_TE), (of_te, ONE_KERNEL))
+    ]
+    assert losses(resumed[0]) == pytest.approx(losses(resumed[1]), rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_fp8_leaves_out_experts_of_one_kernel_and_says_so(tmp_path, cache_dir):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    metrics = run_small(1, tmp_path / "run", cache_dir, [*MANY, "fp8=tensorwise", "trainer.max_steps=4"], on_gpus=True)
+    coverage = metrics.fp8_coverage
+    assert {name.partition("mlp.")[2] for name in coverage.layers_kept_out} == {
+        "experts.linear_fc1",
+        "experts.linear_fc2",
+    }
+    assert 0 < coverage.gemm_flops_share < 0.5
 
 
 @pytest.mark.gpu

@@ -427,6 +427,7 @@ ELSEWHERE = {
         "model.embedding_gradient_fusion",
         "model.use_flash_attention",
     ),
+    "spec/experts.py": ("model.moe_grouped_kernel",),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

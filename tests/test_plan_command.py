@@ -61,7 +61,7 @@ SCHEMA = {
         ),
         bool,
     )
-    | dict.fromkeys(("cross_entropy_fusion_impl", "cuda_graph_impl"), str | None),
+    | dict.fromkeys(("cross_entropy_fusion_impl", "cuda_graph_impl", "moe_grouped_kernel"), str | None),
     "settings": [{"key": str, "requested": str, "effective": dict, "inert": str, "note": str}],
     "products": [
         {

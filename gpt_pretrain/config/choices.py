@@ -43,6 +43,13 @@ class MoeTokenDispatcher(Enum):
     allgather = "allgather"
 
 
+class MoeGroupedKernel(Enum):
+    """What multiplies the rows of a rank's experts: cuBLAS, expert by expert, or one Triton kernel for all."""
+
+    transformer_engine = "transformer_engine"
+    triton = "triton"
+
+
 class CrossEntropyFusion(Enum):
     """How a fused cross entropy comes to its losses; the names are megatron-core's.
 

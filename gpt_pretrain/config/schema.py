@@ -21,6 +21,7 @@ from gpt_pretrain.config.choices import (
     Fp8Backend,
     Fp8RecipeName,
     MainParamsDtype,
+    MoeGroupedKernel,
     MoeLoadBalancing,
     MoeTokenDispatcher,
     MomentDtype,
@@ -191,6 +192,9 @@ class ModelConfig:
     """How tokens reach the ranks of their experts: alltoall (each goes where it has to), allgather (all go to all)."""
     moe_grouped_gemm: bool | None
     """One grouped product for all experts of a rank; null: with Transformer Engine layers, which it needs."""
+    moe_grouped_kernel: MoeGroupedKernel | None
+    """What computes the grouped product: transformer_engine (cuBLAS, expert by expert) or triton (one BF16 kernel; FP8
+    leaves the experts out); null: triton for many small experts on a rank."""
     moe_permute_fusion: bool | None
     """Sort tokens by expert, and back, in TE's fused kernels; null: with Transformer Engine layers, which it needs."""
     moe_router_padding_for_quantization: bool

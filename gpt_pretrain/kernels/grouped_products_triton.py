@@ -136,7 +136,7 @@ def _tensor_of(table, expert, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):  # 
 
 # A number of tiles that is a multiple of 16 is no reason to compile anew in the middle of a run.
 @triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]
-def _multiply_kernel(  # type: ignore[no-untyped-def]
+def _grouped_gemm_kernel(  # type: ignore[no-untyped-def]
     inputs,
     weights,
     outputs,
@@ -182,7 +182,7 @@ def _multiply_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _accumulate_kernel(  # type: ignore[no-untyped-def]
+def _grouped_wgrad_gemm_kernel(  # type: ignore[no-untyped-def]
     output_gradients,
     inputs,
     main_grads,
@@ -242,7 +242,7 @@ def _multiply(
     num_tiles = len(rows.tiles)
     grid = (num_tiles * triton.cdiv(width, tiles.columns),)
     if num_tiles:
-        _multiply_kernel[grid](
+        _grouped_gemm_kernel[grid](
             values,
             weights.addresses,
             result,
@@ -308,7 +308,7 @@ def accumulate_weight_gradients(
     if not len(rows.tiles):
         return
     programs = triton.cdiv(height, tiles.rows) * triton.cdiv(width, tiles.columns)
-    _accumulate_kernel[(programs * (len(rows.starts) - 1),)](
+    _grouped_wgrad_gemm_kernel[(programs * (len(rows.starts) - 1),)](
         output_gradients,
         inputs,
         main_grads.addresses,

@@ -42,6 +42,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.megatron.fused_layers import CastingMLP
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
 from gpt_pretrain.megatron.patches import GRAPH_MEMORY, GRAPH_RECORDING, patch
@@ -113,6 +114,10 @@ def build_layer_spec(
         if kernels.activation_cast_fusion:
             mlp = layer.submodules.mlp
             layer.submodules.mlp = partial(CastingMLP.as_mlp_submodule, **mlp.keywords)
+        if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
+            from gpt_pretrain.megatron.expert_layers import with_one_kernel
+
+            layer.submodules.mlp = with_one_kernel(layer.submodules.mlp)
         norm = TENorm
     else:
         layer = _local_layer_spec(config, local_layers)

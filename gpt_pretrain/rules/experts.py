@@ -6,11 +6,12 @@ Transformer Engine 2.12. Combinations refused as unproven have no test here that
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import MoeLoadBalancing, MoeTokenDispatcher
+from gpt_pretrain.config.choices import MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.spec.experts import grouped_kernel_obstacles
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
 
@@ -58,6 +59,12 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
             f"model.context_parallel_size={model.context_parallel_size} with experts (model.num_moe_experts) is not "
             "proven: each router would balance only its part of a sequence; use context_parallel_size=1"
         )
+    if model.moe_grouped_kernel is MoeGroupedKernel.triton:
+        for setting, why in grouped_kernel_obstacles(model):
+            yield (
+                f"model.moe_grouped_kernel=triton cannot be combined with {setting}: {why}; use null or "
+                "transformer_engine"
+            )
     for key in ("moe_grouped_gemm", "moe_permute_fusion"):
         if getattr(model, key) and model.transformer_engine is False:
             yield (
@@ -117,6 +124,12 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
             "model.moe_grouped_gemm=false with FP8: separate products over an expert's few tokens are not proven; "
             "use null or true"
         )
+    if model.moe_router_padding_for_quantization and run.fp8.experts_left_out:
+        yield (
+            "model.moe_router_padding_for_quantization=true pads for FP8 products, and with model.moe_grouped_kernel="
+            f"{show(model.moe_grouped_kernel)} one BF16 kernel computes the experts; use false, or "
+            "moe_grouped_kernel=transformer_engine"
+        )
     if model.moe_router_padding_for_quantization and model.moe_token_dispatcher_type is not MoeTokenDispatcher.alltoall:
         yield (
             "model.moe_router_padding_for_quantization=true needs model.moe_token_dispatcher_type=alltoall, and it is "
@@ -126,6 +139,11 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
 
 def _emulated_experts(model: ModelConfig) -> Iterator[str]:
     """What emulated experts, each with products of its own, have no use for."""
+    if model.moe_grouped_kernel is MoeGroupedKernel.triton:
+        yield (
+            "model.moe_grouped_kernel=triton with model.fp8_emulate=true: each emulated expert is a local layer; use "
+            "null or transformer_engine, or fp8_emulate=false"
+        )
     for key in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_padding_for_quantization"):
         if getattr(model, key):
             yield (

@@ -13,6 +13,7 @@ from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision, RecomputeGr
 from gpt_pretrain.config.errors import one_of, show, written
 from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.spec.experts import EXPERT_LINEARS
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import ROUTER, Resolved, linears, shapes_of
 from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings, emulation, local_layers, recipes_for, recipes_of
@@ -233,6 +234,12 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
                 f"model.fp8_exclude: {pattern!r} matches no linear layer; they are named "
                 f"{names[0]} … {names[-1]}, and * stands for anything{meant}"
             )
+        elif settings.experts_left_out and all(fnmatch.fnmatchcase(name, EXPERT_LINEARS) for name in matching):
+            yield (
+                f"model.fp8_exclude: {pattern!r} has no effect with model.moe_grouped_kernel="
+                f"{show(run.model.moe_grouped_kernel)}, which leaves the experts out already; leave the pattern out, "
+                "or use moe_grouped_kernel=transformer_engine"
+            )
         elif out.issuperset(matching):
             yield (
                 f"model.fp8_exclude: {pattern!r} has no effect with model.first_last_layers_bf16=true, which keeps "
@@ -266,12 +273,14 @@ def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
         return
     causes = [f"model.fp8_exclude={written(model.fp8_exclude)}"] if settings.exclude else []
     causes += ["model.first_last_layers_bf16"] if model.first_last_layers_bf16 else []
+    causes += [f"model.moe_grouped_kernel={show(model.moe_grouped_kernel)}"] if settings.experts_left_out else []
     small = shapes_of(linear for linear in run.kept_out if linear.is_small)
     yield (
         f"model.fp8=true computes nothing in FP8: {' and '.join(causes)} {'keep' if causes[1:] else 'keeps'} "
         f"every linear layer of all {model.num_layers} layers out of FP8"
         f"{f' (too small to gain: {", ".join(small)})' if small else ''}; "
-        f"{'use fp8_exclude=[]' if small else 'leave some in'}, or use fp8=none without these keys"
+        f"{'use fp8_exclude=[]' if small else 'leave some in'}, or use "
+        f"{'moe_grouped_kernel=transformer_engine or ' * settings.experts_left_out}fp8=none without these keys"
     )
 
 

@@ -220,6 +220,11 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
     for key in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"):
         if getattr(model, key) and not te:
             yield f"model.{key}=true needs Transformer Engine layers; use null or false"
+    if model.moe_grouped_kernel is not None and not model.fp8_emulate and spec.kernels.moe_grouped_kernel is None:
+        yield (
+            f"model.moe_grouped_kernel={model.moe_grouped_kernel.name} needs grouped products of Transformer Engine "
+            "layers; use null"
+        )
     if model.fused_single_qkv_rope and not platform.cuda:
         yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
     for setting, asked, instead in (

@@ -206,6 +206,7 @@ def _table() -> tuple[NoEffect, ...]:
         "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
         "moe_z_loss_coeff": (None,),
         "moe_grouped_gemm": (None, False),
+        "moe_grouped_kernel": (None,),
         "moe_permute_fusion": (None, False),
         "moe_router_padding_for_quantization": (False,),
         "expert_model_parallel_size": (1,),

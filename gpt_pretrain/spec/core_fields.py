@@ -175,7 +175,8 @@ def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
     kept_out = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16
     yield Field("first_last_layers_bf16", kept_out > 0, ("model.first_last_layers_bf16",))
     yield from _named(fp8, "model", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    yield Field("quant_recipe", HighPrecision(fp8.exclude) if fp8.exclude else None, ("model.fp8_exclude",))
+    keys = ("model.fp8_exclude", *(["model.moe_grouped_kernel"] if fp8.experts_left_out else []))
+    yield Field("quant_recipe", HighPrecision(fp8.high_precision) if fp8.high_precision else None, keys)
 
 
 def _kernel_fields(spec: RunSpec) -> Iterator[Field]:

@@ -7,9 +7,17 @@ an optimisation: null leaves it out then, and `rules.kernels` refuses it where i
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, CudaGraphImpl, PositionEmbedding, Precision
+from gpt_pretrain.config.choices import (
+    Activation,
+    CrossEntropyFusion,
+    CudaGraphImpl,
+    MoeGroupedKernel,
+    PositionEmbedding,
+    Precision,
+)
 from gpt_pretrain.config.derived import kv_channels, matmul_parameters_per_layer, num_query_groups
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.spec.experts import grouped_kernel
 from gpt_pretrain.spec.platform import APEX_PARTS, Platform
 from gpt_pretrain.spec.products import FC1, FC2, Resolved
 from gpt_pretrain.spec.recipes import Fp8Settings, local_layers
@@ -50,6 +58,8 @@ class Kernels:
     cross_entropy_loss_fusion: CrossEntropyFusion | None
     """None: megatron-core's loss of separate operations."""
     moe_grouped_gemm: bool
+    moe_grouped_kernel: MoeGroupedKernel | None
+    """None: there is no grouped product."""
     moe_permute_fusion: bool
     cuda_graph_impl: CudaGraphImpl | None
     """None: no CUDA graphs."""
@@ -78,6 +88,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain and not model.compile)
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
+    grouped = choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None)
     return Kernels(
         transformer_engine=te,
         compile=model.compile,
@@ -123,7 +134,8 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and not any(embedding_gradient_obstacles(config)),
         ),
         cross_entropy_loss_fusion=_plan_loss(config, platform),
-        moe_grouped_gemm=choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None),
+        moe_grouped_gemm=grouped,
+        moe_grouped_kernel=grouped_kernel(model) if grouped else None,
         moe_permute_fusion=choose(model.moe_permute_fusion, te and model.num_moe_experts is not None),
         cuda_graph_impl=graphs,
     )

@@ -27,6 +27,8 @@ ROUTER, EXPERT_FC1, EXPERT_FC2 = "mlp.router", "mlp.experts.linear_fc1", "mlp.ex
 
 _TOO_SMALL = f"too small to gain (model.fp8_exclude={AUTO})"
 
+_OF_ONE_KERNEL = "one BF16 kernel computes all experts (model.moe_grouped_kernel)"
+
 # Logits of the buffer: 1 GiB in BF16. Products of fewer tokens are slower, and so are more reads of the main gradient.
 _CHUNK_LOGITS = 2**29
 
@@ -133,11 +135,10 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     }
     for layer in range(model.num_layers):
         for kind, shape in shapes.items():
-            module = f"decoder.layers.{layer}.{kind}"
-            reason = _why_not_fp8(model, settings, layer, module, shape)
+            reason = _why_not_fp8(model, settings, layer, kind, shape)
             fp8 = not reason
             yield Linear(
-                module=module,
+                module=_name(layer, kind),
                 layer=layer,
                 kind=kind,
                 **asdict(shape),
@@ -156,16 +157,23 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     )
 
 
-def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, module: str, shape: _Shape) -> str:
+def _name(layer: int, kind: str) -> str:
+    return f"decoder.layers.{layer}.{kind}"
+
+
+def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, kind: str, shape: _Shape) -> str:
     if settings is None:
         return "model.fp8=false"
-    if module.endswith(ROUTER):
-        return "routers stay out of FP8"
+    never = {ROUTER: "routers stay out of FP8"}
+    if settings.experts_left_out:
+        never |= dict.fromkeys((EXPERT_FC1, EXPERT_FC2), _OF_ONE_KERNEL)
+    if kind in never:
+        return never[kind]
     if layer < settings.num_layers_at_start_in_bf16:
         return f"first {settings.num_layers_at_start_in_bf16} layer(s) (model.num_layers_at_start_in_bf16)"
     if layer >= model.num_layers - settings.num_layers_at_end_in_bf16:
         return f"last {settings.num_layers_at_end_in_bf16} layer(s) (model.num_layers_at_end_in_bf16)"
-    if settings.excludes(module):
+    if settings.excludes(_name(layer, kind)):
         return "model.fp8_exclude"
     is_small = settings.exclude_small and settings.recipe.is_small(shape.out_features, shape.in_features)
     return _TOO_SMALL if is_small else ""

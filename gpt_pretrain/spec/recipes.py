@@ -16,6 +16,7 @@ from typing import Any
 
 from gpt_pretrain.config.choices import AUTO, AmaxComputeAlgo, Fp8Backend, Fp8RecipeName
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.spec.experts import EXPERT_LINEARS, leaves_experts_out
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -318,6 +319,8 @@ class Fp8Settings:
     num_layers_at_end_in_bf16: int
     exclude: tuple[str, ...]
     """Patterns of linear layers kept out of FP8; `AUTO` among them for those too small to gain."""
+    experts_left_out: bool
+    """Experts are computed by one kernel in BF16 (`model.moe_grouped_kernel`)."""
     emulate: bool
 
     @property
@@ -334,6 +337,11 @@ class Fp8Settings:
     def exclude_small(self) -> bool:
         """Whether layers stay out that are too small to gain."""
         return AUTO in self.exclude
+
+    @property
+    def high_precision(self) -> tuple[str, ...]:
+        """Patterns of linear layers that Transformer Engine computes outside of FP8."""
+        return (*self.exclude, EXPERT_LINEARS) if self.experts_left_out else self.exclude
 
     def excludes(self, module: str) -> bool:
         """Whether a pattern keeps a linear layer out, by its name in the whole model (`products.Linear.module`)."""
@@ -368,6 +376,7 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
         num_layers_at_start_in_bf16=(1 if start is None else start) if kept else 0,
         num_layers_at_end_in_bf16=(1 if end is None else end) if kept else 0,
         exclude=tuple(model.fp8_exclude),
+        experts_left_out=leaves_experts_out(model),
         emulate=model.fp8_emulate,
     )
 

@@ -252,6 +252,7 @@ def inference_config(saved: SavedModel) -> Config:
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
         moe_grouped_gemm=None,
+        moe_grouped_kernel=None,
         moe_permute_fusion=None,
         moe_router_padding_for_quantization=False,
         sequence_parallel=False,

@@ -1,0 +1,57 @@
+"""Which kernel multiplies the rows of a rank's experts, and what that means for their FP8.
+
+Follows from the configuration alone, because it decides which layers FP8 covers.
+"""
+
+from collections.abc import Iterator
+
+from gpt_pretrain.config.choices import Activation, MoeGroupedKernel
+from gpt_pretrain.config.derived import moe_ffn_hidden_size
+from gpt_pretrain.config.schema import ModelConfig
+
+# From this many experts of a rank, and up to this many operations of an expert's first product, one kernel for all is
+# the null. Transformer Engine launches a product for each expert, and an H200's host took about 70 µs for each, in
+# which the GPU computes 4e10 operations: with 128 experts of 3e9 a step took 983 ms, and its kernels 368 (the shape of
+# Qwen3-30B-A3B, four layers, 2 × 4,096 tokens). For few large experts cuBLAS is the faster one.
+MANY_EXPERTS = 16
+MAX_PRODUCT_FLOPS = 4e10
+
+# The linear layers of experts, by their names in the whole model.
+EXPERT_LINEARS = "*.mlp.experts.*"
+
+
+def grouped_kernel_obstacles(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Settings that exclude `model.moe_grouped_kernel=triton`, and why."""
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "it takes the place of Transformer Engine's grouped product"
+    if model.moe_grouped_gemm is False:
+        yield "model.moe_grouped_gemm=false", "that asks for a product for each expert"
+    if model.gradient_accumulation_fusion is False:
+        yield "model.gradient_accumulation_fusion=false", "it adds weight gradients to the main gradient itself"
+    if not model.grad_reduce_in_fp32:
+        yield "model.grad_reduce_in_fp32=false", "it adds weight gradients in fp32"
+
+
+def grouped_kernel(model: ModelConfig) -> MoeGroupedKernel:
+    """The kernel of grouped products, of a model with experts; may break rules."""
+    if model.moe_grouped_kernel is not None:
+        return model.moe_grouped_kernel
+    suits = _has_many_small_experts(model) and not any(grouped_kernel_obstacles(model))
+    return MoeGroupedKernel.triton if suits else MoeGroupedKernel.transformer_engine
+
+
+def leaves_experts_out(model: ModelConfig) -> bool:
+    """Whether FP8, where it is on, does not reach the experts, because one BF16 kernel computes them."""
+    return model.num_moe_experts is not None and grouped_kernel(model) is MoeGroupedKernel.triton
+
+
+def _has_many_small_experts(model: ModelConfig) -> bool:
+    experts, ep, tp = model.num_moe_experts, model.expert_model_parallel_size, model.tensor_model_parallel_size
+    # Configurations that break rules get here, too.
+    if experts is None or min(experts, ep, tp) < 1 or experts // ep < MANY_EXPERTS:
+        return False
+    tokens = model.micro_batch_size * model.encoder_seq_length / tp
+    rows = tokens * ep * model.moe_router_topk / experts
+    # Ranks that share an expert's matrices compute more rows, as often as they have fewer columns.
+    columns = (2 if model.activation is Activation.swiglu else 1) * moe_ffn_hidden_size(model)
+    return 2.0 * rows * columns * model.hidden_size <= MAX_PRODUCT_FLOPS
