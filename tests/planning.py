@@ -20,6 +20,7 @@ MIXTRAL_TWO_LAYERS = (
     "parallelism=ep2",
     "model.global_batch_size=8",
     "plan.num_gpus=4",
+    "model.moe_permute_fusion=false",
 )
 EP4 = "model.expert_model_parallel_size=4"
 

@@ -1,7 +1,7 @@
 """What experts add to a layer: the rows of the fullest rank, passes that bring rows to their experts, and memory.
 
-Read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` without their fused
-kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer Engine 2.12
+Read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` with and without their
+fused kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer Engine 2.12
 (`_GroupedLinear` and `_Fp8Padding` of pytorch/module); `model.moe_token_dispatcher_type=allgather` is taken to cost the
 same. `BUSIEST_EXPERT` here and the host's times in `hardware.EFFICIENCY` were fitted to the runs that `CALIBRATED_ON`
 names.
@@ -18,7 +18,12 @@ from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
 # Rows of the busiest expert over the mean of a layer's experts: 1.8 to 2.4 in the first steps, when a router has not
 # yet learned to balance. The peaks of the four runs ask for 1.91 to 2.01.
 BUSIEST_EXPERT = 2.0
-CALIBRATED_ON = "four runs of two layers of Mixtral 8x7B on four H200s (benchmarks/mixtral_8x7b_2layers_4xh200.md)"
+CALIBRATED_ON = (
+    "four runs of two layers of Mixtral 8x7B on four H200s (benchmarks/mixtral_8x7b_2layers_4xh200.md) and two of four "
+    "layers of Qwen3-30B-A3B on one"
+)
+# Of its two linear layers, forward and backward.
+PRODUCTS_OF_EXPERT = 6
 # Rows that FP8 products take come in multiples of this many.
 _PADDED_TO = 16
 # Kernels of routing and permutation, forward and backward, beside passes over rows: scores, choice, weights, auxiliary
@@ -66,8 +71,10 @@ def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
 class Passage:
     """How rows get to their experts and back, in one layer and microbatch of one rank."""
 
+    choices: int
+    """Experts of a token."""
     sent: int
-    """Rows that the rank's own tokens become: one for each expert of a token."""
+    """Rows that the rank's own tokens become: one for each of these."""
     received: int
     """Rows that the rank's experts compute, without padding."""
     exchanged: bool
@@ -77,14 +84,17 @@ class Passage:
     padded: bool
     """Whether each expert's rows are copied once more, between zeros: FP8 without padded routing."""
 
-    @property
-    def passes(self) -> int:
+    def passes(self, *, fused: bool) -> float:
         """Reads and writes of one row's values, forward and backward, over all of them: sent and received.
 
         Rows are gathered (read, written), and added up (read, and what they are added to read and written), each with
         the other as its gradient; sorting and padding read and write, there and back, forward and backward.
+
+        Args:
+            fused: One kernel gathers all rows of a token, which it reads once, and one adds them up and writes once.
         """
-        return 10 * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
+        per_row = 4 + 4 / self.choices if fused else 10
+        return per_row * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
 
 
 def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
@@ -92,6 +102,7 @@ def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
     qkv, *_, fc1, _ = layer
     ranks = model.expert_model_parallel_size * expert_tensor_parallel_size(model)
     return Passage(
+        choices=model.moe_router_topk,
         sent=qkv.local_tokens * model.moe_router_topk,
         received=fc1.tokens * fc1.count,
         exchanged=ranks > 1,

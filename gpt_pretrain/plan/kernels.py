@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend
+from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import ROUTING_BYTES, ROUTING_KERNELS, passage
+from gpt_pretrain.plan.experts import PRODUCTS_OF_EXPERT, ROUTING_BYTES, ROUTING_KERNELS, passage
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
 from gpt_pretrain.spec.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import Recipe
@@ -115,7 +115,8 @@ def _routing_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
     """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
     model, way = spec.model, passage(spec.model, layer)
     small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
-    return machine.memory_s(2.0 * way.passes * model.hidden_size + small, ROUTING_KERNELS)
+    passes = way.passes(fused=spec.kernels.moe_permute_fusion)
+    return machine.memory_s(2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
 
 
 def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
@@ -178,15 +179,24 @@ def weight_cast_s(machine: Machine, spec: RunSpec, stage_linears: tuple[Linear, 
     return sum(machine.memory_s(linear.num_weights * passes) for linear in in_fp8)
 
 
+def _expert_products_s(machine: Machine, spec: RunSpec, experts: int) -> float:
+    """Seconds that the host needs to launch the products of a layer's experts one by one, forward and backward."""
+    if spec.kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
+        return 0.0
+    own = machine.efficiency
+    each = own.host_s_per_expert_product if spec.fp8 is None else own.host_s_per_fp8_expert_product
+    return PRODUCTS_OF_EXPERT * (experts // spec.layout.ep) * each
+
+
 def host_layer_s(machine: Machine, spec: RunSpec) -> float:
     """Seconds that the host needs to launch one layer for one microbatch, forward and backward."""
     own, layout = machine.efficiency, spec.layout
     if spec.kernels.cuda_graph_impl is not None:
         return own.host_s_per_graphed_layer
+    each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
     if spec.model.num_moe_experts is not None:
-        each = own.host_s_per_expert_layer if spec.fp8 is None else own.host_s_per_fp8_expert_layer
-    else:
-        each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
+        least = own.host_s_per_expert_layer if spec.fp8 is None else own.host_s_per_fp8_expert_layer
+        each = max(least, each + _expert_products_s(machine, spec, spec.model.num_moe_experts))
     each += own.host_s_per_tp_layer if layout.tp > 1 else 0.0
     return each + (own.host_s_per_cp_layer if layout.cp > 1 else 0.0)
 

@@ -10,7 +10,7 @@ from gpt_pretrain.config.derived import moe_ffn_hidden_size
 from gpt_pretrain.config.schema import ModelConfig
 
 # From this many experts of a rank, and up to this many operations of an expert's first product, one kernel for all is
-# the null. Transformer Engine launches a product for each expert, and an H200's host took about 70 µs for each, in
+# the null. Transformer Engine launches a product for each expert, and an H200's host took about 65 µs for each, in
 # which the GPU computes 4e10 operations: with 128 experts of 3e9 a step took 983 ms, and its kernels 368 (the shape of
 # Qwen3-30B-A3B, four layers, 2 × 4,096 tokens). For few large experts cuBLAS is the faster one.
 MANY_EXPERTS = 16
