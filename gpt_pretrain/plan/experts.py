@@ -19,13 +19,17 @@ from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
 # yet learned to balance. The peaks of the four runs ask for 1.91 to 2.01.
 BUSIEST_EXPERT = 2.0
 CALIBRATED_ON = (
-    "four runs of two layers of Mixtral 8x7B on four H200s (benchmarks/mixtral_8x7b_2layers_4xh200.md) and two of four "
-    "layers of Qwen3-30B-A3B on one"
+    "four runs of two layers of Mixtral 8x7B on four H200s (benchmarks/mixtral_8x7b_2layers_4xh200.md), and five of "
+    "these and four of four layers of Qwen3-30B-A3B on one GPU (benchmarks/experts_1gpu.md)"
 )
 # Of its two linear layers, forward and backward.
 PRODUCTS_OF_EXPERT = 6
 # Rows that FP8 products take come in multiples of this many.
 _PADDED_TO = 16
+# Bytes per value of an expert's inner width that its activation reads and writes beyond a dense layer's, forward and
+# backward: it multiplies by the routing weight in fp32, whose gradient is a sum over the activation. Two layers of
+# Mixtral: 15 ms of 43 on an H100 that a dense layer's passes do not explain.
+WEIGHTED_ACTIVATION_BYTES = 20
 # Kernels of routing and permutation, forward and backward, beside passes over rows: scores, choice, weights, auxiliary
 # losses, counts, the sort of the map and the exchange of counts, each over a few values per token.
 ROUTING_KERNELS = 80
@@ -45,6 +49,11 @@ def rank_load(model: ModelConfig) -> float:
     experts = model.num_moe_experts
     own = experts // model.expert_model_parallel_size
     return 1 + (BUSIEST_EXPERT - 1) * math.sqrt((experts - own) / ((experts - 1) * own))
+
+
+def exchanges_rows(model: ModelConfig) -> bool:
+    """Whether other ranks have some of the experts that a rank's tokens choose."""
+    return model.expert_model_parallel_size * expert_tensor_parallel_size(model) > 1
 
 
 def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
@@ -100,12 +109,11 @@ class Passage:
 def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
     """How rows get to the experts of a layer (`on_rank`)."""
     qkv, *_, fc1, _ = layer
-    ranks = model.expert_model_parallel_size * expert_tensor_parallel_size(model)
     return Passage(
         choices=model.moe_router_topk,
         sent=qkv.local_tokens * model.moe_router_topk,
         received=fc1.tokens * fc1.count,
-        exchanged=ranks > 1,
+        exchanged=exchanges_rows(model),
         sorted=fc1.count > 1,
         padded=fc1.precision == "fp8" and not model.moe_router_padding_for_quantization,
     )

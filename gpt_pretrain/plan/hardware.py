@@ -132,9 +132,11 @@ class Efficiency:
     """The same with FP8's casts and scales."""
     host_s_per_graphed_layer: float
     """The same where layers are CUDA graphs."""
+    count_wait_s_per_layer: float
+    """How long the GPU idles in one layer with experts, forward and backward, since the host waits for the counts of
+    their tokens in the middle of its forward pass, and cannot run ahead."""
     host_s_per_expert_layer: float
-    """What one layer with experts takes at least, forward and backward, since the host waits for the counts of their
-    tokens in the middle of its forward pass, and cannot run ahead."""
+    """What such a layer takes at least where ranks share experts out."""
     host_s_per_fp8_expert_layer: float
     """The same with FP8's casts and scales."""
     host_s_per_expert_product: float
@@ -164,6 +166,9 @@ EFFICIENCY = Efficiency(
     host_s_per_layer=4.1e-3,
     host_s_per_fp8_layer=6.4e-3,
     host_s_per_graphed_layer=2.1e-3,
+    # Two layers of Mixtral (BF16 and tensorwise, on an H200 and an H100) and four of Qwen3-30B-A3B with one kernel for
+    # all experts (an H100), all on one GPU, ask for 3 to 7 ms (benchmarks/experts_1gpu.md).
+    count_wait_s_per_layer=4e-3,
     # Two layers of Mixtral, twice a step: without head, optimizer and data parallelism, steps took 26.7 and 26.9 ms a
     # layer in BF16 and 28.5 and 28.2 in tensorwise scaling (EP 2 and 4). That is the same whatever the GPU has to do,
     # so it is taken to be the host's, on a machine with other jobs; nobody profiled it

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import PRODUCTS_OF_EXPERT, ROUTING_BYTES, ROUTING_KERNELS, passage
+from gpt_pretrain.plan.experts import (
+    PRODUCTS_OF_EXPERT,
+    ROUTING_BYTES,
+    ROUTING_KERNELS,
+    WEIGHTED_ACTIVATION_BYTES,
+    exchanges_rows,
+    passage,
+)
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
 from gpt_pretrain.spec.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import Recipe
@@ -105,6 +112,8 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
     # Two norms and two residual additions: 4 passes forward, 7 backward each way; the residual stream is read twice.
     stream = 22 * local * model.hidden_size
     activation = (fc1 + inner) + (2 * fc1 + inner)
+    if model.num_moe_experts is not None:
+        activation += WEIGHTED_ACTIVATION_BYTES // 2 * inner
     # A norm reads and writes its values forward, and reads two tensors and writes one backward.
     rotary_or_copy = (4 + 5 * model.qk_layernorm) * projected
     bias = (projected if model.bias or model.qkv_bias else 0) + (fc1 + 2 * model.hidden_size if model.bias else 0)
@@ -195,8 +204,9 @@ def host_layer_s(machine: Machine, spec: RunSpec) -> float:
         return own.host_s_per_graphed_layer
     each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
     if spec.model.num_moe_experts is not None:
-        least = own.host_s_per_expert_layer if spec.fp8 is None else own.host_s_per_fp8_expert_layer
-        each = max(least, each + _expert_products_s(machine, spec, spec.model.num_moe_experts))
+        each += _expert_products_s(machine, spec, spec.model.num_moe_experts)
+        if exchanges_rows(spec.model):
+            each = max(each, own.host_s_per_expert_layer if spec.fp8 is None else own.host_s_per_fp8_expert_layer)
     each += own.host_s_per_tp_layer if layout.tp > 1 else 0.0
     return each + (own.host_s_per_cp_layer if layout.cp > 1 else 0.0)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import on_rank, rank_load
+from gpt_pretrain.plan.experts import exchanges_rows, on_rank, rank_load
 from gpt_pretrain.plan.kernels import (
     Machine,
     add,
@@ -165,7 +165,8 @@ def _expert_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, rec
     whole = spec.model.activations_checkpoint_granularity is RecomputeGranularity.full
     again = machine.efficiency.host_forward if recomputed and whole else 0.0
     host = host_layer_s(machine, spec) * (1 + again)
-    seconds["waiting for the host"] = max(0.0, host - sum(seconds.values()))
+    least = 0.0 if exchanges_rows(spec.model) else machine.efficiency.count_wait_s_per_layer
+    seconds["waiting for the host"] = max(least, host - sum(seconds.values()))
     return seconds
 
 
