@@ -60,6 +60,9 @@ def exit_code(order):
 
 
 def start(order):
+    if "model.compile=true" in order["start"]:
+        # Once for all children: torch compiles and loads a program for each instruction set that the CPU has.
+        importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
     pid = os.fork()
     if pid:
         return pid
