@@ -76,6 +76,14 @@ def one_process():
     return results
 
 
+@pytest.fixture(scope="module")
+def own_losses():
+    """Of one process that computes TorchAO's own products, in BF16."""
+    overrides = ("fp8=torchao_tensorwise", "trainer.precision=bf16")
+    with emulated_training(*overrides, torchao={"compiled": False}) as training:
+        return observed_training(training)["losses"]
+
+
 def is_split(key):
     name, role = key
     return (name.rsplit(".", 1)[1], role) in SPLIT
@@ -160,13 +168,10 @@ def test_torchao_trains_as_in_one_process(layout, recipe, two_ranks, one_process
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "dp"])
-def test_torchaos_own_products_train_as_in_one_process(layout, two_ranks):
-    bf16 = ("fp8=torchao_tensorwise", "trainer.precision=bf16")
-    with emulated_training(*bf16, torchao={"compiled": False}) as training:
-        expected = observed_training(training)["losses"]
+def test_torchaos_own_products_train_as_in_one_process(layout, two_ranks, own_losses):
     # Roundings to BF16 move values to other codes, too.
     for result in two_ranks[f"{layout}.own.torchao_tensorwise"]:
-        assert result["losses"] == pytest.approx(expected, rel=ROUNDED_ANEW_TOLERANCE)
+        assert result["losses"] == pytest.approx(own_losses, rel=ROUNDED_ANEW_TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["tp2_sp.delayed", "dp.delayed", *(f"dp.{recipe}" for recipe in TORCHAO)])
