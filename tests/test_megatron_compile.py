@@ -109,7 +109,11 @@ def test_a_second_graph_ends_the_run_and_other_lengths_run_uncompiled():
 SHORT = (
     "trainer.limit_val_batches=0",
     "model.encoder_seq_length=32",
+    "model.max_position_embeddings=32",
+    "model.num_attention_heads=4",
     "model.num_layers=2",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=4",
     "checkpoint.save_at_end=true",
     "model.optim.sched.name=constant",
 )
