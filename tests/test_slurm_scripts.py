@@ -4,6 +4,7 @@ On a real Slurm test_slurm.py runs them; more nodes than one, containers and eve
 """
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -26,6 +27,10 @@ SCONTROL = """#!/bin/bash
 echo "$@" >"$RECORD/scontrol"
 exit 1
 """
+# The script follows its logs until a look at them finds the job's step gone, and would look twice a second.
+TAIL = f"""#!/bin/bash
+exec {shutil.which("tail")} "${{@/#--sleep-interval=*/--sleep-interval=0.02}}"
+"""
 TWO_NODES = {
     "SLURM_JOB_ID": "77",
     "SLURM_JOB_NUM_NODES": "2",
@@ -40,7 +45,7 @@ class Script:
         self.folder = folder
         self.run_dir = folder / "run"
         (folder / "bin").mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("tail", TAIL)):
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
 
