@@ -33,13 +33,14 @@ WAIT_S = 150
 def start(parent, tmp_path, cache_dir):
     runs = []
 
-    def start_run(*overrides, num_ranks=1, faults=None, max_steps=100000, times="hurry", env=None):
+    def start_run(*overrides, num_ranks=1, faults=None, max_steps=100000, times="hurry", env=None, folder=tmp_path):
         layout = ["parallelism=dp"] if num_ranks > 1 else []
         arguments = small_run_arguments(
-            tmp_path / "run", cache_dir, [*TINY, *layout, f"trainer.max_steps={max_steps}", *overrides]
+            folder / "run", cache_dir, [*TINY, *layout, f"trainer.max_steps={max_steps}", *overrides]
         )
+        folder.mkdir(exist_ok=True)
         faults = {rank: [[times], *([faults[rank]] if rank in (faults or {}) else [])] for rank in range(num_ranks)}
-        runs.append(parent.start(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=faults, env=env))
+        runs.append(parent.start(arguments[2:], folder / "output", num_ranks=num_ranks, faults=faults, env=env))
         return runs[-1]
 
     yield start_run
@@ -48,8 +49,8 @@ def start(parent, tmp_path, cache_dir):
         run.kill()
 
 
-def stacks(tmp_path, rank):
-    path = tmp_path / "run" / "stacks" / f"rank_{rank}.txt"
+def stacks(folder, rank):
+    path = folder / "run" / "stacks" / f"rank_{rank}.txt"
     return path.read_text() if path.exists() else ""
 
 
@@ -83,36 +84,42 @@ def test_an_error_is_told_with_the_death_of_another_rank(start, tmp_path):
         assert re.search(r"watchdog: rank 1 on \S+ died", text)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(rank, start, tmp_path):
-    run = start(num_ranks=2, faults={rank: ["sleep_at_step", LEARNT]})
-    assert run.wait(WAIT_S) == [EXIT_CODE, EXIT_CODE], run.text()
-    assert "in hang_in_python" in stacks(tmp_path, rank)
-    assert "in hang_in_python" not in stacks(tmp_path, 1 - rank)
-    for each in (0, 1):
-        # Five seconds, or ten times the longest step where that is more.
-        told = rf"has made no progress for \d+ s in step {LEARNT} \(trainer\.hang_timeout=1800\)"
-        assert re.search(told, stacks(tmp_path, each))
-        assert "gpt_pretrain/training/trainer.py" in stacks(tmp_path, each)
-        assert f"rank_{each}.txt" not in run.text(), "the terminal names the folder, not each file"
-    assert run.text().count("in hang_in_python") == 1
+def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(start, tmp_path):
+    # Side by side: a run waits for its watchdog most of the time.
+    folders = [tmp_path / str(rank) for rank in (0, 1)]
+    runs = [
+        start(num_ranks=2, faults={rank: ["sleep_at_step", LEARNT]}, folder=folder)
+        for rank, folder in enumerate(folders)
+    ]
+    for rank, (run, folder) in enumerate(zip(runs, folders, strict=True)):
+        assert run.wait(WAIT_S) == [EXIT_CODE, EXIT_CODE], run.text()
+        assert "in hang_in_python" in stacks(folder, rank)
+        assert "in hang_in_python" not in stacks(folder, 1 - rank)
+        for each in (0, 1):
+            # Five seconds, or ten times the longest step where that is more.
+            told = rf"has made no progress for \d+ s in step {LEARNT} \(trainer\.hang_timeout=1800\)"
+            assert re.search(told, stacks(folder, each))
+            assert "gpt_pretrain/training/trainer.py" in stacks(folder, each)
+            assert f"rank_{each}.txt" not in run.text(), "the terminal names the folder, not each file"
+        assert run.text().count("in hang_in_python") == 1
 
 
-@pytest.mark.parametrize(
-    ("fault", "own_stack"),
-    [("stop_at_step", ""), ("hold_interpreter_at_step", "in hang_in_c")],
-    ids=["stopped", "in C"],
-)
-def test_a_rank_that_falls_silent_ends_the_others(fault, own_stack, start, tmp_path):
-    run = start(num_ranks=2, faults={1: [fault, 3]})
+# Stopped, and in C: what its own stack shows.
+SILENT = {"stop_at_step": "", "hold_interpreter_at_step": "in hang_in_c"}
+
+
+def test_a_rank_that_falls_silent_ends_the_others(start, tmp_path):
+    runs = {fault: start(num_ranks=2, faults={1: [fault, 3]}, folder=tmp_path / fault) for fault in SILENT}
     deadline = time.monotonic() + WAIT_S
-    while 0 not in run.codes:
-        assert time.monotonic() < deadline, run.text()
-        assert not run.poll(), "rank 1 cannot end itself"
-        time.sleep(0.05)
-    assert run.codes[0] == EXIT_CODE
-    assert re.search(r"watchdog: rank 1 on \S+ has given no sign of life for 8 s", stacks(tmp_path, 0))
-    assert own_stack in stacks(tmp_path, 1)
+    for fault, run in runs.items():
+        while 0 not in run.codes:
+            assert time.monotonic() < deadline, run.text()
+            assert not run.poll(), "rank 1 cannot end itself"
+            time.sleep(0.05)
+        assert run.codes[0] == EXIT_CODE
+        told = r"watchdog: rank 1 on \S+ has given no sign of life for 8 s"
+        assert re.search(told, stacks(tmp_path / fault, 0))
+        assert SILENT[fault] in stacks(tmp_path / fault, 1)
 
 
 def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):
