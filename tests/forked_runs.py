@@ -138,7 +138,8 @@ class RunParent:
             env: Variables of the ranks beside those that tell them their places.
         """
         outputs = [(path, path) for path in (output.with_suffix(f".{rank}") for rank in range(num_ranks))]
-        return self.start_program(["-m", "gpt_pretrain", *overrides], outputs, faults or {}, env or {})
+        all_faults = {rank: [["speak_soon"], *(faults or {}).get(rank, [])] for rank in range(num_ranks)}
+        return self.start_program(["-m", "gpt_pretrain", *overrides], outputs, all_faults, env or {})
 
     def start_program(
         self,
