@@ -35,16 +35,17 @@ def _gradients(building: AbstractContextManager[Training]) -> dict[str, torch.Te
         return training.gradients()
 
 
-def distances(recipe: str, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def distances(recipe: str, gradients: Mapping[str, torch.Tensor], *overrides: str) -> dict[str, float]:
     """For each parameter, the distance from the gradients that are emulated here, 1: as far as those without FP8.
 
     Args:
         recipe: Its preset.
         gradients: Of the first step with `SIZES`, by the parameter's name.
+        overrides: What else that step was computed with.
     """
-    expected = _gradients(emulated_training(*emulate(recipe, *SIZES)))
+    expected = _gradients(emulated_training(*emulate(recipe, *SIZES, *overrides)))
     plain = ("model.transformer_engine=false", "model.gradient_accumulation_fusion=false")
-    without = _gradients(emulated_training(*SIZES, *plain))
+    without = _gradients(emulated_training(*SIZES, *overrides, *plain))
     assert expected.keys() == without.keys() == gradients.keys()
 
     def norm(x: torch.Tensor) -> float:
