@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(900)
 ROUNDING = {"fp32": 1e-5, "bf16": 2**-9}
 
 
-@pytest.mark.parametrize("precision", ROUNDING)
-@pytest.mark.parametrize("model", ["tiny", "gpt2_124m"])
+# Where layers or precision are compiled wrongly, they are so without the other.
+@pytest.mark.parametrize(("model", "precision"), [("tiny", "fp32"), ("tiny", "bf16"), ("gpt2_124m", "fp32")])
 def test_it_learns_what_uncompiled_layers_learn(model, precision):
     kind = () if model == "tiny" else ("model.normalization=layernorm", "model.activation=gelu_tanh", "model.bias=true")
     losses, names, graphs = {}, {}, {}
