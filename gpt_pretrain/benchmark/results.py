@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gpt_pretrain.benchmark.variants import Variant
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.report.records import JsonObject
+from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.spec.products import Resolved
 
 IDLE = "idle"

@@ -22,7 +22,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch, read_launch, start_command, without_launcher
-from gpt_pretrain.report.records import JsonObject
+from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.rules.check import check_config
 from gpt_pretrain.rules.gate import load_config
 

@@ -16,7 +16,8 @@ from typing import Literal
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.foreign import read_foreign_json
-from gpt_pretrain.report.records import Fp8Record, JsonObject
+from gpt_pretrain.report.json_objects import JsonObject
+from gpt_pretrain.report.records import Fp8Record
 
 VERSION = 1
 FILE_NAME = "compare.json"

@@ -19,7 +19,8 @@ from pathlib import Path
 from gpt_pretrain.compare.console import table_of_variants
 from gpt_pretrain.compare.document import FILE_NAME, Comparison, Difference, RunRecord, write_result
 from gpt_pretrain.report.columns import UNKNOWN, format_count, format_share
-from gpt_pretrain.report.records import Fp8Tensor, JsonObject
+from gpt_pretrain.report.json_objects import JsonObject
+from gpt_pretrain.report.records import Fp8Tensor
 
 PAGE_NAME = "compare.html"
 # Of losses, times and shares: more than a plot can show, and a third of the bytes.

@@ -15,12 +15,12 @@ from typing import Any
 from rich.text import Text
 
 from gpt_pretrain.config.errors import format_bytes
+from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Tensor,
-    JsonObject,
     Record,
     TrainRecord,
     ValidationRecord,

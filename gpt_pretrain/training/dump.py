@@ -31,7 +31,7 @@ from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules, without_graphs
 from gpt_pretrain.megatron.parallel import on_rank_zero
-from gpt_pretrain.report.records import to_json_value
+from gpt_pretrain.report.json_objects import to_json_value
 from gpt_pretrain.spec.run_spec import RunSpec
 from gpt_pretrain.training.guards import BadStep
 from gpt_pretrain.training.step import compute_gradients, mean_loss
