@@ -5,24 +5,23 @@ as separate kernels would, and writes the tile's codes twice. Instructions count
 them raised the SwiGLU of Llama 3 8B on an H200 from 3.6 to 4.1 TB/s, and its gradient from 2.8 to 3.9.
 """
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 import torch
 import triton
 import triton.language as tl
 
 from gpt_pretrain.kernels.fp8_codes import CastInto
-from gpt_pretrain.kernels.fp8_codes_triton import ASSEMBLY, store_transposed
-
-# A tile, its rows in pairs. Of thirteen sizes on an H200 none was faster by more than 1%.
-_PAIRS = 32
-_COLUMNS = 64
-_WARPS = 4
+from gpt_pretrain.kernels.fp8_codes_triton import (
+    ASSEMBLY,
+    TILE_COLUMNS,
+    TILE_PAIRS,
+    TILE_WARPS,
+    store_transposed,
+    tile_grid,
+)
 
 
 @triton.jit
-def _sigmoid(values):  # type: ignore[no-untyped-def]
+def _sigmoid(values):
     # tl.exp and a division take more instructions to handle subnormal numbers. Here those vanish beside 1, and a share
     # that small becomes the code 0.
     inverse = 1 + tl.exp2(-1.4426950408889634 * values)
@@ -34,28 +33,28 @@ def _sigmoid(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gelu_parts(values):  # type: ignore[no-untyped-def]
+def _gelu_parts(values):
     # The tanh form: x·(1 + tanh(z))/2 = x·sigmoid(2z), with 2z = 2·sqrt(2/pi)·(x + 0.044715 x³); and the slope of 2z.
     share = _sigmoid(1.5957691216057308 * values * (1 + 0.044715 * values * values))
     return share, 1.5957691216057308 * (1 + 0.134145 * values * values)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _read(tensor, rows, columns, inside, stride: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _read(tensor, rows, columns, inside, stride: tl.constexpr):
     places = tensor + rows.to(tl.int64)[:, None] * stride + columns[None, :]
     return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _read_biased(inputs, bias, rows, columns, inside, width: tl.constexpr, BIASED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _read_biased(inputs, bias, rows, columns, inside, width: tl.constexpr, BIASED: tl.constexpr):
     values = _read(inputs, rows, columns, inside, width)
     if BIASED:
         values += tl.load(bias + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
     return values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):
     """The factor that values are multiplied by; a single program stores its inverse."""
     if LARGEST == 0:
         factor = tl.load(scale)
@@ -70,14 +69,14 @@ def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.const
 
 
 @triton.jit
-def _measure(magnitudes, amax):  # type: ignore[no-untyped-def]
+def _measure(magnitudes, amax):
     # Transformer Engine's amax ignores NaN, and so does a maximum, except where everything is NaN.
     largest = tl.max(magnitudes)
     tl.atomic_max(amax, tl.where(largest == largest, largest, 0.0), sem="relaxed")  # noqa: PLR0124
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write(  # type: ignore[no-untyped-def]
+@triton.jit
+def _write(
     even,
     odd,
     into,
@@ -99,10 +98,8 @@ def _write(  # type: ignore[no-untyped-def]
         store_transposed(even, odd, into_transposed, pairs, columns, inside, num_rows // 2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activate(  # type: ignore[no-untyped-def]
-    inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr
-):
+@triton.jit
+def _activate(inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr):
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     if GATED:
         gate = _read(inputs, rows, columns, inside, 2 * width)
@@ -117,8 +114,8 @@ def _activate(  # type: ignore[no-untyped-def]
     return values.to(inputs.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activation_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _activation_kernel(
     inputs,
     bias,
     into,
@@ -152,8 +149,8 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
         _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, width, TRANSPOSES)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _differentiate(  # type: ignore[no-untyped-def]
+@triton.jit
+def _differentiate(
     gradients, inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr
 ):
     """The gradient of a GELU's inputs or of gates, and that of the values which gates multiply."""
@@ -175,8 +172,8 @@ def _differentiate(  # type: ignore[no-untyped-def]
     return values, of_linear
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gradient_kernel(
     gradients,
     inputs,
     bias,
@@ -252,9 +249,9 @@ def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: Cas
             TRANSPOSES=into.transposed is not None,
             LARGEST=_largest(into),
             EPSILON=into.amax_epsilon,
-            PAIRS=_PAIRS,
-            COLUMNS=_COLUMNS,
-            num_warps=_WARPS,
+            PAIRS=TILE_PAIRS,
+            COLUMNS=TILE_COLUMNS,
+            num_warps=TILE_WARPS,
         )
 
 
@@ -292,9 +289,9 @@ def launch_gradient(
             TRANSPOSES=into.transposed is not None,
             LARGEST=_largest(into),
             EPSILON=into.amax_epsilon,
-            PAIRS=_PAIRS,
-            COLUMNS=_COLUMNS,
-            num_warps=_WARPS,
+            PAIRS=TILE_PAIRS,
+            COLUMNS=TILE_COLUMNS,
+            num_warps=TILE_WARPS,
         )
     return None if sums is None else sums.sum(dim=0)
 
@@ -303,7 +300,7 @@ def _grid(rows: int, width: int) -> tuple[int, int]:
     """Programs across and down."""
     # Transformer Engine's own rule for FP8. It pairs every row and lets codes be stored in words.
     assert rows % 8 == 0 and width % 16 == 0, f"no FP8 tensor has {rows} rows of {width}"  # noqa: PT018
-    return triton.cdiv(width, _COLUMNS), triton.cdiv(rows, 2 * _PAIRS)
+    return tile_grid(rows, width)
 
 
 def _passes(into: CastInto) -> tuple[tuple[bool, bool], ...]:

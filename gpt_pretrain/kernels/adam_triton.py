@@ -1,8 +1,5 @@
 """`adam.update` as one Triton kernel, which reads and writes every value once. Imported on a GPU only."""
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 import torch
 import triton
 import triton.language as tl
@@ -16,16 +13,16 @@ _SMALLEST_EXPONENT = tl.constexpr(SMALLEST_EXPONENT)
 _ROWS = tl.constexpr(8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _read_moment(values, scales, offsets, inside, rows, inside_rows, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _read_moment(values, scales, offsets, inside, rows, inside_rows, SCALED: tl.constexpr):
     read = tl.load(values + offsets, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
         read *= tl.load(scales + rows, mask=inside_rows, other=0.0)[:, None]
     return read
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_moment(  # type: ignore[no-untyped-def]
+@triton.jit
+def _write_moment(
     moment,
     values,
     scales,
@@ -53,7 +50,7 @@ def _write_moment(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rounded_to_fp16(values, offsets, number):  # type: ignore[no-untyped-def]
+def _rounded_to_fp16(values, offsets, number):
     # `adam.rounded_to_fp16`; unsigned 32-bit products keep their lower half.
     mixed = offsets.to(tl.uint32) * 0x9E3779B9 + number.to(tl.uint32) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6B
@@ -64,8 +61,8 @@ def _rounded_to_fp16(values, offsets, number):  # type: ignore[no-untyped-def]
     return values + (chance - 0.5) * spacing
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _adam_update(  # type: ignore[no-untyped-def]
+@triton.jit
+def _adam_update(
     gradient,
     master,
     weight,

@@ -5,21 +5,13 @@ columns in another is needed twice, once transposed. What torch.compile makes of
 for each direction again and transposes codes in kernels of their own.
 """
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from gpt_pretrain.kernels.fp8_codes_triton import store_transposed
-
-# A tile, its rows in pairs: that of `activation_triton`, whose sizes were measured.
-_PAIRS = 32
-_COLUMNS = 64
-_WARPS = 4
+from gpt_pretrain.kernels.fp8_codes_triton import TILE_COLUMNS, TILE_PAIRS, TILE_WARPS, store_transposed, tile_grid
 
 
 class Amaxes(NamedTuple):
@@ -33,8 +25,8 @@ class Amaxes(NamedTuple):
     """[1, columns]; likewise."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_amax_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _fp8_amax_kernel(
     values,
     whole,
     of_rows,
@@ -59,8 +51,8 @@ def _fp8_amax_kernel(  # type: ignore[no-untyped-def]
     tl.atomic_max(whole, tl.max(magnitudes), sem="relaxed")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_codes_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _fp8_codes_kernel(
     values,
     codes,
     transposed,
@@ -110,16 +102,16 @@ def measure(values: torch.Tensor, *, of_rows: bool, of_columns: bool) -> Amaxes:
     whole = values.new_zeros(1, dtype=torch.float32)
     each_row = values.new_zeros(rows, 1, dtype=torch.float32) if of_rows else None
     each_column = values.new_zeros(1, width, dtype=torch.float32) if of_columns else None
-    _fp8_amax_kernel[_grid(rows, width)](
+    _fp8_amax_kernel[tile_grid(rows, width)](
         values,
         *(None if amaxes is None else amaxes.view(torch.int32) for amaxes in (whole, each_row, each_column)),
         rows,
         width,
         OF_ROWS=of_rows,
         OF_COLUMNS=of_columns,
-        ROWS=2 * _PAIRS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        ROWS=2 * TILE_PAIRS,
+        COLUMNS=TILE_COLUMNS,
+        num_warps=TILE_WARPS,
     )
     return Amaxes(whole, each_row, each_column)
 
@@ -142,7 +134,7 @@ def cast(
     assert rows % 2 == 0, f"rows are transposed in pairs, and there are {rows}"
     codes = torch.empty_like(values, dtype=dtype)
     transposed = None if transposed_scales is None else values.new_empty(width, rows, dtype=dtype)
-    _fp8_codes_kernel[_grid(rows, width)](
+    _fp8_codes_kernel[tile_grid(rows, width)](
         values,
         codes,
         transposed,
@@ -153,12 +145,8 @@ def cast(
         PER_ROW=scales.numel() > 1,
         TRANSPOSES=transposed is not None,
         PER_COLUMN=transposed_scales is not None and transposed_scales.numel() > 1,
-        PAIRS=_PAIRS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
+        PAIRS=TILE_PAIRS,
+        COLUMNS=TILE_COLUMNS,
+        num_warps=TILE_WARPS,
     )
     return (codes,) if transposed is None else (codes, transposed.t())
-
-
-def _grid(rows: int, width: int) -> tuple[int, int]:
-    return triton.cdiv(width, _COLUMNS), triton.cdiv(rows, 2 * _PAIRS)

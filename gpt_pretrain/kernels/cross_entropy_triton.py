@@ -3,9 +3,6 @@
 Memory bounds both: the first reads the logits, the second reads and writes them. Imported on a GPU only.
 """
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 import torch
 import triton
 import triton.language as tl
@@ -16,10 +13,8 @@ _STATISTICS_WARPS = 8
 _GRADIENT_WARPS = 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _statistics_kernel(  # type: ignore[no-untyped-def]
-    logits, labels, statistics, num_rows, num_columns: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _statistics_kernel(logits, labels, statistics, num_rows, num_columns: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * num_columns
     label = tl.load(labels + row)
@@ -37,10 +32,8 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     tl.store(statistics + 2 * num_rows + row, tl.load(logits + label, mask=here, other=-float("inf")).to(tl.float32))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient_kernel(  # type: ignore[no-untyped-def]
-    logits, labels, log_sum, loss_gradient, num_columns: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit
+def _gradient_kernel(logits, labels, log_sum, loss_gradient, num_columns: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * num_columns
     label = tl.load(labels + row)

@@ -5,9 +5,6 @@ first. Here tokens are sorted by their rows, and one program sums all gradients 
 table.
 """
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +16,8 @@ _COLUMNS = 128
 _WARPS = 2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_rows_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_rows_kernel(
     table, rows, order, ends, gradients, width: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     first = tl.program_id(0)

@@ -1,8 +1,5 @@
 """Kernels on FP8 codes: counting them (`fp8_codes.count_codes`), and writing them transposed."""
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 import torch
 import triton
 import triton.language as tl
@@ -10,12 +7,22 @@ import triton.language as tl
 # Triton's interpreter does not run assembly.
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
+# The tile that a program writes, its rows in pairs. Of thirteen sizes on an H200 none was faster by more than 1%.
+TILE_PAIRS = 32
+TILE_COLUMNS = 64
+TILE_WARPS = 4
+
 _BLOCK = tl.constexpr(4096)
 _BLOCKS_PER_PROGRAM = tl.constexpr(16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _word(even, odd, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_grid(rows: int, width: int) -> tuple[int, int]:
+    """Tiles across and down."""
+    return triton.cdiv(width, TILE_COLUMNS), triton.cdiv(rows, 2 * TILE_PAIRS)
+
+
+@triton.jit
+def _word(even, odd, dtype: tl.constexpr):
     """The codes of two rows, one above the other, as one number: GPUs transpose numbers of two bytes, not of one.
 
     They are not assembled from single codes: to shift the second one out of a conversion, ptxas 12.8 reads the wrong
@@ -38,8 +45,8 @@ def _word(even, odd, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return word
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None:  # type: ignore[no-untyped-def]
+@triton.jit
+def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None:
     """Stores the codes of scaled values as a matrix of columns; rows come in pairs, one even and one odd.
 
     Args:
@@ -57,7 +64,7 @@ def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None
 
 
 @triton.jit
-def _count(codes, counts, size, largest):  # type: ignore[no-untyped-def]
+def _count(codes, counts, size, largest):
     first = tl.program_id(0).to(tl.int64) * _BLOCK * _BLOCKS_PER_PROGRAM
     zero = tl.zeros([_BLOCK], dtype=tl.int32)
     full = tl.zeros([_BLOCK], dtype=tl.int32)

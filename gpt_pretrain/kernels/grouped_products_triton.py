@@ -7,9 +7,6 @@ tensors that they are: kernels find them in tables of addresses (`Addresses`).
 The rows of all experts are one tensor, sorted by expert. Sums have a fixed order, so that results repeat to the bit.
 """
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,8 +101,8 @@ def place_rows(counts: Sequence[int], device: torch.device, *, rows: int = ROWS)
     return ExpertRows(starts=flat[: len(starts)], tiles=flat[len(starts) :].view(-1, 3))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _place(program, num_rows, num_columns: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _place(program, num_rows, num_columns: tl.constexpr, GROUP: tl.constexpr):
     """The tile of rows and the tile of columns that a program computes, by the program's number."""
     programs_of_group = GROUP * num_columns
     first = program // programs_of_group * GROUP
@@ -115,7 +112,7 @@ def _place(program, num_rows, num_columns: tl.constexpr, GROUP: tl.constexpr):  
 
 
 @triton.jit
-def _add_product(a, b, total):  # type: ignore[no-untyped-def]
+def _add_product(a, b, total):
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -123,20 +120,20 @@ def _add_product(a, b, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _as_bound(count):  # type: ignore[no-untyped-def]
+def _as_bound(count):
     """A loaded number that Triton's interpreter, too, can count up to: there it is an array of one number."""
     return count.handle.data.item() if _INTERPRETED else count
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tensor_of(table, expert, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _tensor_of(table, expert, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
     """An expert's tensor. Triton knows the alignment of its arguments alone."""
     return tl.multiple_of(tl.load(table + expert).to(tl.pointer_type(dtype)), ALIGNMENT)
 
 
 # A number of tiles that is a multiple of 16 is no reason to compile anew in the middle of a run.
-@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]
-def _grouped_gemm_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["num_tiles"])
+def _grouped_gemm_kernel(
     inputs,
     weights,
     outputs,
@@ -181,8 +178,8 @@ def _grouped_gemm_kernel(  # type: ignore[no-untyped-def]
     tl.store(targets, total.to(tl.bfloat16), mask=(rows < count)[:, None] & inside[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _grouped_wgrad_gemm_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _grouped_wgrad_gemm_kernel(
     output_gradients,
     inputs,
     main_grads,

@@ -4,9 +4,6 @@ A block with an infinity has scale 1. The kernel reads all scales, a number for 
 blocks alone.
 """
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +13,7 @@ _ROWS = tl.constexpr(64)
 
 
 @triton.jit
-def _search(values, scale_inv, found, num_rows, num_columns, stride):  # type: ignore[no-untyped-def]
+def _search(values, scale_inv, found, num_rows, num_columns, stride):
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     inverses = tl.load(scale_inv + tl.program_id(1) * stride + rows, mask=rows < num_rows, other=0.0)
     suspicious = inverses == 1.0

@@ -4,9 +4,6 @@ A program takes one group of a few tokens. It computes cosines and sines once fo
 element once.
 """
 
-# Triton reads annotations and accepts its own only, and kernels take all their arguments by position.
-# ruff: noqa: ANN001, ANN202, PLR0917
-
 from collections.abc import Sequence
 
 import torch
@@ -19,10 +16,8 @@ _TOKENS = 8
 _WARPS = 2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move_head(  # type: ignore[no-untyped-def]
-    joined, part, inside, cos, sin, HALF: tl.constexpr, WIDTH: tl.constexpr, JOINS: tl.constexpr
-):
+@triton.jit
+def _move_head(joined, part, inside, cos, sin, HALF: tl.constexpr, WIDTH: tl.constexpr, JOINS: tl.constexpr):
     if JOINS:
         source, into = part, joined
     else:
@@ -41,8 +36,8 @@ def _move_head(  # type: ignore[no-untyped-def]
         tl.store(into + columns, tl.load(source + columns, mask=tile), mask=tile)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _qkv_rope_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _qkv_rope_kernel(
     mixed,
     queries,
     keys,
