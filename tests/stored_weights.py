@@ -32,7 +32,7 @@ STEPS = 3
 
 def distributed_optimizer(training: Training) -> Any:
     optimizer: Any = training.trainable.optimizer
-    (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    (part,) = optimizer.chained_optimizers
     return part
 
 

@@ -87,10 +87,8 @@ class _Shard:
         return int(off)
 
 
-def _parts(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer):
-            yield part
+def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    return [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
 
 
 def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:

@@ -32,9 +32,10 @@ from gpt_pretrain.megatron.weights import forget_first_values, install_weight_ca
 
 
 def build_optimizer(model: Model) -> MegatronOptimizer:
-    """megatron-core's optimizer: masters where parameters are BF16, sharded where the optimizer is distributed.
+    """megatron-core's chain of optimizers, one for experts and one for the rest.
 
-    Biases and norm weights are in a group without weight decay, as in megatron-core.
+    They hold masters where parameters are BF16, sharded where the optimizer is distributed. Biases and norm weights are
+    in a group without weight decay, as in megatron-core.
     """
     spec = model.spec
     _install_gradient_norm()
@@ -112,7 +113,7 @@ def conditional_update(
     total = torch.cat([loss_sum_and_tokens, not_finite])
     torch.distributed.all_reduce(total)
     skipped = ~torch.isfinite(total[0]) | (total[2] > 0)
-    for part in _parts(optimizer):
+    for part in optimizer.chained_optimizers:
         parameters, max_norm = part.get_parameters(), part.config.clip_grad
         if not parameters or max_norm <= 0:
             continue
@@ -134,19 +135,15 @@ def _gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     Expert parameters have an optimizer of their own. Where other ranks share them than share the rest, megatron-core
     adds the two norms up on the host, and waits for both.
     """
-    parts = list(_parts(optimizer))
+    parts = optimizer.chained_optimizers
     shared = len({id(part.get_grad_stats_parallel_group()) for part in parts}) == 1
     norms: list[torch.Tensor] = [owner.get_grad_norm() for owner in ([optimizer] if shared else parts)]
     return norms[0] if shared else torch.linalg.vector_norm(torch.cat(norms)).view(1)
 
 
-def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    yield from getattr(optimizer, "chained_optimizers", [optimizer])
-
-
 def _inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
     """The optimizers inside megatron-core's; a rank without parameters has none."""
-    for part in _parts(optimizer):
+    for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
             yield part.optimizer
 

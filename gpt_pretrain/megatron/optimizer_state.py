@@ -53,7 +53,7 @@ def sharded_optimizer_state(
         "step": steps taken; "tensors": what belongs to parameters; "parts": what stays on this rank, for
         `load_optimizer_state`.
     """
-    parts = list(_parts(optimizer))
+    parts = _parts(optimizer)
     tensors: dict[str, Any] = {}
     nested: list[Any] = []
     for part in parts:
@@ -141,11 +141,9 @@ def share_weights_of_masters(optimizer: MegatronOptimizer, model: Model) -> None
             chunk.start_param_sync(force_sync=True)
 
 
-def _parts(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        # A rank without parameters has none.
-        if not part.is_stub_optimizer:
-            yield part
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Those that have parameters on this rank."""
+    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _allocate_states(part: Any) -> None:
