@@ -25,6 +25,7 @@ from gpt_pretrain.fp8.te_products import (
     Asks,
     IdleListener,
     Listener,
+    Watch,
     format_of,
     is_te_linear,
     watch_transformer_engine,
@@ -77,12 +78,14 @@ def observe_products(
         if transformer_engine:
             stack.enter_context(
                 watch_transformer_engine(
-                    transformer_engine,
-                    listener,
-                    idle_listener=idle_listener,
-                    asks=asks,
-                    asks_result=asks_result,
-                    measure_amax=measure_amax,
+                    Watch(
+                        modules=transformer_engine,
+                        listener=listener,
+                        idle_listener=idle_listener,
+                        asks=asks,
+                        asks_result=asks_result,
+                        measure_amax=measure_amax,
+                    )
                 )
             )
         try:

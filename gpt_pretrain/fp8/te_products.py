@@ -11,6 +11,7 @@ are asked for one by one.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -60,72 +61,24 @@ def is_te_linear(module: torch.nn.Module) -> bool:
     )
 
 
-@contextmanager
-def watch_transformer_engine(
-    modules: Mapping[str, torch.nn.Module],
-    listener: Listener,
-    *,
-    idle_listener: IdleListener | None,
-    asks: Asks | None,
-    asks_result: Asks | None,
-    measure_amax: bool,
-) -> Iterator[None]:
-    """Tells of every product of these modules; see `observer.observe_products`."""
-    watch = _Watch(modules, listener, idle_listener, asks, asks_result, measure_amax=measure_amax)
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            stack.callback(module.register_forward_pre_hook(partial(watch.enter, name)).remove)
-        for products, passes, watched_product, find_input in (
-            (patches.LINEAR_PRODUCTS, patches.LINEAR_PASSES, watch.gemm, lambda weight, x, *_: x),
-            # What is cast is the norm's result.
-            (patches.NORM_LINEAR_PRODUCTS, patches.NORM_LINEAR_PASSES, watch.gemm, lambda *_: None),
-            (patches.GROUPED_PRODUCTS, patches.GROUPED_PASSES, watch.grouped_gemm, lambda x, *_: x),
-        ):
-            (name,), place, function = products.names, products.owner(), passes.owner()
-            stack.enter_context(patched(products, **{name: watched_product(getattr(place, name))}))
-            stack.enter_context(
-                patched(
-                    passes,
-                    forward=staticmethod(watch.forward(function.forward, find_input)),
-                    backward=staticmethod(watch.backward(function.backward)),
-                )
-            )
-        if asks_result is not None:
-            place = patches.NORMS_OF_LINEARS.owner()
-            norm = watch.norm(place.apply_normalization)
-            stack.enter_context(patched(patches.NORMS_OF_LINEARS, apply_normalization=norm))
-        yield
+@dataclass(kw_only=True, eq=False)
+class Watch:
+    """Who is told of what (see `observer.observe_products`), and the pass that is being computed."""
 
+    modules: Mapping[str, torch.nn.Module]
+    listener: Listener
+    idle_listener: IdleListener | None
+    asks: Asks | None
+    asks_result: Asks | None
+    measure_amax: bool
+    # The pass: whose it is, and what it casts.
+    _name: str = field(default="", init=False)
+    # As the pass was given them: of experts together.
+    _values: dict[Role, torch.Tensor] = field(default_factory=dict, init=False)
+    _blur: float = field(default=0.0, init=False)
 
-class _Watch:
-    """The pass that is being computed: whose it is, and what it casts."""
-
-    def __init__(
-        self,
-        modules: Mapping[str, torch.nn.Module],
-        listener: Listener,
-        idle_listener: IdleListener | None,
-        asks: Asks | None,
-        asks_result: Asks | None,
-        *,
-        measure_amax: bool,
-    ) -> None:
-        self._modules = modules
-        self._listener = listener
-        self._idle_listener = idle_listener
-        self._asks_product = asks
-        self._asks_result = asks_result
-        self._measure_amax = measure_amax
-        self._name = ""
-        # The tensors that are cast, as the pass was given them: of experts together.
-        self._values: dict[Role, torch.Tensor] = {}
-        self._blur = 0.0
-
-    def enter(self, name: str, module: torch.nn.Module, arguments: Any) -> None:
-        """Before a module's forward pass."""
-        self._begin(name)
-
-    def _begin(self, name: str) -> None:
+    def begin(self, name: str, *_: Any) -> None:
+        """Before a pass of a module; takes a hook's other arguments, too."""
         self._name, self._blur = name, 0.0
         self._values.clear()
 
@@ -136,7 +89,7 @@ class _Watch:
             # Without gradients there is no context to store the name in.
             if hasattr(ctx, "save_for_backward"):
                 ctx.observed_name = self._name
-            if self._asks_result is not None:
+            if self.asks_result is not None:
                 self._take(Role.input, find_input(*args))
             return forward(ctx, *args)
 
@@ -146,8 +99,8 @@ class _Watch:
         """A module's backward pass."""
 
         def run(ctx: Any, *args: Any) -> Any:
-            self._begin(getattr(ctx, "observed_name", ""))
-            if self._asks_result is not None:
+            self.begin(getattr(ctx, "observed_name", ""))
+            if self.asks_result is not None:
                 self._take(Role.output_gradient, args[0])
             result = backward(ctx, *args)
             self._values.clear()
@@ -183,7 +136,7 @@ class _Watch:
 
         def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
             phase = _PHASES[kwargs.get("layout", "TN")]
-            if not self._asks(phase):
+            if not self._asks_for_result(phase):
                 self._tell(phase, a, b)
                 return gemm(a, b, *args, **kwargs)
             added = kwargs["out"].clone() if kwargs.get("accumulate") else kwargs.get("bias")
@@ -199,12 +152,12 @@ class _Watch:
 
         def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
             phase, rows = _PHASES[kwargs.get("layout", "TN")], kwargs["m_splits"]
-            if self._idle_listener is not None and not any(rows):
-                self._idle_listener(self._name, phase)
+            if self.idle_listener is not None and not any(rows):
+                self.idle_listener(self._name, phase)
             # An expert without tokens computes nothing.
             computing = [expert for expert, num_rows in enumerate(rows) if num_rows]
             pairs = list(zip(a, b, strict=True))
-            if not computing or not self._asks(phase):
+            if not computing or not self._asks_for_result(phase):
                 for part, expert in enumerate(computing):
                     self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows)
                 return gemm(a, b, *args, **kwargs)
@@ -223,8 +176,8 @@ class _Watch:
 
         return run
 
-    def _asks(self, phase: Phase) -> bool:
-        return self._asks_result is not None and self._asks_result(self._name, phase)
+    def _asks_for_result(self, phase: Phase) -> bool:
+        return self.asks_result is not None and self.asks_result(self._name, phase)
 
     def _tell(
         self,
@@ -239,13 +192,19 @@ class _Watch:
         added: torch.Tensor | None = None,
         is_split: bool = False,
     ) -> None:
-        if self._asks_product is not None and not self._asks_product(self._name, phase):
+        if self.asks is not None and not self.asks(self._name, phase):
             return
         given = dict(zip(_ARGUMENTS[phase], (a, b), strict=True))
-        values = {role: self._values_of(role, expert, rows) for role in given} if self._asks_result else {}
-        blur, measure = {Role.input: self._blur}, self._measure_amax
+        values = {role: self._values_of(role, expert, rows) for role in given} if self.asks_result else {}
         operands = [
-            _operand(role, phase, given[role], values.get(role), blur=blur.get(role, 0.0), measure_amax=measure)
+            _operand(
+                role,
+                phase,
+                given[role],
+                values.get(role),
+                blur=self._blur if role is Role.input else 0.0,
+                measure_amax=self.measure_amax,
+            )
             for role in OPERANDS[phase]
         ]
         if output is not None:
@@ -262,17 +221,45 @@ class _Watch:
             result_error=_RESULT_ERROR,
             sum_error=_SPLIT_ERROR if is_split or has_blocks else _FAST_ERROR,
         )
-        self._listener(self._name, product)
+        self.listener(self._name, product)
 
     def _values_of(self, role: Role, expert: int | None, rows: Sequence[int]) -> torch.Tensor | None:
         if role is Role.weight:
-            weight: Any = getattr(self._modules.get(self._name), f"weight{'' if expert is None else expert}", None)
+            weight: Any = getattr(self.modules.get(self._name), f"weight{'' if expert is None else expert}", None)
             return None if weight is None or hasattr(weight, "_fp8_dtype") else weight.detach()
         values = self._values.get(role)
         if values is None:
             return None
         values = values.reshape(-1, values.shape[-1])
         return values if expert is None else values.split(list(rows))[expert]
+
+
+@contextmanager
+def watch_transformer_engine(watch: Watch) -> Iterator[None]:
+    """Tells of every product of the modules inside."""
+    with ExitStack() as stack:
+        for name, module in watch.modules.items():
+            stack.callback(module.register_forward_pre_hook(partial(watch.begin, name)).remove)
+        for products, passes, watched_product, find_input in (
+            (patches.LINEAR_PRODUCTS, patches.LINEAR_PASSES, watch.gemm, lambda weight, x, *_: x),
+            # What is cast is the norm's result.
+            (patches.NORM_LINEAR_PRODUCTS, patches.NORM_LINEAR_PASSES, watch.gemm, lambda *_: None),
+            (patches.GROUPED_PRODUCTS, patches.GROUPED_PASSES, watch.grouped_gemm, lambda x, *_: x),
+        ):
+            (name,), place, function = products.names, products.owner(), passes.owner()
+            stack.enter_context(patched(products, **{name: watched_product(getattr(place, name))}))
+            stack.enter_context(
+                patched(
+                    passes,
+                    forward=staticmethod(watch.forward(function.forward, find_input)),
+                    backward=staticmethod(watch.backward(function.backward)),
+                )
+            )
+        if watch.asks_result is not None:
+            place = patches.NORMS_OF_LINEARS.owner()
+            norm = watch.norm(place.apply_normalization)
+            stack.enter_context(patched(patches.NORMS_OF_LINEARS, apply_normalization=norm))
+        yield
 
 
 def _norm_in_fp32(x: Any, weight: Any, bias: Any, eps: float, *how: Any) -> torch.Tensor:
