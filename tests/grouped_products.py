@@ -2,9 +2,8 @@
 
 import torch
 
-from gpt_pretrain.kernels import grouped_products
-from gpt_pretrain.kernels.grouped_products import GroupedWeights, multiply_by_experts
-from gpt_pretrain.kernels.grouped_products_triton import ROWS, Addresses
+from gpt_pretrain.kernels import grouped_products_triton
+from gpt_pretrain.kernels.grouped_products_triton import ROWS, Addresses, GroupedWeights, multiply_by_experts
 
 # Experts without rows at either end and between, one row, whole tiles, and parts of tiles.
 UNEVEN = (0, ROWS + 2, 1, 0, 2 * ROWS, 60, 0)
@@ -67,7 +66,7 @@ def check_products(device, counts=UNEVEN, *, out_features=96, in_features=80, su
 
 def check_sabotages_are_caught(device):
     """A row computed by the expert before its own, and gradients added to the main gradient of another weight."""
-    place_rows, of = grouped_products.place_rows, Addresses.of
+    place_rows, of = grouped_products_triton.place_rows, Addresses.of
 
     def shifted(counts, where):
         moved = list(counts)
@@ -75,7 +74,7 @@ def check_sabotages_are_caught(device):
         return place_rows(moved, where)
 
     for name, owner, sabotage in (
-        ("place_rows", grouped_products, shifted),
+        ("place_rows", grouped_products_triton, shifted),
         ("of", Addresses, lambda self, tensors: of(self, list(tensors)[::-1])),
     ):
         kept = getattr(owner, name)

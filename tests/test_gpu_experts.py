@@ -5,7 +5,7 @@ import torch
 
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.kernels.grouped_products import GroupedWeights, multiply_by_experts
+from gpt_pretrain.kernels.grouped_products_triton import GroupedWeights, multiply_by_experts
 from tests import grouped_products
 from tests.emulated_training import emulated_training
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small

@@ -1,7 +1,7 @@
 """Experts whose products are one kernel each: `model.moe_grouped_kernel=triton`.
 
 megatron-core's experts on Transformer Engine with the same parameters under the same names. Only who multiplies is
-another (`kernels.grouped_products`), in BF16 whatever the precision of other layers.
+another (`kernels.grouped_products_triton`), in BF16 whatever the precision of other layers.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-from gpt_pretrain.kernels.grouped_products import GroupedWeights, multiply_by_experts
+from gpt_pretrain.kernels.grouped_products_triton import GroupedWeights, multiply_by_experts
 
 
 class _OneKernel(torch.nn.Module):
