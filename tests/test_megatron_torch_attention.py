@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_pretrain.megatron.torch_attention import causal_attention
+from gpt_pretrain.megatron.layers import causal_attention
 from gpt_pretrain.plan.memory import plan_storage
 from gpt_pretrain.rules.gate import load_config
 from tests.attention import check_against_fp64

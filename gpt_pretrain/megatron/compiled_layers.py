@@ -8,7 +8,7 @@ What of megatron-core 0.19.2 would break the graph, and what stands in its place
 
 - linear layers in an autograd function that exchanges asynchronously, and that warns on rank 0: the same exchange by
   megatron-core's own mapping, before `torch.nn.functional.linear`;
-- attention that writes its scores into a buffer of the whole process: `torch_attention`;
+- attention that writes its scores into a buffer of the whole process: `layers.TorchAttention`;
 - exchanges along the sequence, whose gradients torch 2.11 traces wrongly (`rules.kernels`): refused;
 - weight gradients that a kernel adds to `main_grad`, activations and residuals that are compiled by themselves, dropout
   from megatron-core's own random states, hooks that gather parameters: refused, or left out (`spec.kernels`).
@@ -31,7 +31,8 @@ from torch._inductor.compile_fx import compile_fx
 
 from gpt_pretrain.config.errors import RunError, reason
 from gpt_pretrain.megatron.cpu import let_compiler_see_twins
-from gpt_pretrain.megatron.layers import LocalLayers, WholeLayer
+from gpt_pretrain.megatron.graphs import WholeLayer
+from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.patches import COMPILED_GRAPHS, COMPILED_SHAPES, patch
 
 # Graphs of one function. Those of all runs of one process count, such as the jobs of a sweep; and TorchAO's functions
@@ -80,12 +81,7 @@ class CompiledLayer(WholeLayer):
     """`TransformerLayer.forward`, compiled; set by `CompiledLayers.attach`."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See megatron-core's class.
-
-        Args:
-            hidden_states: [sequence, batch, hidden].
-            args: Of megatron-core.
-            kwargs: Likewise.
+        """megatron-core's forward pass of hidden states [s, b, h].
 
         Raises:
             RunError: torch.compile does not take the layer whole, or asks for a second graph.

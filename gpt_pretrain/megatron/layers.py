@@ -2,36 +2,27 @@
 
 With Transformer Engine (TE) that is megatron-core's own spec. Without it, `LocalLayers` supplies megatron-core's
 tensor-parallel linear layers and a norm that also works under sequence parallelism, which megatron-core's wrapper of
-torch's norms does not.
-
-**CUDA graphs**: a layer's kernels are recorded once and from then on launched together, because those of a small model
-end sooner than the host can launch the next. With `model.cuda_graph_impl=local` megatron-core
-(megatron.core.transformer.cuda_graphs) runs the first training step as usual, records a graph of each layer's forward
-pass and one of its backward pass at the end of the step, and replays them in later steps. Embedding, LM head, loss, the
-exchange of gradients and the optimizer stay outside.
-
-A replay reads and writes the recorded addresses and calls no Python. So only training steps, which have one shape, are
-replayed; `without_graphs` has the layers computed by their modules for whatever looks into them. The proof of FP8
-(`fp8/proof.py`) watches the first step, the recording included.
+torch's norms does not. On a GPU these layers have PyTorch's fused attention.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.quantization.utils import get_quant_config_or_none
-from megatron.core.transformer import ModuleSpec, TransformerConfig, cuda_graphs
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -41,17 +32,15 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.megatron.fused_layers import CastingMLP
-from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
-from gpt_pretrain.megatron.patches import GRAPH_MEMORY, GRAPH_RECORDING, patch
-from gpt_pretrain.megatron.torch_attention import TorchAttention
+from gpt_pretrain.megatron.graphs import GraphedLayer
 from gpt_pretrain.spec.kernels import Kernels
 
-# megatron-core's own; and the pool that it took memory from, listed once per call.
-_allocate = cuda_graphs.alloc_tensor_from_graph_mempool
-_taken_from: list[tuple[int, int]] = []
+# In this order: cuDNN's are the fastest on Hopper. The last one takes what the others refuse, in O(s) memory too.
+_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 class TorchNorm:
@@ -72,6 +61,52 @@ class TorchNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention: each token attends to itself and those before it.
+
+    Args:
+        query: [s, b, heads, width].
+        key: [s, b, groups, width].
+        value: [s, b, groups, width].
+        scale: Factor of the scores.
+
+    Returns:
+        [s, b, heads · width].
+    """
+    q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+    with sdpa_kernel(_BACKENDS, set_priority=True):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=k.size(1) != q.size(1)
+        )
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
+    """megatron-core's attention with other products: it is built, stored and loaded in the same way.
+
+    megatron-core's own writes the scores of all pairs of tokens to memory, [b, heads, s, s] in two precisions.
+    PyTorch's fused kernels keep a number for each token and head instead (FlashAttention, Dao 2023, arXiv 2307.08691).
+    """
+
+    @override
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """See `causal_attention`; the arguments are those of megatron-core's `DotProductAttention`."""
+        assert (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal, "only causal masks are computed here"
+        assert attention_bias is None, "biases are not added"
+        assert packed_seq_params is None, "sequences have one length"
+        return causal_attention(query, key, value, self.softmax_scale)
 
 
 class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
@@ -203,95 +238,3 @@ def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> Module
             sharded_state_dict_keys_map=stored_under,
         ),
     )
-
-
-class WholeLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
-    """A layer that training steps run by what was recorded or compiled of it; otherwise its modules compute it."""
-
-    is_replayed = True
-    """Whether training steps do so: hooks of modules, such as those that search for NaN, are not called then."""
-
-
-class GraphedLayer(WholeLayer):
-    """A layer that training steps replay."""
-
-    def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        # megatron-core would also replay validations, and has no graph for the length of a sampled text.
-        return self.training and self.is_replayed and super()._should_call_local_cudagraph(*args, **kwargs)
-
-
-def prepare_graphs(seed: int) -> None:
-    """Prepares megatron-core for graphs, before the layers are built, on a GPU.
-
-    An earlier job of a sweep may have left graphs behind. Graphs also need random states that they can hold.
-    """
-    cuda_graphs.delete_cuda_graphs()
-    patch(GRAPH_RECORDING, create_cudagraphs=_create_graphs)
-    patch(GRAPH_MEMORY, HAVE_TQDM=False, alloc_tensor_from_graph_mempool=_allocate_in_pool)
-    track_random_states(in_graphs=True)
-    seed_dropout(seed)
-
-
-def _allocate_in_pool(meta: Any) -> torch.Tensor:
-    """A tensor in the graphs' memory pool, which torch keeps until `release_graphs`."""
-    _taken_from.append(cuda_graphs.CudaGraphManager.global_mempool)
-    tensor: torch.Tensor = _allocate(meta)
-    return tensor
-
-
-def _create_graphs() -> None:
-    """Records graphs at the end of a step like megatron-core's function, and undoes the rest of what that does.
-
-    Before a recording it runs passes that draw random numbers, which a run without graphs, or one that is resumed
-    elsewhere, would not draw. The first step took memory on another stream, which no later step needs.
-    """
-    if not cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
-        return
-    tracked = tensor_parallel.get_cuda_rng_tracker().get_states().values()
-    generators = [torch.cuda.default_generators[torch.cuda.current_device()], *tracked]
-    states = [generator.get_state() for generator in generators]
-    try:
-        cuda_graphs.create_cudagraphs()
-    except BaseException:
-        # Otherwise megatron-core and Transformer Engine would take the next job of a sweep for a recording, and leave
-        # out its gradients.
-        cuda_graphs._set_capture_end()
-        if cuda_graphs.HAVE_TE_GRAPHS:
-            cuda_graphs.te_set_capture_end()
-        torch.cuda.set_stream(torch.cuda.default_stream())
-        raise
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    torch.cuda.empty_cache()
-
-
-@contextmanager
-def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, modules compute the layers, and their hooks are called."""
-    layers = _layers_of(WholeLayer, chunks)
-    for layer in layers:
-        layer.is_replayed = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.is_replayed = True
-
-
-def release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    """Frees the graphs of a run that has ended, and their memory, which no other tensor can use.
-
-    Otherwise the next job of a sweep has to do without that memory: a layer's runner and the outputs of its replay
-    refer to each other through autograd's nodes, which Python's collector does not see. torch also counts the users of
-    a pool, from `_cuda_beginAllocateCurrentThreadToPool` to `_cuda_releasePool`, which megatron-core 0.19 never calls.
-    """
-    for layer in _layers_of(GraphedLayer, chunks):
-        for runner in layer.cudagraph_manager.cudagraph_runners:
-            vars(runner).clear()
-        layer.cudagraph_manager.cudagraph_runners.clear()
-    while _taken_from:
-        torch._C._cuda_releasePool(torch.cuda.current_device(), _taken_from.pop())
-
-
-def _layers_of[Layer: WholeLayer](kind: type[Layer], chunks: Sequence[torch.nn.Module]) -> list[Layer]:
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, kind)]

@@ -29,7 +29,8 @@ from gpt_pretrain.megatron.fused_layers import (
     install_split,
     install_weight_gradients,
 )
-from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, prepare_graphs
+from gpt_pretrain.megatron.graphs import prepare_graphs
+from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
 from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
@@ -98,9 +99,7 @@ def translate_optimizer(spec: RunSpec) -> OptimizerConfig:
 def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPTModel]:
     """The GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
 
-    Args:
-        spec: The run.
-        local_layers: What layers without TE are built from; None: megatron-core's own.
+    Layers without TE are built from `local_layers`; None: megatron-core's own, compiled if the run asks for that.
 
     Returns:
         Models that map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s], on the last
