@@ -53,10 +53,10 @@ def _printable(text: str) -> str:
     return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-def print_job(number: int, names: Sequence[str]) -> None:
+def print_job(number: int, jobs: "Sequence[Job]") -> None:
     """Announces a job of a sweep; a single run announces itself."""
-    if len(names) > 1:
-        sys.stdout.write(f"\nrun {number + 1} of {len(names)}: {names[number]}\n")
+    if len(jobs) > 1:
+        sys.stdout.write(f"\nrun {number + 1} of {len(jobs)}: {jobs[number].name}\n")
         sys.stdout.flush()
 
 

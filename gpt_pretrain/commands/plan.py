@@ -48,15 +48,14 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     from gpt_pretrain.plan.document import print_plan, write_plan
     from gpt_pretrain.plan.forecast import build_plan
 
-    names = [" ".join(job.overrides) for job in jobs]
     if problems := [
-        problem + (f" [{name}]" if len(jobs) > 1 else "")
-        for job, name in zip(jobs, names, strict=True)
+        problem + (f" [{job.name}]" if len(jobs) > 1 else "")
+        for job in jobs
         for problem in platform_problems(job.config, planned_launch(job.config))
     ]:
         raise ConfigError(problems)
     for number, job in enumerate(jobs):
-        print_job(number, names)
+        print_job(number, jobs)
         run_dir = make_run_dir(job.config)
         plan = build_plan(job.config, planned_launch(job.config))
         print_plan(plan)

@@ -64,9 +64,8 @@ def prepare(config: Config) -> None:
 def prepare_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     """Prepares the data of each job of a checked command line; see `prepare` for the errors."""
     prepare_libraries()
-    names = [" ".join(job.overrides) for job in jobs]
     for number, job in enumerate(jobs):
-        print_job(number, names)
+        print_job(number, jobs)
         prepare(job.config)
 
 

@@ -42,16 +42,13 @@ python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing""",
 )
 
 
-def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
-    """Runs every job of a checked command line under Hydra, and returns the largest of their exit codes.
-
-    `names` has the overrides of each job, one empty name without a sweep.
-    """
+def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
+    """Runs every job of a checked command line under Hydra, and returns the largest of their exit codes."""
     codes: list[int] = []
 
     def job(composed: DictConfig) -> None:
         asked_for = False
-        print_job(len(codes), names)
+        print_job(len(codes), jobs)
         try:
             config = read_job(composed)
             set_environment(config)
@@ -90,9 +87,9 @@ def run_jobs(request: Request, launch: Launch, names: Sequence[str]) -> int:
         codes.append(code)
 
     run_hydra(request, job)
-    failed = [f"  run {n + 1}: {names[n]} (exit code {code})" for n, code in enumerate(codes) if code]
-    if len(names) > 1 and failed:
-        sys.stderr.write("\n".join([f"error: {len(failed)} of {len(names)} runs of the sweep failed", *failed]) + "\n")
+    failed = [f"  run {n + 1}: {jobs[n].name} (exit code {code})" for n, code in enumerate(codes) if code]
+    if len(jobs) > 1 and failed:
+        sys.stderr.write("\n".join([f"error: {len(failed)} of {len(jobs)} runs of the sweep failed", *failed]) + "\n")
     return max(codes, default=0)
 
 
@@ -104,7 +101,7 @@ def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> 
     """
     if not launch.is_rank_zero:
         time.sleep(RANK_ZERO_FIRST_S)
-    print_error(error, "" if launch.is_rank_zero else f" (rank {launch.rank})")
+    print_error(error, "" if launch.is_rank_zero else of_rank(launch))
 
 
 def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
@@ -118,7 +115,7 @@ def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
         assert job.config.run_dir is not None, "a sweep's jobs have directories of their own"
         run_dir = Path(job.config.run_dir)
         number = submit(job.submission, run_dir, [*request.source_options, *job.arguments])
-        sys.stdout.write(f"job {number}: {' '.join(job.overrides)}\n    log: {run_dir}/slurm-{number}.out\n")
+        sys.stdout.write(f"job {number}: {job.name}\n    log: {run_dir}/slurm-{number}.out\n")
         sys.stdout.flush()
 
 
@@ -136,7 +133,7 @@ def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     if any(job.submission is not None for job in jobs):
         submit_jobs(request, jobs)
         return 0
-    return run_jobs(request, launch, [" ".join(job.overrides) for job in jobs])
+    return run_jobs(request, jobs, launch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -41,6 +41,11 @@ class Job:
     arguments: tuple[str, ...] = ()
     """What Slurm's job is given."""
 
+    @property
+    def name(self) -> str:
+        """The overrides as one text; empty when there is no sweep."""
+        return " ".join(self.overrides)
+
 
 # The rules that a run breaks which is handed to Slurm, or runs here.
 Rules = Callable[[Config, Submission | None], Iterable[str]]
@@ -275,7 +280,7 @@ def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
     """Two jobs in one run directory: the second would resume the first."""
     by_dir: dict[str | None, list[str]] = {}
     for job in jobs:
-        by_dir.setdefault(job.config.run_dir, []).append(" ".join(job.overrides))
+        by_dir.setdefault(job.config.run_dir, []).append(job.name)
     return [
         f"run_dir={show(directory)} is shared by {len(sharing)} jobs of the sweep; leave it out, or make it differ "
         "with ${hydra:job.num}"
