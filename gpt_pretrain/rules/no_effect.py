@@ -64,34 +64,32 @@ def value_of(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def _with(key: str, value: object) -> Callable[[Resolved], str]:
+def _with(key: str, value: object, because: str = "") -> Callable[[Resolved], str]:
     """A setting that leaves another key without effect."""
-    return lambda run: f"{key}={show(value)}" * (value_of(run.config, key) is value)
+    return lambda run: f"{key}={show(value)}{because}" * (value_of(run.config, key) is value)
 
 
-def _unless(key: str, needed: object) -> Callable[[Resolved], str]:
+def _unless(key: str, needed: object, because: str = "") -> Callable[[Resolved], str]:
     """A setting other than the one that reads another key."""
 
     def why(run: Resolved) -> str:
         value = value_of(run.config, key)
-        return "" if value is needed else f"{key}={show(value)}"
+        return "" if value is needed else f"{key}={show(value)}{because}"
 
     return why
 
 
 _without_experts = _with("model.num_moe_experts", None)
 _without_full_recomputation = _unless("model.activations_checkpoint_granularity", RecomputeGranularity.full)
+_with_graphs = _with("model.cuda_graph_impl", CudaGraphImpl.local, ": a replay reports none of its products")
 _with_plain_states = _with("model.optim.use_precision_aware_optimizer", False)
+_with_random_tokens = _with("model.data.data_impl", DataImpl.mock, ", whose random tokens come from no file")
+_without_tokenizer = _with("model.tokenizer.library", TokenizerLibrary.none, ": no text can be sampled")
 _without_wandb = _with("logging.wandb", False)
 
 
 def _without_fp8(run: Resolved) -> str:
     return "" if run.fp8 is not None else "model.fp8=false"
-
-
-def _with_graphs(run: Resolved) -> str:
-    is_asked = run.model.cuda_graph_impl is CudaGraphImpl.local
-    return "model.cuda_graph_impl=local: a replay reports none of its products" * is_asked
 
 
 def _without_history(run: Resolved) -> str:
@@ -159,16 +157,7 @@ def _without_warmup(run: Resolved) -> str:
 
 
 def _unless_data(impl: DataImpl) -> Callable[[Resolved], str]:
-    def why(run: Resolved) -> str:
-        chosen = run.model.data.data_impl
-        return "" if chosen is impl else f"model.data.data_impl={chosen.name}, which does not read it"
-
-    return why
-
-
-def _with_random_tokens(run: Resolved) -> str:
-    is_mock = run.model.data.data_impl is DataImpl.mock
-    return "model.data.data_impl=mock, whose random tokens come from no file" * is_mock
+    return _unless("model.data.data_impl", impl, ", which does not read it")
 
 
 def _without_saves(run: Resolved) -> str:
@@ -176,11 +165,6 @@ def _without_saves(run: Resolved) -> str:
     if saves.save_at_end or saves.save_interval is not None or saves.save_interval_minutes is not None:
         return ""
     return "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)"
-
-
-def _without_tokenizer(run: Resolved) -> str:
-    library = run.model.tokenizer.library
-    return "" if library is not TokenizerLibrary.none else "model.tokenizer.library=none: no text can be sampled"
 
 
 def _without_sample(run: Resolved) -> str:
