@@ -2,8 +2,8 @@
 
 Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. This looks at what the step left (codes,
 scales, results, the state of delayed scaling) and computes each of them again from the tensors and the plan alone
-(`fp8/casts.py`, `fp8/replay.py`, `fp8/rounding.py`). docs/fp8.md, "The proof", says what is compared, how near it must
-be, and what cannot be seen.
+(`fp8/cast_checks.py`, `fp8/replay.py`, `fp8/rounding.py`). docs/fp8.md, "The proof", says what is compared, how near it
+must be, and what cannot be seen.
 
 Each layer's three products are counted in every microbatch. One of each kind per type of layer is multiplied again, and
 what these layers pass on is that result. Ranks and steps take turns at microbatches, at layers, and at parts of tensors
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.fp8.casts import CAST_VALUES, CastChecks, Checks
+from gpt_pretrain.fp8.cast_checks import CAST_VALUES, CastChecks, Checks
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, role_format, role_name
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.fp8.replay import Replay, is_recomputed
