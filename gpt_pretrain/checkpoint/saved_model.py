@@ -203,14 +203,9 @@ class PlannedTensor:
 
 
 def write_weights(directory: Path, tensors: Sequence[PlannedTensor], *, num_layers: int) -> None:
-    """Writes the tensors into a checkpoint's directory, and waits until the disk has them; the manifest is not written.
+    """Writes all tensors of a model into an empty directory, and waits until the disk has them; no manifest is written.
 
-    A run takes the weights with `checkpoint.init_from`, in any layout.
-
-    Args:
-        directory: Empty.
-        tensors: All tensors of a model.
-        num_layers: Layers of each stacked tensor.
+    A run takes the weights with `checkpoint.init_from`, in any layout. Stacked tensors have `num_layers` layers.
 
     Raises:
         OSError: The disk does not take them.

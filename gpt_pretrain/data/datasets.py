@@ -87,12 +87,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """One split of the corpus: megatron-core's data set, reduced to the fields that training reads.
 
     Data-loading processes get it pickled; its memory-mapped indices travel as file names, where plain pickling would
-    copy gigabytes into each process.
-
-    Args:
-        dataset: megatron-core's.
-        num_epochs: See `SampleDataset`.
-        index: The directory of its indices, which no checksum vouches for.
+    copy gigabytes into each process. No checksum vouches for the directory of these, `index`.
     """
 
     def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float, index: Path) -> None:

@@ -32,14 +32,9 @@ class Multiply(Protocol):
     def __call__(
         self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, *, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The result, a matrix of the given type.
+        """The result in the given type, a matrix to which `bias`, [columns], is added.
 
-        Args:
-            phase: Which product.
-            first: In the order of `gemms.OPERANDS`, cast for this product.
-            second: Likewise.
-            dtype: Of the result.
-            bias: [columns], added to it.
+        Operands come in the order of `gemms.OPERANDS`, cast for this product.
         """
 
 

@@ -260,11 +260,8 @@ def launch_gradient(
 ) -> torch.Tensor | None:
     """Writes the gradient of the activation's inputs as FP8, and returns that of the bias, [width] in fp32.
 
-    Args:
-        gradients: [rows, width], of the activation's results, contiguous.
-        inputs: As for `launch_activation`, and so is the bias.
-        bias: As there.
-        into: FP8 of the inputs' shape.
+    Inputs and bias are those of `launch_activation`. `gradients` is [rows, width], of the activation's results,
+    contiguous; `into` is FP8 of the inputs' shape.
     """
     rows, width = gradients.shape
     grid = _grid(rows, width)

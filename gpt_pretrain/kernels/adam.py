@@ -53,13 +53,9 @@ SMALLEST_EXPONENT = 32
 
 
 def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
-    """A power of two for each block.
+    """A power of two for each block, from its largest magnitude in fp32.
 
     The rounded largest value decides, so that quantising it again gives the same scale.
-
-    Args:
-        largest: fp32, the largest magnitudes.
-        scaled: The type.
     """
     rounded_up = largest.view(torch.int32) + (1 << (22 - scaled.mantissa_bits))
     exponents = ((rounded_up >> 23) - scaled.headroom).clamp(min=SMALLEST_EXPONENT)
@@ -119,12 +115,7 @@ class Moment:
         return values.mul_(each[start - first * SCALED_BLOCK :][: end - start])
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values in place from the beginning of a block: whole blocks, or everything to the end.
-
-        Args:
-            start: Index of the first value.
-            values: fp32 [n].
-        """
+        """Stores values, fp32 [n], from the beginning of a block on: whole blocks, or everything to the end."""
         target = self.values[start : start + values.numel()]
         if self.scales is None:
             target.copy_(values)
@@ -163,12 +154,7 @@ class Master:
         return (high + values).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on, and the weight that follows from them.
-
-        Args:
-            start: Index of the first value.
-            values: fp32 [n].
-        """
+        """Stores values, fp32 [n], from `start` on, and the weight that follows from them."""
         place = slice(start, start + values.numel())
         if self.values.dtype is torch.int16:
             assert self.weight is not None
@@ -263,13 +249,7 @@ class AdamState:
 
 
 def update(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> None:
-    """Updates one parameter, a chunk at a time.
-
-    Args:
-        gradient: [n], fp32 or BF16.
-        state: Its states.
-        step: The step.
-    """
+    """Updates one parameter, a chunk at a time; its gradient is [n] in fp32 or BF16."""
     skip, scale, correction1, correction2, number = step.device_values.tolist()
     if skip:
         return

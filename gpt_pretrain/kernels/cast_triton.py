@@ -91,13 +91,7 @@ def _fp8_codes_kernel(
 
 
 def measure(values: torch.Tensor, *, of_rows: bool, of_columns: bool) -> Amaxes:
-    """The amaxes of a matrix, read once.
-
-    Args:
-        values: [rows, columns], contiguous.
-        of_rows: Also one for each row.
-        of_columns: Also one for each column.
-    """
+    """The amaxes of a contiguous matrix [rows, columns], read once; of rows and of columns where that is asked for."""
     rows, width = values.shape
     whole = values.new_zeros(1, dtype=torch.float32)
     each_row = values.new_zeros(rows, 1, dtype=torch.float32) if of_rows else None

@@ -149,11 +149,7 @@ def _inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def _choose_optimizers(*, precision_aware: bool) -> None:
-    """Makes megatron-core build torch's or our optimizers, whether Transformer Engine or apex is installed or not.
-
-    Args:
-        precision_aware: Whether Adam is ours.
-    """
+    """Makes megatron-core build torch's optimizers, or if `precision_aware` ours, whatever else is installed."""
     patch(
         OPTIMIZERS,
         USING_PYTORCH_OPTIMIZER=not precision_aware,

@@ -54,13 +54,9 @@ _INDEX = frozenset(
 
 
 class _Unpickler(pickle._Unpickler):
-    """Takes what is named on a list alone.
+    """Takes what is named on a list of modules and names alone.
 
     It is Python's own: the one in C takes 64 GiB of memory for a place in its memo that a pickle of 9 bytes asks for.
-
-    Args:
-        stream: What it reads.
-        names: Modules and names.
     """
 
     def __init__(self, stream: IOBase, names: Collection[tuple[str, str]]) -> None:
@@ -145,10 +141,7 @@ def restrict() -> None:
 
 @contextmanager
 def restricted(checkpoint: Path) -> Iterator[None]:
-    """Inside, torch and megatron-core read a checkpoint; `restrict` is in force, then and from now on.
-
-    Args:
-        checkpoint: Its directory.
+    """Inside, torch and megatron-core read a checkpoint's directory; `restrict` is in force, then and from now on.
 
     Raises:
         UserError: It names what no checkpoint needs, or cannot be read; torch's own error says less.

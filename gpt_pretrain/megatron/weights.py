@@ -8,11 +8,10 @@ GPT-2's: normal with `init_method_std`, and std / sqrt(2 · num_layers) for the 
 residual stream (Radford et al. 2019, section 2.3). Norms and biases keep their ones and zeros.
 
 **FP8 weights** (`model.fp8_params`). After each update megatron-core's distributed optimizer hands the shards of fp32
-masters to Transformer Engine (TE). TE 2.12 takes each shard for a matrix of one row, casts it together with its
-transpose, and throws that away: many times the cost of reading and writing. It also holds all shards in BF16 at once.
-Here each shard is rounded and cast by itself. Formats, scales and codes are TE's to the bit
+masters over to be cast. Transformer Engine (TE) 2.12 casts all of them together with transposes that nobody reads
+(`patches.WEIGHT_CAST`). Here each shard is rounded and cast by itself. Formats, scales and codes are TE's to the bit
 (`cast_master_weights_to_fp8`, pytorch/tensor/utils.py). The transposes that products read are made of whole weights
-after the gather, as before. This covers weights with one scale per tensor; TE's own kernels cast weights in blocks,
+after the gather. This covers weights with one scale per tensor; TE's own kernels cast weights in blocks,
 which they read and write once.
 """
 
@@ -72,12 +71,7 @@ def _weight_shards(chunk: MegatronModule) -> Iterator[ShardedTensor]:
 
 @torch.no_grad()
 def initialize_weights(chunks: Sequence[MegatronModule], model: ModelConfig) -> None:
-    """Draws every weight matrix of this rank's model chunks.
-
-    Args:
-        chunks: Model chunks of this rank, before they are wrapped.
-        model: Has the seed, the standard deviation and the depth.
-    """
+    """Draws every weight matrix of this rank's model chunks, before they are wrapped."""
     for chunk in chunks:
         with _fp8_weights_drawn_whole(chunk):
             for shard in _weight_shards(chunk):
@@ -146,11 +140,7 @@ def forget_first_values(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextmanager
 def built_without_first_values(*, fp8_params: bool) -> Iterator[None]:
-    """Layers that are built inside copy nothing to the host: their weights are drawn later.
-
-    Otherwise TE (2.12, `TransformerEngineBaseModule.reset_parameters`) copies every weight that it stores in FP8 to
-    pageable memory before anybody has drawn it: 14 GB and over ten seconds for Llama 3 8B.
-    """
+    """Layers that are built inside copy no weight to the host, which nobody has drawn yet (`patches.FIRST_VALUES`)."""
     if not fp8_params:
         yield
         return
@@ -290,10 +280,7 @@ def _what_is_missing() -> list[str]:
 
 
 def install_weight_cast(*, of_te: bool) -> None:
-    """Makes megatron-core's distributed optimizer cast FP8 weights with `cast_masters`.
-
-    Args:
-        of_te: They are Transformer Engine's.
+    """Makes megatron-core's distributed optimizer cast FP8 weights, Transformer Engine's or not, with `cast_masters`.
 
     Raises:
         UserError: The installed Transformer Engine lacks what that needs.

@@ -153,12 +153,7 @@ def _emulated_experts(model: ModelConfig) -> Iterator[str]:
 
 
 def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of a mixture of experts; sizes are positive.
-
-    Args:
-        run: The run.
-        launch: The run's processes; None leaves out the rules about their number.
-    """
+    """All problems of a mixture of experts, whose sizes are positive; without `launch`, none of the number of ranks."""
     model = run.model
     if model.num_moe_experts is None:
         return

@@ -52,7 +52,7 @@ _LARGEST_E8M0 = 254
 # Values that share a scale under Float8BlockScaling and MXFP8BlockScaling.
 _BLOCK, _MICRO_BLOCK = 128, 32
 
-# (amax of each block, format, type of the values) → scale of each block, fp32.
+# (amax of each block in fp32, format of the codes, type of the values) → scale of each block, fp32.
 ScaleRule = Callable[[torch.Tensor, str, torch.dtype], torch.Tensor]
 
 
@@ -90,13 +90,7 @@ def _magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_from_amax(amax: torch.Tensor, format: str, largest: float = FP32_MAX) -> torch.Tensor:
-    """The largest code over amax; 1 where amax is zero or infinite.
-
-    Args:
-        amax: fp32, any shape.
-        format: Of the codes.
-        largest: Takes the place of a quotient beyond fp32.
-    """
+    """The largest code over amax (fp32, any shape); 1 where amax is zero or infinite, `largest` beyond fp32."""
     # A number over a tensor would be computed as the number times the reciprocal, which rounds twice.
     scale = torch.full_like(amax, FORMAT_MAX[format]) / amax
     scale = torch.where(torch.isinf(scale), largest, scale)
@@ -104,24 +98,18 @@ def scale_from_amax(amax: torch.Tensor, format: str, largest: float = FP32_MAX) 
 
 
 def power_of_two_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
-    """`scale_from_amax`, rounded down to a power of two by dropping the mantissa.
+    """`scale_from_amax`, rounded down to a power of two by dropping the mantissa; a `ScaleRule`.
 
-    Args:
-        amax: fp32, any shape.
-        format: Of the codes.
-        dtype: Of the values, whose largest finite number stands for a quotient beyond fp32.
+    The largest finite number of the values' type stands for a quotient beyond fp32.
     """
     scale = scale_from_amax(amax, format, largest=torch.finfo(dtype).max)
     return (scale.view(torch.int32) & ~_MANTISSA_MASK).view(torch.float32)
 
 
 def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
-    """2^-e for the smallest e with amax / 2^e within the format: E8M0 stores e + 127 in eight bits, rounded up.
+    """2^-e for the smallest e with amax / 2^e within the format; a `ScaleRule` for values of any type.
 
-    Args:
-        amax: fp32, any shape.
-        format: Of the codes.
-        dtype: Of the values; the rule does not depend on it.
+    E8M0 stores e + 127 in eight bits, rounded up.
     """
     needed = (amax * torch.full_like(amax, FORMAT_MAX[format]).reciprocal()).view(torch.int32)
     exponent, mantissa = needed >> _MANTISSA_BITS, needed & _MANTISSA_MASK
@@ -135,10 +123,7 @@ def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Ten
 def torchao_scale(format: str, recipe: Recipe, amax: torch.Tensor) -> torch.Tensor:
     """The largest code over amax, by TorchAO's operations, which decide its last bit.
 
-    Args:
-        format: Of the codes.
-        recipe: Of TorchAO.
-        amax: Of the values' type, any shape.
+    `amax` is of the values' type and any shape, `recipe` one of TorchAO's.
     """
     scale = (FORMAT_MAX[format] / amax.double().clamp(min=recipe.least_amax)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if recipe.powers_of_two else scale
@@ -158,9 +143,9 @@ def cast_blocks(x: torch.Tensor, format: str, block: tuple[int, int], rule: Scal
     """Casts a matrix with one scale for each block of it.
 
     Args:
-        x: [rows, columns]; blocks at the lower and right edge may be smaller.
+        x: [rows, columns].
         format: Of the codes.
-        block: Rows and columns of a block.
+        block: Rows and columns of a block; at the lower and right edge it may be smaller.
         rule: From the blocks' amax to their scales.
     """
     (rows, columns), (height, width) = x.shape, block
