@@ -270,14 +270,14 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
         return [*unknown, *(problem for problem in found if problem is not None)]
 
 
-def check_files_on_all_ranks(path: Path, manifest: Manifest, *, hashes: bool = True) -> list[str]:
+def check_files_on_all_ranks(path: Path, manifest: Manifest) -> list[str]:
     """`check_files` of every rank's share; all ranks call it, and each gets the sentences of all."""
     # Not above: reading a manifest needs no torch, which takes seconds to load.
     import torch
 
     world_size = torch.distributed.get_world_size()
     found: list[list[str]] = [[]] * world_size
-    own = check_files(path, manifest, hashes=hashes, rank=torch.distributed.get_rank(), num_ranks=world_size)
+    own = check_files(path, manifest, rank=torch.distributed.get_rank(), num_ranks=world_size)
     torch.distributed.all_gather_object(found, own)
     return [problem for problems in found for problem in problems]
 

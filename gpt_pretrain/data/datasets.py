@@ -15,7 +15,8 @@ import math
 import pickle
 import shutil
 from collections import OrderedDict
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -174,7 +175,7 @@ def build_datasets(
     is_complete = (index / _COMPLETE).exists()
     writes = not is_complete and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
     lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
-    try:
+    with _index_failures_told(index, cache):
         for path in index.glob("*.npy") if is_complete else ():
             check_regular(path)
             # megatron-core would take a pickle as well.
@@ -188,6 +189,17 @@ def build_datasets(
                 (index / _COMPLETE).touch()
         # A rank still holds in memory what it has just written; the second pass maps the files.
         train_dataset, valid_dataset, _ = builder.build()
+    train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0), index)
+    if valid_dataset is None:
+        return train, None
+    return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1), index)
+
+
+@contextmanager
+def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
+    """Inside, megatron-core writes or opens the indices of samples; what stops it is told as a `UserError`."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise UserError(
             f"this rank does not see the sample index that rank 0 wrote ({error.filename}): model.data.cache_dir "
@@ -206,10 +218,6 @@ def build_datasets(
         if isinstance(error, _NO_INDEX):
             raise _no_index(index, error) from error
         raise
-    train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0), index)
-    if valid_dataset is None:
-        return train, None
-    return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1), index)
 
 
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:

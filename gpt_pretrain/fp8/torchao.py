@@ -93,7 +93,7 @@ class TorchAO:
     def multiply(
         self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One of the three products; see `fp8.local_layers.Multiply`."""
+        """One of the three products; see `linear_products.Multiply`."""
         operands: list[_Operand] = []
         for role, quantised in zip(OPERANDS[phase], (first, second), strict=True):
             along_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)

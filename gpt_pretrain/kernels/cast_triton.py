@@ -5,24 +5,11 @@ columns in another is needed twice, once transposed. What torch.compile makes of
 for each direction again and transposes codes in kernels of their own.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from gpt_pretrain.kernels.fp8_codes_triton import TILE_COLUMNS, TILE_PAIRS, TILE_WARPS, store_transposed, tile_grid
-
-
-class Amaxes(NamedTuple):
-    """The largest magnitudes of a matrix, fp32. NaN is larger than any number."""
-
-    whole: torch.Tensor
-    """[1]"""
-    of_rows: torch.Tensor | None
-    """[rows, 1]; None where nobody asked."""
-    of_columns: torch.Tensor | None
-    """[1, columns]; likewise."""
 
 
 @triton.jit
@@ -90,8 +77,14 @@ def _fp8_codes_kernel(
         store_transposed(even * scale, odd * scale, transposed, pairs, columns, across, num_rows // 2)
 
 
-def measure(values: torch.Tensor, *, of_rows: bool, of_columns: bool) -> Amaxes:
-    """The amaxes of a contiguous matrix [rows, columns], read once; of rows and of columns where that is asked for."""
+def measure(
+    values: torch.Tensor, *, of_rows: bool, of_columns: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The largest magnitudes of a contiguous matrix [rows, columns], read once. NaN is larger than any number.
+
+    Returns:
+        fp32: of the whole, [1], of rows, [rows, 1], and of columns, [1, columns]; None where nobody asked.
+    """
     rows, width = values.shape
     whole = values.new_zeros(1, dtype=torch.float32)
     each_row = values.new_zeros(rows, 1, dtype=torch.float32) if of_rows else None
@@ -107,7 +100,7 @@ def measure(values: torch.Tensor, *, of_rows: bool, of_columns: bool) -> Amaxes:
         COLUMNS=TILE_COLUMNS,
         num_warps=TILE_WARPS,
     )
-    return Amaxes(whole, each_row, each_column)
+    return whole, each_row, each_column
 
 
 def cast(

@@ -2,7 +2,7 @@
 
 With Transformer Engine (TE) that is megatron-core's own spec. Without it, `LocalLayers` supplies megatron-core's
 tensor-parallel linear layers and a norm that also works under sequence parallelism, which megatron-core's wrapper of
-torch's norms does not. On a GPU these layers have PyTorch's fused attention.
+torch's norms does not; and PyTorch's fused attention, where `Kernels.torch_attention` says so.
 """
 
 import re

@@ -73,7 +73,7 @@ KEYS = (
         )
     ),
 )
-# What local layers read in place of megatron-core's fields, from `spec.fp8.Fp8Settings`.
+# What local layers read in place of megatron-core's fields, from `spec.recipes.Fp8Settings`.
 _IN_LOCAL_LAYERS = {
     "model.fp8_backend": "backend",
     "model.fp8_recipe": "recipe",
