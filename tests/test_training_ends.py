@@ -13,7 +13,7 @@ from gpt_pretrain.launch.ranks import start_command
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.stop import StopRequest
 from tests.emulated_training import emulated_training
-from tests.launching import REPOSITORY, clean_environment
+from tests.launching import REPOSITORY, clean_environment, run_ranks
 from tests.runs import small_run_arguments
 
 SMALL = (
@@ -220,3 +220,25 @@ def test_the_first_signal_stands_and_the_old_handlers_come_back():
             assert stop.poll() is None
         signal.signal(signal.SIGHUP, nohup)
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+# A library that takes what is raised while it is imported for a missing extra, as torch does with numpy's.
+SWALLOWS = """
+import contextlib, os, runpy, signal, sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megatron.core":
+            with contextlib.suppress(BaseException):
+                os.kill(os.getpid(), signal.{name})
+                time.sleep(5)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("gpt_pretrain", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_signal_is_not_lost_in_a_library_that_is_being_imported(name, code, tmp_path, cache_dir):
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL, "trainer.max_steps=1"])
+    done = run_ranks(1, ["-c", SWALLOWS.format(name=name), *arguments[2:]])
+    assert (done.returncode, done.stderr) == (code, "")
+    assert not (tmp_path / "run").exists()

@@ -22,7 +22,7 @@ from gpt_pretrain.commands.arguments import Program, defaults_of, print_help, re
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.environment import ended_by_signals, prepare_libraries
+from gpt_pretrain.launch.environment import INTERRUPTED, ended_by_signals, prepare_libraries
 from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
     from gpt_pretrain.rules.gate import Job
 
-CRASH, USER_ERROR, INTERRUPTED = 1, 2, 130
+CRASH, USER_ERROR = 1, 2
 # A command of one process, whatever started the shell that it is typed in.
 ALONE = rank_zero_of(1, local_world_size=1, launcher="none")
 

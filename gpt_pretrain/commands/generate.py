@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.launch.environment import ended_while_importing
 from gpt_pretrain.launch.ranks import read_launch
 
 
@@ -66,10 +67,11 @@ def generate(arguments: GenerateArguments) -> None:
     launch = read_launch()
     if launch.world_size > 1:
         raise UserError(f"{launch.launcher} started {launch.world_size} processes, and generating takes one")
-    from gpt_pretrain.megatron.cpu import install_cpu_device
+    with ended_while_importing():
+        from gpt_pretrain.megatron.cpu import install_cpu_device
 
-    install_cpu_device()
-    from gpt_pretrain.training.generation import continuations
+        install_cpu_device()
+        from gpt_pretrain.training.generation import continuations
 
     for number, text in enumerate(continuations(**asdict(arguments))):
         if arguments.num_samples > 1:

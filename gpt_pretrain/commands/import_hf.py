@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.huggingface.arguments import ImportArguments
+from gpt_pretrain.launch.environment import ended_while_importing
 
 PROGRAM = Program(
     about="""\
@@ -27,10 +28,11 @@ python -m gpt_pretrain --config-dir start experiment=imported data=text \\
 
 def import_model(arguments: ImportArguments) -> None:
     """Imports, and tells what was written and how to go on."""
-    from gpt_pretrain.megatron.cpu import install_cpu_device
+    with ended_while_importing():
+        from gpt_pretrain.megatron.cpu import install_cpu_device
 
-    install_cpu_device()
-    from gpt_pretrain.huggingface.import_hf import EXPERIMENT, import_hf
+        install_cpu_device()
+        from gpt_pretrain.huggingface.import_hf import EXPERIMENT, import_hf
 
     done = import_hf(arguments)
     sys.stdout.write(

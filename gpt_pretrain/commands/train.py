@@ -19,7 +19,7 @@ from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request, run_hydra
 from gpt_pretrain.commands.door import CRASH, USER_ERROR, of_rank, print_error, print_job, run_with_config
 from gpt_pretrain.config.errors import RunError, UserError
-from gpt_pretrain.launch.environment import prepare_libraries, set_environment
+from gpt_pretrain.launch.environment import ended_while_importing, prepare_libraries, set_environment
 from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
@@ -53,11 +53,12 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
             config = read_job(composed)
             set_environment(config)
             prepare_libraries()
-            from gpt_pretrain.megatron.cpu import install_cpu_device
+            with ended_while_importing():
+                from gpt_pretrain.megatron.cpu import install_cpu_device
 
-            install_cpu_device()
-            from gpt_pretrain.training.run import train
-            from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
+                install_cpu_device()
+                from gpt_pretrain.training.run import train
+                from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
 
             reason = train(config, launch)
             code, asked_for = EXIT_CODES[reason], reason in ASKED_FOR

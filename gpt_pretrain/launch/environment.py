@@ -13,7 +13,7 @@ import platform
 import signal
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,8 @@ from gpt_pretrain.config.schema import Config
 
 # EX_TEMPFAIL of sysexits(3): "the user is invited to retry the operation".
 REQUEUE = 75
+# 128 + the signal's number, as shells have it.
+INTERRUPTED = 128 + signal.SIGINT
 NVIDIA_SMI = "nvidia-smi"
 # nvidia-smi answers in a second or two; in minutes, or never, where a GPU has fallen off the bus.
 _DRIVER_TIMEOUT_S = 60
@@ -109,9 +111,31 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(REQUEUE)
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    with _handled_by(end, signal.SIGTERM, signal.SIGUSR1):
+        yield
+
+
+@contextmanager
+def ended_while_importing() -> Iterator[None]:
+    """While libraries are imported, Ctrl-C and these signals end the process as it stands: nothing has been begun.
+
+    Libraries take an exception in the middle of an import for a missing extra and go on, or leave modules half made.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        os._exit(INTERRUPTED if number == signal.SIGINT else REQUEUE)
+
+    # A shell starts what runs in its background with Ctrl-C ignored.
+    interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
+    with _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], NoReturn], *numbers: signal.Signals) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from gpt_pretrain.config.errors import how_to_install
+from gpt_pretrain.launch.environment import ended_while_importing
 
 if TYPE_CHECKING:
     import torch
@@ -233,10 +234,11 @@ def detect_platform() -> Platform:
     variables: dict[str, Any] = {"recipe_variables": recipe_variables(), "multicast_variables": multicast_variables()}
     if not torch.cuda.is_available():
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
-    te_version, te_problem = _transformer_engine()
-    flash_version, flash_problem = flash_attention()
-    torchao_version, torchao_problem = torchao()
-    parts: dict[str, Any] = apex_parts()
+    with ended_while_importing():
+        te_version, te_problem = _transformer_engine()
+        flash_version, flash_problem = flash_attention()
+        torchao_version, torchao_problem = torchao()
+        parts: dict[str, Any] = apex_parts()
     return Platform(
         cuda=True,
         num_gpus=torch.cuda.device_count(),

@@ -20,7 +20,7 @@ from typing import Self
 
 import torch
 
-from gpt_pretrain.launch.environment import REQUEUE
+from gpt_pretrain.launch.environment import INTERRUPTED, REQUEUE
 from gpt_pretrain.report.records import EndReason
 
 EXIT_CODES: Mapping[EndReason, int] = {
@@ -28,8 +28,7 @@ EXIT_CODES: Mapping[EndReason, int] = {
     "max_time": REQUEUE,
     "terminated": REQUEUE,
     "warned": REQUEUE,
-    # 128 + the signal's number, as shells have it.
-    "interrupted": 128 + signal.SIGINT,
+    "interrupted": INTERRUPTED,
     "not_finite": 1,
     "loss_spike": 1,
 }
