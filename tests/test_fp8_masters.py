@@ -19,12 +19,13 @@ NAME = "decoder.layers.0.mlp.linear_fc1"
 
 
 class Optimizer(DistributedOptimizer):
-    """The distributed optimizer of one FP8 weight, whose master starts behind its first 1,000 values."""
+    """A chain of one distributed optimizer, of an FP8 weight whose master starts behind its first 1,000 values."""
 
     start = 1000
 
     def __init__(self, weight, master):
         self.row = [weight], [master], [self.start]
+        self.chained_optimizers = [self]
 
     def _get_fp8_params_and_shard_fp32_from_fp8(self):
         return self.row

@@ -303,4 +303,4 @@ def test_an_optimizer_that_cannot_skip_an_update_is_an_error():
     install_cpu_device()
     inner = torch.optim.Adagrad([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(TypeError, match="Adagrad"):
-        _make_conditional(SimpleNamespace(optimizer=inner))
+        _make_conditional(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]))
