@@ -219,10 +219,10 @@ def _finite_mean(losses: Sequence[float]) -> float:
     return math.fsum(finite) / len(finite) if finite else losses[-1]
 
 
-def thinned_records(records: Sequence[Fp8Record], kept: int = 60) -> tuple[Fp8Record, ...]:
-    """At most `kept` steps of FP8 statistics, evenly spread, the last among them."""
+def thinned_records(records: Sequence[Fp8Record]) -> tuple[Fp8Record, ...]:
+    """At most 60 steps of FP8 statistics, evenly spread, the last among them."""
     with_tensors = [record for record in records if record.tensors]
-    every = math.ceil(len(with_tensors) / kept) or 1
+    every = math.ceil(len(with_tensors) / 60) or 1
     return tuple(reversed(with_tensors[::-1][::every]))
 
 

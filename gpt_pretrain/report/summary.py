@@ -222,9 +222,9 @@ def _average_to(points: Sequence[Point], num_points: int) -> list[Point]:
     return [(group[-1][0], math.fsum(loss for _, loss in group) / len(group)) for group in groups]
 
 
-def _step_ticks(first: int, last: int, num_intervals: int = 5) -> list[int]:
-    """First and last step, and round numbers (1, 2 or 5 times a power of ten apart) between them."""
-    span = max(last - first, 1)
+def _step_ticks(first: int, last: int) -> list[int]:
+    """First and last step, and round numbers (1, 2 or 5 times a power of ten apart) that make about five intervals."""
+    span, num_intervals = max(last - first, 1), 5
     magnitude = 10 ** math.floor(math.log10(span / num_intervals)) if span > num_intervals else 1
     spacing = next(multiple * magnitude for multiple in (1, 2, 5, 10) if span <= multiple * magnitude * num_intervals)
     inner = range(math.ceil(first / spacing) * spacing, last, spacing)
