@@ -526,20 +526,25 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
 @pytest.mark.usefixtures("no_launcher")
 def test_variants_and_the_bare_loop_are_measured_end_to_end(parent, tmp_path, monkeypatch, capsys):
     run_dir, markdown = tmp_path / "run", tmp_path / "notes" / "tiny_cpu.md"
-    variants = "benchmark.variants=[app,'bare:trainer.devices=2','model.micro_batch_size=3']"
+    entries = "app,'bare:trainer.devices=2','model.micro_batch_size=3','model.masked_softmax_fusion=true'"
+    variants = f"benchmark.variants=[{entries}]"
     arguments = [*SMALL, variants, "benchmark.profile=true", f"run_dir={run_dir}", f"benchmark.markdown={markdown}"]
 
     with forked_python(parent, tmp_path) as executable:
         monkeypatch.setattr(sys, "executable", str(executable))
         code = main(arguments)
 
-    # What the rules refuse is a row with its reason, and the exit code says so.
+    # What the rules or the machine refuse is told first, a row with its reason, and the exit code says so.
     printed = capsys.readouterr()
     assert code == 1, printed
     document = json.loads((run_dir / "benchmark.json").read_text())
-    app, bare, refused = (Row.from_json(values) for values in document["variants"])
+    app, bare, refused, impossible = (Row.from_json(values) for values in document["variants"])
     assert "model.global_batch_size=8 is not divisible by model.micro_batch_size=3" in refused.problem
-    assert refused.problem in printed.out
+    assert "model.masked_softmax_fusion=true has no effect" in impossible.problem
+    for row in (refused, impossible):
+        start, _, rest = printed.out.partition("measuring the machine's matrix products")
+        assert f"{row.name} is left out: {row.problem}" in start
+        assert row.problem in rest
     assert [row.num_gpus for row in (app, bare, refused)] == [1, 2, 1]
     for row in (app, bare):
         figures = row.figures

@@ -266,6 +266,37 @@ def test_progress_is_a_line_on_a_terminal_and_a_line_a_minute_elsewhere(tmp_path
         assert f"run 2 of 4 ({runs[1].name}): finished" in told
 
 
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_variants_that_the_machine_refuses_are_named_before_anything_is_trained(
+    tmp_path, monkeypatch, parent, capsys, refused_first
+):
+    entries = ["app", "model.masked_softmax_fusion=true"]
+    with forked_python(parent, tmp_path) as executable:
+        monkeypatch.setattr(sys, "executable", str(executable))
+        chosen = variants(*(reversed(entries) if refused_first else entries))
+        assert main([*SMALL, chosen, "compare.seeds=1", f"run_dir={tmp_path / 'run'}"]) == 2
+    told = capsys.readouterr().err
+    assert "model.masked_softmax_fusion=true has no effect" in told
+    assert f"[{entries[1]}]" in told
+    assert not (tmp_path / "run" / RUNS).exists()
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_variant_that_the_machine_refuses_is_left_out_and_the_others_are_compared(
+    tmp_path, monkeypatch, parent, capsys
+):
+    chosen = variants("app", "model.masked_softmax_fusion=true", "model.optim.lr=0.002")
+    with forked_python(parent, tmp_path) as executable:
+        monkeypatch.setattr(sys, "executable", str(executable))
+        arguments = [*SMALL, chosen, "compare.seeds=2", "trainer.max_steps=2"]
+        assert main([*arguments, f"run_dir={tmp_path / 'run'}"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.index("model.masked_softmax_fusion=true is left out: ") < printed.index("run 1 of 6")
+    names = [run.variant for run in load_comparison(tmp_path / "run" / "compare.json").runs]
+    assert sorted(set(names)) == ["app", "model.optim.lr=0.002"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

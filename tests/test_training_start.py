@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.launch.ranks import read_launch
@@ -189,3 +190,14 @@ def test_a_start_as_a_file_is_told_how_to_start():
     done = run_ranks(1, ["gpt_pretrain/__main__.py", "experiment=smoke"])
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: .*python -m gpt_pretrain.*\n", done.stderr)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_sweep_with_a_job_that_the_machine_refuses_trains_nothing(tmp_path, capsys):
+    refused = "model.masked_softmax_fusion=true"
+    sweep = ["-m", "data=mock", "model.masked_softmax_fusion=null,true", f"run_dir='{tmp_path}/${{hydra:job.num}}'"]
+    assert main(sweep) == 2
+    told = capsys.readouterr().err
+    assert f"{refused} has no effect" in told
+    assert "[model.masked_softmax_fusion=True]" in told
+    assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ from gpt_pretrain.benchmark.document import (
     table_of_rows,
     write_documents,
 )
+from gpt_pretrain.benchmark.machine import detect_in_process, variant_refusals
 from gpt_pretrain.benchmark.results import Forecast, Machine, Measured, Row, build_row, compute_figures, with_ratios
 from gpt_pretrain.benchmark.variants import (
     Variant,
@@ -28,16 +29,16 @@ from gpt_pretrain.benchmark.variants import (
     variant_problems,
 )
 from gpt_pretrain.benchmark.worker import run_task
-from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import make_run_dir
 from gpt_pretrain.plan.hardware import GPUS
+from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import resolve
 
-# The first folder that a benchmark makes.
-_MACHINE = "machine"
+_PLATFORM, _MACHINE = "platform", "machine"
 
 
 class Campaign:
@@ -69,9 +70,11 @@ class Campaign:
             RunError: The machine's own products could not be measured.
         """
         run_dir = make_run_dir(self._config)
-        if (run_dir / _MACHINE).exists():
+        # The first folder that a benchmark makes.
+        if (run_dir / _PLATFORM).exists():
             raise UserError(f"run_dir={run_dir} holds a benchmark already; give another one, or leave it out")
         (run_dir / "config.yaml").write_text(config_to_yaml(self._config), encoding="utf-8")
+        self._refuse(run_dir)
         self._note("measuring the machine's matrix products")
         machine = run_task("gemm", Machine, run_dir / _MACHINE, source=self._source, overrides=self._overrides)
         if machine.problem is not None:
@@ -97,6 +100,19 @@ class Campaign:
     def _num_processes(self, variant: Variant) -> int:
         return self._configs[variant].trainer.devices or 1
 
+    def _refuse(self, run_dir: Path) -> None:
+        """Says which variants will not be measured, and why, before the others take their time."""
+        platform = detect_in_process(run_dir / _PLATFORM, source=self._source, overrides=self._overrides)
+        for variant in self._variants:
+            overrides = self._run_overrides(variant, self._folder(variant, run_dir), profiled=False)
+            if problems := variant_refusals(load_config(overrides, self._source), platform):
+                self._problems[variant] = str(ConfigError(problems))
+                self._note(f"{variant.name} is left out: {self._problems[variant]}")
+
+    def _run_overrides(self, variant: Variant, folder: Path, *, profiled: bool) -> list[str]:
+        own = run_overrides(self._configs[variant], folder / "run", profiled=profiled)
+        return [*self._overrides, *variant.overrides, *own]
+
     def _measure(self, variant: Variant, number: int, run_dir: Path) -> None:
         benchmark = self._config.benchmark
         folder = self._folder(variant, run_dir) / f"round_{number + 1}"
@@ -106,11 +122,7 @@ class Campaign:
             Measured,
             folder,
             source=self._source,
-            overrides=[
-                *self._overrides,
-                *variant.overrides,
-                *run_overrides(self._configs[variant], folder / "run", profiled=profiled),
-            ],
+            overrides=self._run_overrides(variant, folder, profiled=profiled),
             num_processes=self._num_processes(variant),
             profiled=profiled,
         )

@@ -3,15 +3,18 @@
 The processes write JSON files (see `worker`); the rest is arithmetic and needs no torch.
 """
 
+import json
 import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 from gpt_pretrain.benchmark.variants import Variant
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.report.json_objects import JsonObject
+from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.products import Resolved
 
 IDLE = "idle"
@@ -122,6 +125,26 @@ class TrainingDone(JsonObject):
     """What one rank hands back that has trained to the end; the run directory has the rest."""
 
     max_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformSeen(JsonObject):
+    """What a process saw of the machine."""
+
+    fields: str
+    """Those of `Platform`, as a JSON object."""
+
+    @classmethod
+    def of(cls, platform: Platform) -> Self:
+        """What `platform` gives back."""
+        return cls(fields=json.dumps(asdict(platform)))
+
+    @property
+    def platform(self) -> Platform:
+        """The machine."""
+        values = json.loads(self.fields)
+        capability = values.pop("compute_capability")
+        return Platform(**values, compute_capability=None if capability is None else tuple(capability))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

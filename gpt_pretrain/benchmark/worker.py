@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured, TrainingDone
+from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured, PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.schema import Config
@@ -36,7 +36,7 @@ class Task:
 
     kind: str
     """app or bare (see `variants.Loop`): train and measure; train: as `python -m gpt_pretrain` does; gemm: measure
-    the machine's products; forecast: plan."""
+    the machine's products; platform: look the machine up; forecast: plan."""
     overrides: list[str]
     config_name: str
     config_path: str
@@ -191,7 +191,7 @@ def forecast(config: Config) -> Forecast:
     )
 
 
-def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | Machine | Forecast:
+def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | PlatformSeen | Machine | Forecast:
     config = task.load_config()
     trains = task.kind in ("app", "bare", "train")
     if trains:
@@ -204,10 +204,14 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | M
 
     install_cpu_device()
     if not trains:
-        from gpt_pretrain.benchmark.measure import describe_machine
         from gpt_pretrain.spec.platform import detect_platform
 
-        return describe_machine(detect_platform())
+        platform = detect_platform()
+        if task.kind == "platform":
+            return PlatformSeen.of(platform)
+        from gpt_pretrain.benchmark.measure import describe_machine
+
+        return describe_machine(platform)
     try:
         return _train_run(config, launch) if task.kind == "train" else _measure_run(task, folder, config, launch)
     except Exception as error:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request, run_hydra
 from gpt_pretrain.commands.door import CRASH, USER_ERROR, of_rank, print_error, print_job, run_with_config
-from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.launch.environment import ended_while_importing, prepare_libraries, set_environment
 from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch
@@ -94,6 +94,23 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     return max(codes, default=0)
 
 
+def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
+    """Whether this machine can run every job of a sweep, asked before the first one trains.
+
+    Raises:
+        ConfigError: It cannot; names the jobs.
+    """
+    set_environment(jobs[0].config)
+    prepare_libraries()
+    from gpt_pretrain.rules.machine import machine_problems
+    from gpt_pretrain.spec.platform import detect_platform
+
+    platform = detect_platform()
+    problems = [f"{problem} [{job.name}]" for job in jobs for problem in machine_problems(job.config, launch, platform)]
+    if problems:
+        raise ConfigError(problems)
+
+
 def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:
     """Prints an error that training raised: on rank 0 at once, elsewhere only if rank 0 does not end the run first.
 
@@ -124,7 +141,7 @@ def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     """Runs a checked command line, or hands its jobs to Slurm; returns the exit code.
 
     Raises:
-        UserError: A run directory cannot be written or is in use; Slurm refuses a job.
+        UserError: A run directory cannot be written or is in use; Slurm refuses a job, or this machine one of a sweep.
     """
     # Only where it will be made: another node may not see the place.
     for job in jobs if launch.is_rank_zero else []:
@@ -134,6 +151,8 @@ def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     if any(job.submission is not None for job in jobs):
         submit_jobs(request, jobs)
         return 0
+    if len(jobs) > 1:
+        check_sweep(jobs, launch)
     return run_jobs(request, jobs, launch)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpt_pretrain.benchmark.machine import launch_here
 from gpt_pretrain.benchmark.variants import (
     Variant,
     common_key_problems,
@@ -29,7 +30,7 @@ from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import CompareConfig, Config
 from gpt_pretrain.config.source import Loader, Source
-from gpt_pretrain.launch.ranks import Launch, rank_zero_of
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.rules.check import config_problems
@@ -52,7 +53,7 @@ class PlannedRun:
     config: Config
     """What the variant makes of the command line; seed, microbatches and directory are the run's own."""
     problems: tuple[str, ...]
-    """The rules about runs that it breaks: it cannot be trained."""
+    """What the rules about runs, or this machine, refuse of it: it cannot be trained."""
 
     @property
     def name(self) -> str:
@@ -186,9 +187,7 @@ def launch_of(config: Config, submission: Submission | None) -> Launch:
     """Rank 0 of a run, here or in its job."""
     if submission is not None:
         return submission.launch
-    num_processes = config.trainer.devices or 1
-    launcher = "none" if num_processes == 1 else "torchrun"
-    return rank_zero_of(num_processes, local_world_size=num_processes, launcher=launcher)
+    return launch_here(config)
 
 
 def other_micro_batch_size(config: Config, launch: Launch) -> int | None:

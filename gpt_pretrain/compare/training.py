@@ -8,6 +8,7 @@ fails does not keep the others from being trained.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,9 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from gpt_pretrain.benchmark.machine import detect_in_process, variant_refusals
 from gpt_pretrain.benchmark.results import TrainingDone
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
@@ -30,7 +33,7 @@ from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.rules.gate import check_command
 
 # Where each start of a run keeps its task and what it prints, and the number of its job.
-_STARTS, _JOB = "starts", "job"
+_STARTS, _JOB, _PLATFORM = "starts", "job", "platform"
 # Between two lines of a log.
 _LINE_EVERY_S = 60.0
 
@@ -113,7 +116,8 @@ def train_variants(
         The runs and what became of each, variant by variant with the baseline first, seeds rising.
 
     Raises:
-        ConfigError: A variant has unknown keys, wrong values or keys that all share; the baseline breaks a rule.
+        ConfigError: A variant has unknown keys, wrong values or keys that all share; the rules or the machine
+            refuse the baseline, or all but the baseline.
         UserError: A run was started with other values, its records are damaged, or another comparison trains here.
     """
     submission = find_submission(source, overrides)
@@ -121,6 +125,9 @@ def train_variants(
     with run_lock(run_dir) as note:
         if note is not None:
             print_line(console, f"note: {note}")
+        if submission is None:
+            runs = _refused_here(runs, source, overrides, run_dir)
+        _tell_left_out(runs, console)
         progress = Progress(runs, console)
         try:
             trained = _train(runs, source, run_dir, progress, submission)
@@ -132,6 +139,39 @@ def train_variants(
             progress.close()
     order = list(dict.fromkeys(run.variant.name for run in runs))
     return sorted(trained, key=lambda each: (order.index(each[0].variant.name), each[0].role == "repeat", each[0].seed))
+
+
+def _refused_here(
+    runs: Sequence[PlannedRun], source: Source, overrides: Sequence[str], run_dir: Path
+) -> list[PlannedRun]:
+    """The runs with what this machine refuses of those that it still has to train."""
+    if all(run.is_finished for run in runs):
+        return list(runs)
+    platform = detect_in_process(_next_folder(run_dir / _STARTS / _PLATFORM), source=source, overrides=overrides)
+    return [
+        run if run.is_finished else replace(run, problems=tuple(variant_refusals(run.config, platform))) for run in runs
+    ]
+
+
+def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
+    """Says which variants are left out before the others are trained.
+
+    Raises:
+        ConfigError: What is left compares nothing: no baseline, or nothing beside it.
+    """
+    seeds = [run for run in runs if run.role == "seed"]
+    left = {run.variant.name for run in seeds if not run.problems or run.is_finished}
+    refused = {run.variant.name: run.problems for run in seeds if run.variant.name not in left}
+    if seeds[0].variant.name in refused or len(left) < 2:
+        raise ConfigError([f"{problem} [{name}]" for name, problems in refused.items() for problem in problems])
+    for name, problems in refused.items():
+        print_line(console, f"{name} is left out: {ConfigError(problems)}")
+
+
+def _next_folder(place: Path) -> Path:
+    """The folder of this start, beside those of earlier ones."""
+    earlier = [int(path.name) for path in place.glob("*") if path.name.isdecimal()]
+    return place / str(1 + max(earlier, default=0))
 
 
 def _train(
@@ -161,11 +201,10 @@ def _train(
 
 def _train_here(run: PlannedRun, source: Source, starts: Path, watch: Callable[[], None]) -> str | None:
     """Trains a run in processes of this machine, from where it stands; answers why it failed."""
-    earlier = [int(path.name) for path in starts.glob("*") if path.name.isdecimal()]
     outcome = run_task(
         "train",
         TrainingDone,
-        starts / str(1 + max(earlier, default=0)),
+        _next_folder(starts),
         source=source,
         overrides=run.overrides,
         num_processes=run.config.trainer.devices or 1,

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gpt_pretrain.config.derived import expert_tensor_parallel_size
-from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.plan.hardware import GPUS, GPUS_PER_NODE
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.machine import check_machine
+from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.spec.platform import Platform, multicast_variables, recipe_variables
-from gpt_pretrain.spec.run_spec import build_run_spec
 
 # What this project is tested with (pyproject.toml, constraints.txt).
 TRANSFORMER_ENGINE, FLASH_ATTENTION, TORCHAO, TORCH_CUDA = "2.12.0", "4.0.0b36", "0.18.0", "13.0"
@@ -43,11 +41,7 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
 
 
 def _refusals(config: Config, launch: Launch) -> list[str]:
-    try:
-        check_machine(build_run_spec(config, launch, planned_platform(config, launch)))
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+    return machine_problems(config, launch, planned_platform(config, launch))
 
 
 def platform_problems(config: Config, launch: Launch) -> list[str]:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.check import spell_out
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
@@ -200,6 +202,15 @@ def check_machine(spec: RunSpec) -> None:
     ]
     if problems:
         raise ConfigError(spell_out(problems))
+
+
+def machine_problems(config: Config, launch: Launch, platform: Platform) -> list[str]:
+    """What `check_machine` refuses of a configuration that breaks no rule about runs."""
+    try:
+        check_machine(build_run_spec(config, launch, platform))
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
