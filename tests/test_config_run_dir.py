@@ -5,15 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from gpt_pretrain.commands.benchmark import main as benchmark
+from gpt_pretrain.commands.compare import main as compare
 from gpt_pretrain.commands.plan import main as plan
 from gpt_pretrain.commands.train import main as train
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
+from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
 
 # A folder that even root writes no files into stands for read-only mounts.
 NO_FILES = Path("/proc")
 
 pytestmark = pytest.mark.skipif(not NO_FILES.is_dir(), reason="there is no /proc")
+
+
+def compare_finished(arguments):
+    """`compare` of runs that are finished; it refuses the place before it looks for them."""
+    return compare(["runs=[missing]", *(each for each in arguments if each.startswith("run_dir="))])
 
 
 @pytest.fixture(params=["takes no files", "inside of a file", "name too long"])
@@ -49,6 +56,12 @@ def test_both_programs_refuse_it_first(program, unwritable, capsys, monkeypatch)
     assert capsys.readouterr() == ("", expected)
 
 
+@pytest.mark.usefixtures("no_launcher")
+def test_a_name_that_is_too_long_is_told_before_anything_is_computed(capsys):
+    assert train(["data=mock", f"run_dir={'x' * 300}"]) == 2
+    assert f"run_dir={'x' * 300} cannot be written: File name too long" in capsys.readouterr().err
+
+
 def test_the_default_directory_is_refused_by_its_place(compose_config, monkeypatch):
     config = compose_config()
     monkeypatch.chdir(NO_FILES)
@@ -66,3 +79,46 @@ def test_asking_makes_nothing_and_making_leaves_nothing_inside(tmp_path, compose
     assert make_run_dir(config) == tmp_path / "a" / "b"
     assert list((tmp_path / "a" / "b").iterdir()) == []
     check_run_dir(config)
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    ("sign", "held", "refusing"),
+    [
+        ("metrics.jsonl", "a run", (benchmark, compare, compare_finished)),
+        ("checkpoints/latest", "a run", (benchmark, compare, compare_finished)),
+        ("benchmark.json", "a benchmark", (train, compare, compare_finished)),
+        ("machine/task.json", "a benchmark", (train, compare, compare_finished)),
+        ("compare.json", "a comparison", (train, benchmark)),
+        ("runs/bf16_seed_1234/config.yaml", "a comparison", (train, benchmark)),
+    ],
+)
+def test_what_another_command_left_is_not_written_over(tmp_path, capsys, sign, held, refusing):
+    place = tmp_path / sign
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text("kept")
+    for program in refusing:
+        assert program(["data=mock", f"run_dir={tmp_path}"]) == 2
+        told = capsys.readouterr().err
+        assert f"run_dir={tmp_path} holds {held}" in told
+        assert "another run_dir" in told
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [place]
+
+
+@pytest.mark.parametrize(
+    ("signs", "kind"),
+    [
+        (("metrics.jsonl", "checkpoints"), "a run"),
+        # A comparison of finished runs that was written beside one of them.
+        (("metrics.jsonl", "compare.json"), "a run"),
+        (("benchmark.json",), "a benchmark"),
+        (("compare.json", "runs/bf16_seed_1"), "a comparison"),
+        (("plan.json",), "a run"),
+        (("runs/others",), "a run"),
+    ],
+)
+def test_a_directory_goes_on_as_what_it_holds(tmp_path, signs, kind):
+    for sign in signs:
+        (tmp_path / sign).mkdir(parents=True)
+    check_contents(str(tmp_path), kind)
+    check_contents(str(tmp_path / "new"), kind)

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
 
     def measure(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
-        check_run_dir(jobs[0].config)
+        check_run_dir(jobs[0].config, "a benchmark")
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import GateConfig
 from gpt_pretrain.launch.environment import REQUEUE
-from gpt_pretrain.launch.run_dir import check_run_dir, make_directory, make_run_dir
+from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_directory, make_run_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,6 +85,8 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
         problems.append("runs=[] compares nothing; give directories of runs, or logs: runs=[outputs/a,outputs/b]")
     if problems:
         raise ConfigError(problems)
+    if arguments.run_dir is not None:
+        check_contents(arguments.run_dir, "a comparison")
     runs = read_runs(arguments.runs)
     return _publish(runs, arguments.compare, command, _console(), lambda: make_directory(arguments.run_dir, "compare"))
 
@@ -93,18 +95,13 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
     """Trains the variants and compares what is finished; returns the exit code.
 
     Raises:
-        UserError: The run directory holds a run of its own.
+        UserError: The run directory holds what another command left.
     """
     from gpt_pretrain.compare.sources import read_run_dir
     from gpt_pretrain.compare.training import train_variants
-    from gpt_pretrain.report.metrics_file import metrics_path
 
-    check_run_dir(config)
+    check_run_dir(config, "a comparison")
     run_dir = make_run_dir(config)
-    if metrics_path(run_dir).exists():
-        raise UserError(
-            f"run_dir={run_dir} holds a run; a comparison keeps its runs below another one, or leave it out"
-        )
     console = _console()
     trained = train_variants(config, request.loader.source, request.overrides, run_dir, console)
     runs = [

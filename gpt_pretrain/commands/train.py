@@ -141,11 +141,12 @@ def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     """Runs a checked command line, or hands its jobs to Slurm; returns the exit code.
 
     Raises:
-        UserError: A run directory cannot be written or is in use; Slurm refuses a job, or this machine one of a sweep.
+        UserError: A run directory cannot be written, is in use or holds what another command left; Slurm refuses a
+            job, or this machine one of a sweep.
     """
     # Only where it will be made: another node may not see the place.
     for job in jobs if launch.is_rank_zero else []:
-        check_run_dir(job.config)
+        check_run_dir(job.config, "a run")
         if job.config.run_dir is not None:
             check_run_lock(Path(job.config.run_dir).absolute())
     if any(job.submission is not None for job in jobs):

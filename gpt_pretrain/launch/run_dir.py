@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from filelock import FileLock, Timeout
 
@@ -33,6 +33,15 @@ from gpt_pretrain.config.schema import Config
 
 RENEW_S = 20.0
 STALE_S = 120.0
+Kind = Literal["a run", "a benchmark", "a comparison"]
+"""What a command leaves in its run directory."""
+# What tells each from the others; the first that is found counts, so a run stays one whatever else lies beside it.
+_SIGNS: Mapping[Kind, tuple[str, ...]] = {
+    "a run": ("metrics.jsonl", "checkpoints"),
+    # Those that come first, for one that was stopped.
+    "a benchmark": ("benchmark.json", "platform/task.json", "machine/task.json"),
+    "a comparison": ("compare.json", "runs/*_seed_*"),
+}
 # To read and write a small file takes milliseconds, also with several starts at once.
 _JUDGE_S = 30.0
 
@@ -119,16 +128,38 @@ def _start_of(process: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
-def check_run_dir(config: Config) -> None:
+def check_run_dir(config: Config, kind: Kind | None = None) -> None:
     """Whether the run directory can be made and written, asked before anything expensive; makes nothing.
 
+    `kind` is what the command will leave there; None: a file of its own, which is in nobody's way.
+
     Raises:
-        UserError: It cannot.
+        UserError: It cannot, or it holds something of another kind.
     """
+    if config.run_dir is not None and kind is not None:
+        check_contents(config.run_dir, kind)
     place = Path(config.run_dir or "outputs").absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     _probe(config.run_dir, place)
+
+
+def check_contents(run_dir: str, kind: Kind) -> None:
+    """Whether a directory, which need not exist, holds nothing that another command left there.
+
+    Raises:
+        UserError: It does, or it cannot be looked into; names what it holds.
+    """
+    found = ((held, sign) for held, signs in _SIGNS.items() for sign in signs if any(Path(run_dir).glob(sign)))
+    try:
+        held, sign = next(found, (kind, ""))
+    except OSError as error:
+        raise UserError(_refusal(run_dir, error)) from error
+    if held != kind:
+        raise UserError(
+            f"run_dir={run_dir} holds {held} ({sign}), which {kind} would write over; give another run_dir, or leave "
+            "it out"
+        )
 
 
 def make_run_dir(config: Config) -> Path:
