@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -125,6 +126,20 @@ def test_a_mistake_is_named(tmp_path, capsys, arguments, told):
     assert captured.out == ""
     assert told in captured.err
     assert captured.err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(("num_runs", "more"), [(2, 0), (7, 2)])
+@pytest.mark.parametrize("parent", ["", "2026-01-01"])
+def test_a_folder_of_runs_is_no_run_whatever_tensorboard_has_in_it(tmp_path, capsys, num_runs, more, parent):
+    outputs = tmp_path / "outputs"
+    places = [write_run(outputs / parent / f"run_{n}", train_record(1)) for n in range(num_runs)]
+    for place in places:
+        (Path(place) / "tensorboard").mkdir()
+        (Path(place) / "tensorboard" / "events.out.tfevents.1").write_bytes(b"\x18\0\0\0\0\0\0\0xxxx\tbrain.Event:2")
+    assert main([f"runs=[{outputs}]"]) == 2
+    told = capsys.readouterr().err
+    assert f"runs=[{','.join(places[:5])}]" in told
+    assert (f"and {more} more" in told) == bool(more)
 
 
 def test_a_path_with_a_comma_stands_in_quotes(tmp_path):

@@ -9,6 +9,7 @@ here, finished or not, from any machine; their configuration as plain values, fo
 """
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from gpt_pretrain.compare.series import (
     thinned,
     thinned_records,
 )
-from gpt_pretrain.compare.tables import find_event_files, read_event_files, read_table
+from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.foreign import check_yaml, read_foreign_text
@@ -43,6 +44,9 @@ _FILES = (
     "metrics.jsonl, compare.json, a TensorBoard event file, the output of Megatron-LM, NeMo or torchtitan, or a table "
     "that W&B or MLflow exported as CSV"
 )
+_METRICS = "metrics.jsonl"
+# Runs that a message names as the way out.
+_SHOWN = 5
 
 
 def read_runs(places: Sequence[str]) -> list[RunRecord]:
@@ -65,11 +69,21 @@ def _read_directory(place: Path) -> list[RunRecord]:
         return [read_run_dir(place)]
     if (place / FILE_NAME).exists():
         return [*load_comparison(place / FILE_NAME).runs]
+    # Ahead of the event files, which runs of ours have, too: a folder of runs says nothing of their configurations.
+    if below := sorted(path.parent for depth in range(1, MAX_DEPTH) for path in place.glob("*/" * depth + _METRICS)):
+        raise UserError(f"runs: {place} is a folder of runs, and no run; give the runs in it: {_as_argument(below)}")
     if events := find_event_files(place):
         return [series.build() for series in read_event_files(place, events)]
-    below = sorted(str(path.parent) for path in place.glob("*/metrics.jsonl"))[:20]
-    instead = f"give the runs in it: runs=[{','.join(below)}]" if below else "give the directory of a run"
-    raise UserError(f"runs: {place} holds neither metrics.jsonl nor TensorBoard's event files; {instead}")
+    raise UserError(
+        f"runs: {place} holds neither metrics.jsonl nor TensorBoard's event files; give the directory of a run"
+    )
+
+
+def _as_argument(places: Sequence[Path]) -> str:
+    """The first few places as the command line takes them."""
+    shown = [f'"{place}"' if re.search(r"[^\w./+-]", str(place)) else str(place) for place in places[:_SHOWN]]
+    more = len(places) - len(shown)
+    return f"runs=[{','.join(shown)}]" + (f" and {more} more" if more else "")
 
 
 def _read_file(place: Path) -> list[RunRecord]:

@@ -52,7 +52,7 @@ _NAMES = {
     "skipped": ("train/skipped_steps",),
 }
 _STEPS = ("step", "_step", "global_step", "trainer/global_step", "train/global_step", "iteration", "iter")
-_MAX_FILES, _MAX_DEPTH, _MAX_COLUMNS = 1000, 4, 10_000
+_MAX_FILES, MAX_DEPTH, _MAX_COLUMNS = 1000, 4, 10_000
 EVENTS = "*tfevents*"
 _EXPECTED = f"a column of steps ({', '.join(_STEPS[:3])}, …) and one of losses ({', '.join(_NAMES['loss'])})"
 
@@ -111,7 +111,7 @@ def find_event_files(directory: Path) -> list[Path]:
         UserError: There are too many.
     """
     found = []
-    for depth in range(_MAX_DEPTH):
+    for depth in range(MAX_DEPTH):
         for path in directory.glob("*/" * depth + EVENTS):
             found.append(path)
             if len(found) > _MAX_FILES:
