@@ -75,9 +75,11 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
     variants = list(dict.fromkeys(run.variant for run in runs))
     baseline = variants[0]
     if len(variants) == 1:
+        one = f"there is one run, of one variant, {baseline}"
+        several = f"all {len(runs)} runs are of one variant, {baseline}: they differ in seeds or microbatches alone"
         raise UserError(
-            f"all {len(runs)} runs are of one variant, {baseline}: they differ in seeds or microbatches alone, and "
-            "nothing is there to compare them with; add a run with other settings"
+            f"{one if len(runs) == 1 else several}, and nothing is there to compare it with; add a run with other "
+            "settings"
         )
     runs = sorted(runs, key=lambda run: variants.index(run.variant))
 

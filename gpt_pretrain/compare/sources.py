@@ -14,6 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,25 @@ def read_runs(places: Sequence[str]) -> list[RunRecord]:
     """Reads every run of the directories and files, in their order, and names runs and variants.
 
     Raises:
-        UserError: One is missing, damaged, or holds no run; says what was expected.
+        UserError: One is missing, damaged, given twice, or holds no run; says what was expected.
     """
+    given: dict[Path, str] = {}
+    for place in places:
+        resolved = Path(place).resolve()
+        if resolved in given:
+            both = (
+                f"{place} stands twice" if given[resolved] == place else f"{given[resolved]} and {place} are one place"
+            )
+            raise UserError(f"runs: {both}, and a run differs in nothing from itself; give each run once")
+        given[resolved] = place
     return _named([run for place in places for run in _read(Path(place))])
 
 
 def _read(place: Path) -> list[RunRecord]:
     if not place.exists():
+        if found := sorted(glob(str(place))):
+            named = _as_argument([Path(path) for path in found])
+            raise UserError(f"runs: {place}: patterns are not expanded inside brackets; give what it means: {named}")
         raise UserError(f"runs: {place} does not exist; give directories of runs, or logs")
     return _read_directory(place) if place.is_dir() else _read_file(place)
 
