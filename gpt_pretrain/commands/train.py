@@ -105,7 +105,8 @@ def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
     from gpt_pretrain.rules.machine import machine_problems
     from gpt_pretrain.spec.platform import detect_platform
 
-    platform = detect_platform()
+    with ended_while_importing():
+        platform = detect_platform()
     problems = [f"{problem} [{job.name}]" for job in jobs for problem in machine_problems(job.config, launch, platform)]
     if problems:
         raise ConfigError(problems)
