@@ -1,5 +1,7 @@
 """The gate in process: what is collected into one error, and what Hydra's own features do behind it."""
 
+import re
+
 import pytest
 
 from gpt_pretrain.commands.command_line import check_request, parse_command_line
@@ -46,6 +48,65 @@ def my_conf(tmp_path):
         return tmp_path
 
     return write
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "readers"),
+    [
+        ("train", "benchmark.rounds", ["benchmark"]),
+        ("train", "compare.seeds", ["compare"]),
+        ("train", "plan.num_gpus", ["plan", "benchmark"]),
+        ("plan", "compare.seeds", ["compare"]),
+        ("plan", "benchmark.rounds", ["benchmark"]),
+        ("benchmark", "compare.seeds", ["compare"]),
+        ("compare", "plan.num_gpus", ["plan", "benchmark"]),
+        ("compare", "benchmark.rounds", ["benchmark"]),
+    ],
+)
+def test_a_key_that_only_other_commands_read_is_refused(command, key, readers):
+    for written in (f"{key}=2", f"++{key}=2", "{}={{{}: 2}}".format(*key.split("."))):
+        with pytest.raises(ConfigError) as caught:
+            check_request(parse_command_line([written]), read_launch(), command=command)
+        (problem,) = caught.value.problems
+        assert problem.startswith(f"{key} ")
+        assert re.findall(r"python -m gpt_pretrain\.(\w+)", problem) == readers
+        assert "leave it out" in problem
+
+
+@pytest.mark.parametrize(("command", "other"), [("benchmark", "compare"), ("compare", "benchmark")])
+def test_the_variants_of_another_command_are_offered_as_ones_own(command, other):
+    with pytest.raises(ConfigError) as caught:
+        check_request(parse_command_line([f"{other}.variants=[bf16,fp8_delayed]"]), read_launch(), command=command)
+    assert_names(caught.value.problems, f"{other}.variants {other} {command}.variants")
+
+
+@pytest.mark.parametrize(
+    ("command", "argument"),
+    [
+        ("plan", "plan.num_gpus=2"),
+        ("benchmark", "plan.gpu=h100"),
+        ("benchmark", "benchmark.rounds=2"),
+        ("benchmark", "+benchmark.overrides.mine='model.seed=2'"),
+        ("compare", "+benchmark.overrides.mine='model.seed=2'"),
+        ("compare", "compare.seeds=2"),
+        (None, "compare.seeds=2"),
+    ],
+)
+def test_a_key_that_the_command_reads_passes(command, argument):
+    (job,) = check_request(parse_command_line([argument]), read_launch(), command=command)
+    assert job.config
+
+
+def test_a_file_may_set_what_other_commands_read(my_conf):
+    folder = my_conf(run=RUN + "compare:\n  seeds: 2\n")
+    request = parse_command_line([f"--config-dir={folder}", "--config-name=run"])
+    (job,) = check_request(request, read_launch(), command="train")
+    assert job.config.compare.seeds == 2
+
+
+@pytest.mark.parametrize("option", ["--help", "--cfg=job"])
+def test_what_is_only_shown_may_have_keys_of_all_commands(option):
+    check_request(parse_command_line([option, "compare.seeds=2"]), read_launch(), command="train")
 
 
 RUN = "defaults:\n  - config\n  - _self_\n"

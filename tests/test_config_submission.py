@@ -47,6 +47,12 @@ def test_a_job_is_given_what_its_run_was_composed_from(tmp_path):
         )
 
 
+def test_a_job_is_not_given_what_only_the_submitting_command_reads():
+    (job,) = jobs("compare.seeds=2", "compare={min_speedup: 1}", "+benchmark.overrides.mine='model.seed=2'")
+    assert [argument.partition("=")[0] for argument in job.arguments] == ["fp8", "run_dir"]
+    assert job.config.compare.seeds == 2
+
+
 def test_an_experiments_choice_of_fp8_and_a_directory_of_the_users_own_go_along(tmp_path):
     sweep = jobs("fp8=delayed,tensorwise", "model=gpt2_124m", f"run_dir={tmp_path}/run_${{hydra:job.num}}")
     assert [job.arguments[-2:] for job in sweep] == [

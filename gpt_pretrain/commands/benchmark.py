@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if campaign.run() else FAILED
 
     refuse = refuse_launcher_and_sweep("a benchmark", "benchmark.variants")
-    return run_with_config(PROGRAM, measure, given, rules=benchmark_problems, refuse=refuse)
+    return run_with_config(PROGRAM, measure, given, rules=benchmark_problems, refuse=refuse, name="benchmark")
 
 
 PICTURE = Program(

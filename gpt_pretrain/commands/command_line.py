@@ -134,11 +134,15 @@ def _with_two_plus_signs(override: str) -> str:
 
 
 def check_request(
-    request: Request, launch: Launch, rules: Callable[[Config], Iterable[str]] | None = None
+    request: Request,
+    launch: Launch,
+    rules: Callable[[Config], Iterable[str]] | None = None,
+    command: str | None = None,
 ) -> list[Job]:
     """Checks everything a command line asks for, before any of it happens, and returns the jobs that it runs.
 
     `rules` are the cross-field rules; those of training when not given, in `launch` or in the job that Slurm is handed.
+    `command` is the one that runs, which refuses keys that only others read; None for one that takes all.
 
     Raises:
         ConfigError: All that is wrong.
@@ -161,6 +165,7 @@ def check_request(
         multirun=options.multirun,
         complete=request.runs,
         rules=rules_of_job if request.runs else None,
+        command=command if request.runs else None,
     )
     if options.package not in (None, "_global_"):
         composed = request.loader.compose(request.overrides)

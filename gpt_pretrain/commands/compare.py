@@ -157,4 +157,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train_and_compare(request, jobs[0].config, command)
 
     refuse = refuse_launcher_and_sweep("a comparison", "compare.variants")
-    return run_with_config(PROGRAM, train, given, rules=compare_problems, refuse=refuse)
+    return run_with_config(PROGRAM, train, given, rules=compare_problems, refuse=refuse, name="compare")

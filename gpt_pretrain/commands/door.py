@@ -89,6 +89,7 @@ def run_with_config(
     launch: Launch | None = None,
     rules: Callable[[Config], Iterable[str]] | None = None,
     refuse: Callable[["Request", Launch], None] | None = None,
+    name: str | None = None,
 ) -> int:
     """Checks a command line that Hydra composes, runs it or shows what it asks to see, and returns the exit code.
 
@@ -99,6 +100,7 @@ def run_with_config(
         launch: The process's place in the run; read from the launcher's variables when not given.
         rules: The cross-field rules; those of training when not given.
         refuse: Raises `ConfigError` for what the command never does, whatever the configuration says.
+        name: Of the command, which refuses keys that only others read; None for one that takes all.
     """
 
     def check_and_run(launch: Launch) -> int | None:
@@ -107,7 +109,7 @@ def run_with_config(
         request = parse_command_line(sys.argv[1:] if arguments is None else arguments)
         if refuse is not None:
             refuse(request, launch)
-        jobs = check_request(request, launch, rules)
+        jobs = check_request(request, launch, rules, name)
         if request.runs:
             return command(request, jobs, launch)
         if launch.is_rank_zero:

@@ -64,4 +64,4 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
-    return run_with_config(PROGRAM, plan_jobs, arguments, launch=ALONE, rules=planned_problems)
+    return run_with_config(PROGRAM, plan_jobs, arguments, launch=ALONE, rules=planned_problems, name="plan")

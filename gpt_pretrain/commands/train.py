@@ -160,4 +160,4 @@ def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
-    return run_with_config(PROGRAM, start, arguments)
+    return run_with_config(PROGRAM, start, arguments, name="train")

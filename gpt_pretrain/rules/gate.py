@@ -26,7 +26,14 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source, parse_override
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
 from gpt_pretrain.rules.no_effect import given_without_effect
-from gpt_pretrain.rules.overrides import CommandLine, lines_of, parse_overrides, single_value, without_sweeps
+from gpt_pretrain.rules.overrides import (
+    CommandLine,
+    lines_of,
+    parse_overrides,
+    readers_of,
+    single_value,
+    without_sweeps,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +199,9 @@ def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
     """The arguments of a run that leaves its sweep, its directory and its choice of FP8 spelt out."""
     lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
     assert isinstance(lines, list)
-    task = [str(line) for line in lines if str(line).lstrip("+").partition("=")[0] != "run_dir"]
+    keys = [str(line).lstrip("+").partition("=")[0] for line in lines]
+    # A comparison's own keys would be refused by the run that it submits.
+    task = [str(line) for line, key in zip(lines, keys, strict=True) if key != "run_dir" and not readers_of(key)]
     return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}")
 
 
@@ -214,6 +223,7 @@ def check_command(
     multirun: bool = False,
     complete: bool = True,
     rules: Rules | None = None,
+    command: str | None = None,
 ) -> list[Job]:
     """Checks a command line through and through.
 
@@ -224,6 +234,7 @@ def check_command(
         complete: Whether open values (`???`) are problems; they are not when the configuration is only shown.
         rules: The cross-field rules, which answer with problems of a configuration that runs here or as a job of Slurm;
             left out when the configuration is only shown.
+        command: The command that the overrides were typed to; None where a command hands on what was typed to it.
 
     Returns:
         The jobs, one without a sweep; none where `complete` is false and values are open.
@@ -233,7 +244,7 @@ def check_command(
     """
     parsed, problems = parse_overrides(overrides)
     loader.search_also(parsed)
-    command_line = CommandLine(loader)
+    command_line = CommandLine(loader, command)
     accepted = [override for override in parsed if command_line.accepts(override)]
     problems += command_line.problems
     submission = None

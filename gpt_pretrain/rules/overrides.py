@@ -22,6 +22,15 @@ from gpt_pretrain.config.keys import (
 from gpt_pretrain.config.load import section_problem
 from gpt_pretrain.config.source import Loader, parse_override
 
+# What training does not read, and the commands that do. A file may set it for them; typed to another command it would
+# do nothing. The longest name counts.
+READERS = {
+    "plan": ("plan", "benchmark"),
+    "benchmark": ("benchmark",),
+    "benchmark.overrides": ("benchmark", "compare"),
+    "compare": ("compare",),
+}
+
 # A group that may be left out: the configuration is whole without it.
 OPTIONAL_GROUPS = ("experiment",)
 
@@ -36,11 +45,32 @@ def lines_of(overrides: Iterable[Override]) -> list[str]:
     return [str(override.input_line) for override in overrides]
 
 
-class CommandLine:
-    """Checks the overrides of a command line one by one; keeps those that Hydra may have."""
+def readers_of(path: str) -> tuple[str, ...]:
+    """The commands that alone read a key; empty for a key that every run reads."""
+    names = [name for name in READERS if path == name or path.startswith(f"{name}.")]
+    return READERS[max(names, key=len)] if names else ()
 
-    def __init__(self, loader: Loader) -> None:
+
+def _unread_key(path: str, command: str) -> str | None:
+    """What is told about a key that `command` does not read; None where it does."""
+    readers = readers_of(path)
+    if not readers or command in readers:
+        return None
+    own = f"{command}.{path.partition('.')[2]}"
+    way = f", or use {own}" if own in schema_keys() else ""
+    modules = " and ".join(f"python -m gpt_pretrain.{reader}" for reader in readers)
+    return f"{path} has no effect: only {modules} {'reads' if len(readers) == 1 else 'read'} it; leave it out{way}"
+
+
+class CommandLine:
+    """Checks the overrides of a command line one by one; keeps those that Hydra may have.
+
+    `command` is the one that they were typed to, which refuses what only others read; None for one that takes all.
+    """
+
+    def __init__(self, loader: Loader, command: str | None = None) -> None:
         self.loader = loader
+        self.command = command
         self.groups = loader.groups()
         self.problems: list[str] = []
 
@@ -105,6 +135,8 @@ class CommandLine:
                 self.problems.append(section_problem(path, leaf))
             elif not is_known(path):
                 self.problems.append(unknown_key(path, self.groups))
+            elif self.command is not None and (unread := _unread_key(path, self.command)) is not None:
+                self.problems.append(unread)
 
 
 def _split_at_spaces(overrides: Sequence[str]) -> Iterator[list[str]]:
