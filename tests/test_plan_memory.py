@@ -1,5 +1,7 @@
 """The memory forecast against peaks measured on H200s, and item by item against arithmetic done by hand."""
 
+import re
+
 import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
@@ -349,6 +351,34 @@ def test_a_run_that_does_not_fit_is_told_the_ways_out():
     plan = plan_of("model=llama3_8b", "plan.gpu=h100")
     assert not plan.memory.fits
     assert plan.sentences[0].startswith("Memory: DOES NOT FIT, it needs ")
-    roomy = plan_of("model=gpt3_1_3b", "plan.gpu=h100", "model.micro_batch_size=32")
-    assert not roomy.memory.fits
-    assert "model.activations_checkpoint_granularity=full; a smaller model.micro_batch_size" in roomy.sentences[0]
+    told = ways_out("model=gpt3_1_3b", "plan.gpu=h100", "model.micro_batch_size=32")
+    assert any("model.activations_checkpoint_granularity=full" in way for way in told)
+    assert "model.micro_batch_size=1" in told
+
+
+def ways_out(*overrides):
+    """The ways out of a run that does not fit, and what each needs, checked against its own plan: as told, and less."""
+    plan = plan_of(*overrides)
+    assert not plan.memory.fits
+    told = dict(re.findall(r"((?:[\w.]+=\w+ ?)+) \(([\d.]+) GiB\)", plan.sentences[0]))
+    for way, gib in told.items():
+        planned = plan_of(*overrides, *way.split())
+        assert planned.memory.needed_gib == pytest.approx(float(gib), abs=0.06), way
+        assert planned.memory.needed_gib < plan.memory.needed_gib
+    return told
+
+
+@pytest.mark.parametrize("overrides", [("model=llama3_70b",), ("model=llama3_8b", "plan.gpu=h100")])
+def test_the_ways_out_onto_more_gpus_fit(overrides):
+    told = ways_out(*overrides)
+    assert any("plan.num_gpus=" in way for way in told)
+    assert all(float(gib) <= plan_of(*overrides).gpu.memory_gib for gib in told.values())
+
+
+def test_the_ways_out_leave_experts_shared_out():
+    told = ways_out("experiment=qwen3_30b_a3b_8gpu", "plan.gpu=h100")
+    assert "plan.num_gpus=16 model.expert_model_parallel_size=16" in told
+    for way, gib in told.items():
+        planned = plan_of("experiment=qwen3_30b_a3b_8gpu", "plan.gpu=h100", *way.split())
+        assert planned.spec.model.expert_model_parallel_size >= 8
+        assert float(gib) <= 79.6

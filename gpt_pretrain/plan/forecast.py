@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.derived import flops_per_token, uses_distributed_optimizer
+from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.checkpoints import CheckpointForecast, forecast_checkpoint
@@ -11,12 +11,13 @@ from gpt_pretrain.plan.experts import CALIBRATED_ON, rank_load
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
 from gpt_pretrain.plan.machine import planned_platform
-from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
+from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.products import Product, plan_products
+from gpt_pretrain.plan.remedies import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, predict_speed, with_usual_fp8, without_fp8
 from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.spec.run_spec import Layout, RunSpec, build_run_spec
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # Predictions are good to some percent: closer to BF16 than this is not a gain that a run can count on.
 WORTHWHILE = 1.05
@@ -33,26 +34,29 @@ _ON_LOCAL_LAYERS = (
 )
 
 
-def memory_verdict(memory: MemoryForecast, gpu: Gpu, layout: Layout, config: Config) -> str:
-    """Whether the run fits, and if not, what would make it."""
+def memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
+    """Whether the run fits, and if not, which changes need less memory, by the same forecast."""
     used = f"{memory.needed_gib:.1f} of {gpu.memory_gib:.1f} GiB"
-    where = f" on the GPUs of pipeline stage {memory.worst.stage}" if layout.pp > 1 else ""
+    where = f" on the GPUs of pipeline stage {memory.worst.stage}" if spec.layout.pp > 1 else ""
     if memory.fits:
         share = memory.needed_gib / gpu.memory_gib
         tight = "; that is close, so watch the first steps" if share > CLOSE else ""
         return f"Memory: fits, with {used}{where}{tight}."
-    ways = []
-    others = memory.needed_gib - memory.worst.peak / GIB
-    for name, peak in memory.recompute_peaks.items():
-        if name != "none" and peak / GIB + others <= gpu.memory_gib:
-            ways.append(f"model.activations_checkpoint_granularity={name}")
-            break
-    if config.model.micro_batch_size > 1:
-        ways.append("a smaller model.micro_batch_size")
-    if not uses_distributed_optimizer(config.model) and layout.dp > 1:
-        ways.append("model.use_distributed_optimizer=true")
-    ways.append("more GPUs (parallelism=dp shards the optimizer, tp2_sp and pp2 the layers)")
-    return f"Memory: DOES NOT FIT, it needs {used}{where}. Ways out: {'; '.join(ways)}."
+    return f"Memory: DOES NOT FIT, it needs {used}{where}. {_ways_out(gpu, spec)}."
+
+
+def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
+    def needed(forecast: MemoryForecast) -> float:
+        return forecast.needed_gib
+
+    remedies = plan_remedies(spec.config, spec.launch, spec.platform, needed)
+    enough = [remedy for remedy in remedies if remedy.needed_gib <= gpu.memory_gib]
+    enough += plan_more_gpus(spec.config, needed, gib=gpu.memory_gib)
+    told = "; ".join(f"{remedy.overrides} ({remedy.needed_gib:.1f} GiB)" for remedy in enough or remedies)
+    if enough:
+        return f"Ways out, each alone: {told}"
+    less = f"these need less, each alone: {told}" if told else "no change of layout makes it fit"
+    return f"Ways out: a smaller model, or several changes; {less}"
 
 
 def fp8_verdict(*, bf16: Speed, fp8: Speed | None, recipe: str, is_on: bool, problem: str) -> str:
@@ -182,7 +186,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     memory = forecast_memory(spec, gpu)
     num_parameters = _num_parameters(spec)
     checkpoint = forecast_checkpoint(spec, num_parameters)
-    sentences = [memory_verdict(memory, gpu, spec.layout, config)]
+    sentences = [memory_verdict(memory, gpu, spec)]
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
         sentences.append(_EMULATED)

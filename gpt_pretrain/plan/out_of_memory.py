@@ -10,23 +10,16 @@ what its container or Slurm job leaves it.
 import os
 import resource
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.hardware import GPUS, Gpu
-from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
-from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.plan.memory import GIB, MemoryForecast
+from gpt_pretrain.plan.remedies import forecast_of, peak_gib_of, plan_remedies
 from gpt_pretrain.spec.platform import Platform, detect_platform
-from gpt_pretrain.spec.run_spec import build_run_spec
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -70,22 +63,10 @@ def _limits() -> Iterator[int]:
                 yield int(said)
 
 
-# Less than this share of the peak is not worth a change.
-_WORTHWHILE = 0.01
 # What a run holds from its first step on, whatever its batches are: counted, not estimated.
 _STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
 # How torch's allocators, CUDA and NCCL say it.
 _WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
-    """A change of the configuration that needs less memory, by the forecast."""
-
-    overrides: str
-    """As one would type it."""
-    needed_gib: float
-    """What would be needed then."""
 
 
 def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
@@ -105,7 +86,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
         # All processes of a node without GPUs have its memory; their stages are taken to be as in the whole run.
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
-    items = states_gib(_forecast(config, launch, platform))
+    items = states_gib(forecast_of(config, launch, platform))
     needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
         return
@@ -129,7 +110,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) -> str:
     """The message for a run that ran out of memory on this machine."""
     platform = detect_platform()
-    forecast = _forecast(config, launch, platform)
+    forecast = forecast_of(config, launch, platform)
     peak_gib = forecast.worst.peak / GIB
     items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
     where = f" on the ranks of pipeline stage {forecast.worst.stage}" if len(forecast.stages) > 1 else ""
@@ -140,13 +121,9 @@ def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) 
         f"the forecast for this run is a peak of {peak_gib:.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),
-        *_advice(config, launch, platform, _peak_gib, has_gib=None),
+        *_advice(config, launch, platform, peak_gib_of, has_gib=None),
     ]
     return "\n".join(lines)
-
-
-def _peak_gib(forecast: MemoryForecast) -> float:
-    return forecast.worst.peak / GIB
 
 
 def _advice(
@@ -162,7 +139,7 @@ def _advice(
     larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
         return [f"no key of this run would make it smaller at the same work: {larger}, or a smaller model"]
-    now = needed(_forecast(config, launch, platform))
+    now = needed(forecast_of(config, launch, platform))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
         f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"
@@ -171,79 +148,6 @@ def _advice(
     enough = has_gib is None or remedies[0].needed_gib <= has_gib
     rest = [] if enough else [f"none of them is enough alone: {larger}, or a smaller model"]
     return ["what would help, by the forecast, the most helpful first (each alone):", *told, *rest]
-
-
-def plan_remedies(
-    config: Config, launch: Launch, platform: Platform, needed: Callable[[MemoryForecast], float] = _peak_gib
-) -> list[Remedy]:
-    """The changes that this run could make and that would save memory, the most helpful first.
-
-    Changes that break a rule are left out, and the number of processes stays. `needed` answers the GiB of a forecast
-    that shall become fewer.
-    """
-    # The rules ask for the precision, too.
-    config = _as_run(config, platform)
-    before = needed(_forecast(config, launch, platform))
-    found = []
-    for changes in _changes(config.model, launch):
-        varied = replace(config, model=replace(config.model, **changes))
-        if config_problems(varied, launch):
-            continue
-        after = needed(_forecast(varied, launch, platform))
-        if after < before * (1 - _WORTHWHILE):
-            found.append(Remedy(overrides=_as_typed(changes), needed_gib=after))
-    return sorted(found, key=lambda remedy: remedy.needed_gib)
-
-
-def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
-    """Changes of `model` that keep what is computed: the same weights, batch and steps."""
-    for size in {1, model.micro_batch_size // 2} - {0, model.micro_batch_size}:
-        yield {"micro_batch_size": size}
-    if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
-        yield {
-            "activations_checkpoint_granularity": RecomputeGranularity.full,
-            "activations_checkpoint_method": RecomputeMethod.uniform,
-            "activations_checkpoint_num_layers": 1,
-        }
-    if model.activations_checkpoint_granularity is None:
-        yield {"activations_checkpoint_granularity": RecomputeGranularity.selective}
-    if not uses_distributed_optimizer(model):
-        yield {"use_distributed_optimizer": True}
-    if not model.optim.use_precision_aware_optimizer:
-        # With fp32 states and remainders, as they are by default, nothing is rounded that was not rounded before.
-        yield {
-            **({} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}),
-            "optim": replace(model.optim, use_precision_aware_optimizer=True),
-        }
-    if model.fp8 and not model.fp8_params and not model.fp8_emulate:
-        yield {"fp8_params": True, "use_distributed_optimizer": True}
-    if data_parallel_size(model, launch.world_size) % 2 == 0:
-        # Of the ranks that hold the same layers, every two would share them.
-        yield {"tensor_model_parallel_size": 2 * model.tensor_model_parallel_size, "sequence_parallel": True}
-        yield {"pipeline_model_parallel_size": 2 * model.pipeline_model_parallel_size}
-
-
-def _as_typed(changes: dict[str, Any]) -> str:
-    def value(given: Any) -> str:
-        return str(given.name if isinstance(given, Enum) else given)
-
-    # Of the optimizer one key alone is changed.
-    flat = {
-        **{name: given for name, given in changes.items() if name != "optim"},
-        **({"optim.use_precision_aware_optimizer": True} if "optim" in changes else {}),
-    }
-    return " ".join(f"model.{name}={value(given).replace('True', 'true')}" for name, given in flat.items())
-
-
-def _forecast(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
-    return forecast_memory(build_run_spec(_as_run(config, platform), launch, platform), _gpu(platform))
-
-
-def _gpu(platform: Platform) -> Gpu:
-    """This machine's GPU as the plan describes one; a run's peak depends on no more of it than this."""
-    return replace(
-        GPUS[PlanGpu.h200], name=platform.device_name, compute_capability=platform.compute_capability or (0, 0)
-    )
 
 
 def _total_gib(platform: Platform) -> tuple[float, str]:
@@ -266,10 +170,3 @@ def _used(platform: Platform) -> str:
     # ru_maxrss is in KiB on Linux.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     return f"used at most: {resident:.2f} GiB by this process, of {total:.2f} GiB that {whose} has"
-
-
-def _as_run(config: Config, platform: Platform) -> Config:
-    """The configuration with the precision that this machine gives it: the plan takes `auto` for a GPU's."""
-    if platform.cuda or config.trainer.precision is not Precision.auto:
-        return config
-    return replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
