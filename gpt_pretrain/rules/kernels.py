@@ -19,8 +19,9 @@ from gpt_pretrain.spec.kernels import (
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import local_layers, recipes_for
 
-# Keys of `model.` that exclude compiled layers, each with a value that does not, by the reason.
-_NOT_COMPILED = {
+# Keys of `model.` that exclude compiled layers, each with a value that does not, by the reason. A model without experts
+# is another one: None is offered.
+_NOT_COMPILED: dict[str, dict[str, str | None]] = {
     "it compiles megatron-core's local layers": {
         "transformer_engine": "null",
         "use_flash_attention": "null",
@@ -45,7 +46,7 @@ _NOT_COMPILED = {
     # torch 2.11 traces megatron-core's exchanges along the sequence wrongly, whatever the backend: the first gradient
     # norm of a toy was 0.979 instead of 1.166, which the same modules uncompiled gave (TP 2, CPU).
     "its gradients were wrong where ranks split the sequence": {"sequence_parallel": "false"},
-    "experts get a different number of tokens in each step, and a graph has fixed shapes": {"num_moe_experts": "null"},
+    "experts get a different number of tokens in each step, and a graph has fixed shapes": {"num_moe_experts": None},
     "not tested with recomputation": {"activations_checkpoint_granularity": "null"},
     "random numbers drawn in compiled layers are not tested": {"hidden_dropout": "0", "attention_dropout": "0"},
 }
@@ -80,7 +81,8 @@ def compile_problems(run: Resolved) -> Iterator[str]:
             value = getattr(model, key)
             shown = value.name if isinstance(value, Enum) else show(value)
             if value and shown not in (instead, CudaGraphImpl.none.name):
-                yield from _refusals(asked, [(f"model.{key}={shown}", why)], f"compile=false, or {key}={instead}")
+                ways = "compile=false" if instead is None else f"compile=false, or {key}={instead}"
+                yield from _refusals(asked, [(f"model.{key}={shown}", why)], ways)
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
