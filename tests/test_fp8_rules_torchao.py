@@ -130,9 +130,15 @@ WRONG = {
         offers="model.context_parallel_size=1",
     ),
     "experts on hardware": Refused(
-        "fp8=torchao_tensorwise model.num_moe_experts=4",
-        told="model.fp8_recipe=tensorwise model.num_moe_experts TorchAO",
+        "fp8=torchao_tensorwise model=moe_small",
+        told="model.fp8_backend=torchao model.num_moe_experts TorchAO",
+        offers="fp8=tensorwise,blockwise,mxfp8",
         legal="fp8=torchao_tensorwise",
+    ),
+    "experts and an engine of one's own": Refused(
+        "fp8=tensorwise model.fp8_backend=torchao model=moe_small",
+        told="model.fp8_backend=torchao model.num_moe_experts",
+        offers="fp8=tensorwise model.fp8_backend=null",
     ),
     "stored weights on hardware": Refused(
         "fp8=torchao_rowwise model.fp8_params=true",
@@ -161,7 +167,7 @@ WRONG = {
     ),
     "experts": Refused(
         f"{ROWWISE} model.num_moe_experts=4",
-        told="model.fp8_recipe=rowwise model.num_moe_experts",
+        told="model.fp8_backend=torchao model.num_moe_experts",
         legal=ROWWISE,
     ),
     "user buffers": Refused(

@@ -6,7 +6,7 @@ Transformer Engine 2.12. Combinations refused as unproven have no test here that
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher
+from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
@@ -111,10 +111,11 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
             )
         return
     if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
-        yield (
-            f"model.fp8_recipe={show(model.fp8_recipe)} with experts (model.num_moe_experts): {why}; "
-            f"use fp8={one_of(recipes_for('num_moe_experts'))}"
-        )
+        asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", one_of(recipes_for("num_moe_experts"))
+        if run.fp8.backend is Fp8Backend.torchao:
+            # A preset leaves the engine as it was typed.
+            asked, ways = "model.fp8_backend=torchao", f"{ways} with fp8_backend=null"
+        yield f"{asked} with experts (model.num_moe_experts): {why}; use fp8={ways}"
     if model.fp8_params:
         yield "model.fp8_params=true is not proven with experts (model.num_moe_experts); use false"
     if model.fp8_emulate:
