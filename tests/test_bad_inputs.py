@@ -105,7 +105,20 @@ BAD_INPUTS = {
         ["model.data.splits_string=700,300,0"],
         [("model.data.splits_string=700,300,0 ", "\"model.data.splits_string='700,300,0'\"", "-m")],
     ),
-    "no value": (["model.fp8"], [("'model.fp8' ", "key=value")]),
+    "no value": (["model.fp8"], [("'model.fp8' ", "model.fp8=…")]),
+    "no option": (["--help", "model"], [("'model' ", "model=…")]),
+    "a word": (["nonsense"], [("'nonsense' ", "key=value")]),
+    "nothing": (["", "model.seed=3"], [("'' ", "leave it out")]),
+    "no =": (
+        ["trainer.max_steps", "3", "model", "tiny"],
+        [("trainer.max_steps 3:", " trainer.max_steps=3"), ("model tiny:", " model=tiny")],
+    ),
+    "elements without quotes": (
+        ["benchmark.variants=[bf16,fp8=delayed,fp8=tensorwise model.seed=2]"],
+        [("'benchmark.variants=", """'benchmark.variants=[bf16,"fp8=delayed","fp8=tensorwise model.seed=2"]'""")],
+    ),
+    "a slip in a section": (["compare.seed=3"], [("compare.seed ", "compare.seeds?")]),
+    "runs to compare": (["runs=[a,b]"], [("runs ", "python -m gpt_pretrain.compare runs=[…]", "leave it out")]),
     "special characters": (["name=it's"], [('"name=it\'s" ', '"\'" at character 8', "\"key='…'\"")]),
     "FP8": (
         ["fp8=delayed", "model.hidden_size=120"],

@@ -91,9 +91,12 @@ _ALIASES_OF = {
 }
 ALIASES = {alias: key for key, aliases in _ALIASES_OF.items() for alias in aliases.split()}
 
+_FINISHED_RUNS = "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out"
 _NO_E5M2 = "no library multiplies E5M2 in the forward pass"
 # What other guides set and this application has no key for: why, and what to do instead.
 UNSUPPORTED = {
+    "runs": _FINISHED_RUNS,
+    "compare.run": _FINISHED_RUNS,
     "fp8_format": (
         f"{_NO_E5M2}; use model.fp8=true with model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or "
         "model.fp8=true with model.fp8_e4m3=true (E4M3 in both)"
@@ -272,6 +275,10 @@ def _last_parts(path: str) -> list[str]:
     return [".".join(parts[-2:]), parts[-1]]
 
 
+# A letter more or less in a word of four.
+_SURE = 0.88
+
+
 def key_named(path: str) -> str | None:
     """The key with the same last part elsewhere, or that other codes call so; None where there is none."""
     leaf = path.rpartition(".")[2]
@@ -284,9 +291,15 @@ def key_named(path: str) -> str | None:
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
     """The key that was probably meant by an unknown one, written without `+`, `++` or `~`; None when nothing is near.
 
-    The same last part elsewhere comes first (`optim.lr` is `model.optim.lr`), then what other codes call it, then the
-    closest spelling, also among `more`: other names that are possible in its place, such as groups.
+    A slip in a key of the same section comes first, then the same last part elsewhere (`optim.lr` is `model.optim.lr`),
+    then what other codes call it, then the closest spelling, also among `more`: other names that are possible in its
+    place, such as groups.
     """
+    parent, _, leaf = path.rpartition(".")
+    beside = [known for known in schema_keys() if known.rpartition(".")[0] == parent] if parent else []
+    typo = difflib.get_close_matches(path, beside, n=1, cutoff=0.0)
+    if typo and difflib.SequenceMatcher(None, leaf, typo[0].rpartition(".")[2]).ratio() >= _SURE:
+        return typo[0]
     named = key_named(path)
     if named is not None:
         return named

@@ -242,7 +242,7 @@ def check_command(
     Raises:
         ConfigError: All that is wrong.
     """
-    parsed, problems = parse_overrides(overrides)
+    parsed, problems = parse_overrides(overrides, loader.groups())
     loader.search_also(parsed)
     command_line = CommandLine(loader, command)
     accepted = [override for override in parsed if command_line.accepts(override)]

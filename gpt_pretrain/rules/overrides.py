@@ -14,6 +14,7 @@ from gpt_pretrain.config.keys import (
     did_you_mean,
     flatten,
     is_known,
+    nearest_key,
     nearest_name,
     schema_keys,
     schema_sections,
@@ -139,8 +140,8 @@ class CommandLine:
                 self.problems.append(unread)
 
 
-def _split_at_spaces(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides; one with spaces around its `=` in the pieces that the shell made of it."""
+def _split_at_spaces(overrides: Sequence[str], groups: Sequence[str]) -> Iterator[list[str]]:
+    """The overrides; one with spaces around its `=`, or in its place, in the pieces that the shell made of it."""
     rest = list(overrides)
     while rest:
         pieces = [rest.pop(0)]
@@ -148,6 +149,10 @@ def _split_at_spaces(overrides: Sequence[str]) -> Iterator[list[str]]:
             pieces.append(rest.pop(0))
         # What is empty behind its = and stands before a lone value: `name= mine`.
         if pieces[-1].endswith("=") and rest and "=" not in rest[0] and not rest[0].startswith("~"):
+            pieces.append(rest.pop(0))
+        # `name mine`
+        is_name = pieces[0] in groups or pieces[0] in schema_keys()
+        if is_name and rest and "=" not in rest[0] and not (rest[0].startswith("~") or rest[0] in groups):
             pieces.append(rest.pop(0))
         yield pieces
 
@@ -161,14 +166,30 @@ def _text_as_typed(override: Override) -> Override:
     return parse_override(f"{name}='{typed}'")
 
 
-def parse_overrides(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
+def _word_problem(word: str, groups: Sequence[str]) -> str:
+    """What is told about an argument without `=`."""
+    if not word.strip():
+        return f"{word!r} is an empty argument; leave it out"
+    if word in groups or is_known(word):
+        return f"{word!r} has no value; write {word}=…, or leave it out"
+    nearest = nearest_key(word, groups)
+    return f"{word!r} has no =; write {'key=value' if nearest is None else f'{nearest}=…'}, or leave it out"
+
+
+def parse_overrides(overrides: Sequence[str], groups: Sequence[str] = ()) -> tuple[list[Override], list[str]]:
     """The overrides that follow Hydra's grammar, and a problem for each that does not."""
     parsed: list[Override] = []
     problems: list[str] = []
-    for pieces in _split_at_spaces(overrides):
+    for pieces in _split_at_spaces(overrides, groups):
         text = pieces[0]
         if pieces[1:]:
-            problems.append(f"{' '.join(pieces)}: spaces around = split it in {len(pieces)}; write {''.join(pieces)}")
+            why, whole = f"spaces around = split it in {len(pieces)}", "".join(pieces)
+            if "=" not in whole:
+                why, whole = "there is no = between them", "=".join(pieces)
+            problems.append(f"{' '.join(pieces)}: {why}; write {whole}")
+            continue
+        if "=" not in text and not text.startswith("~"):
+            problems.append(_word_problem(text, groups))
             continue
         try:
             parsed.append(_text_as_typed(parse_override(text)))
