@@ -85,6 +85,25 @@ def test_every_mistake_is_told_by_its_key(arguments, expected):
     assert len(caught.value.problems) == len(expected)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["outputs/a"], ["outputs/a source=outputs/a"]),
+        (["--quiet", "elsewhere"], ["elsewhere source=elsewhere"]),
+        (["source=a", "elsewhere"], ["elsewhere KEY=elsewhere source max_steps"]),
+        (["source=a", "model.fp8=true"], ["model.fp8 train leave out source max_steps"]),
+        (["source=a", "zzz=3"], ["zzz leave out source max_steps"]),
+    ],
+)
+def test_what_is_no_key_is_told_with_the_way_out(arguments, expected):
+    with pytest.raises(ConfigError) as caught:
+        read_arguments(Arguments, arguments)
+    assert len(caught.value.problems) == len(expected)
+    for problem, words in zip(caught.value.problems, expected, strict=True):
+        assert problem.startswith(words.split()[0])
+        assert all(word in problem for word in words.split()), problem
+
+
 def test_what_was_probably_meant_is_offered():
     with pytest.raises(ConfigError) as caught:
         read_arguments(Arguments, ["source=a", "max_step=1", "colour=#0F0"])

@@ -173,3 +173,21 @@ def test_finished_runs_need_neither_torch_nor_a_configuration(tmp_path):
     assert (code, heavy) == (0, [])
     assert set(read) == {str(tmp_path / name / "config.yaml") for name in ("false_1", "true_1")}
     assert load("gpt_pretrain.compare", [runs, "--help"]) == [0, [], {}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "way"),
+    [
+        (["a.log", "b.log"], "a.log b.log ", "runs=[a.log,b.log]"),
+        (["run=[a,b]"], "run=[a,b]: ", "runs=[a,b]"),
+        (["compare.runs=[a,b]"], "compare.runs ", "runs=[…]"),
+        (["fp8", "delayed"], "fp8 delayed: ", "fp8=delayed"),
+        (["++runs=[a,b]", "trainer.max_steps=3"], "trainer.max_steps ", "leave it out"),
+    ],
+)
+@pytest.mark.usefixtures("no_launcher")
+def test_runs_by_another_name_are_told_with_the_way_out(arguments, told, way, capsys):
+    assert main(arguments) == 2
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert problem.startswith(f"error: {told}")
+    assert way in problem

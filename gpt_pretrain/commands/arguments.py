@@ -16,10 +16,11 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from gpt_pretrain.config.errors import ConfigError, read_value, written
-from gpt_pretrain.config.keys import Key, did_you_mean, nearest_name, schema_sections, section_keys
+from gpt_pretrain.config.keys import Key, did_you_mean, is_known, nearest_name, schema_sections, section_keys
 
 _BOLD, _DIM, _CYAN = 1, 2, 36
 
@@ -147,7 +148,18 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
     for name, text, argument in _pairs(arguments, keys, plain):
         if name not in keys:
             nearest = nearest_name(name, keys)
-            problems.append(f"{name} is not a key of this command{did_you_mean(nearest)}")
+            if text is None and argument == name and (nearest is None or Path(argument).exists() or "/" in argument):
+                # A lone value, most likely of the first key that has to be given.
+                nearest = next((key for key in keys if key not in {*values, *defaults, *meant}), None)
+                way = (
+                    f"{nearest}={argument}" if nearest is not None else f"KEY={argument} with one of {', '.join(keys)}"
+                )
+                problems.append(f"{argument} has no key; write {way}")
+            elif nearest is None:
+                reason = "is training's, and this command does not train" if is_known(name) else "is not a key here"
+                problems.append(f"{name} {reason}; leave it out, or use one of {', '.join(keys)}")
+            else:
+                problems.append(f"{name} is not a key of this command{did_you_mean(nearest)}")
             meant.add(nearest)
         elif text is None:
             problems.append(f"{name} has no value; write {name}=…")

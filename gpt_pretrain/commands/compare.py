@@ -18,6 +18,7 @@ from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import is_known
 from gpt_pretrain.config.schema import GateConfig
 from gpt_pretrain.launch.environment import REQUEUE
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_directory, make_run_dir
@@ -120,6 +121,25 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
     return code or published
 
 
+def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:
+    """Runs that are given as other programs take files, or by a key that is nearly `runs`.
+
+    Raises:
+        ConfigError: They are.
+    """
+    problems = [
+        f"{argument}: finished runs are given as runs={value or '[…]'}; write that, and nothing of training beside it"
+        for argument in arguments
+        for key, _, value in [argument.lstrip("+").partition("=")]
+        if key == "run" and not value.startswith("{")
+    ]
+    names = [word for word in arguments if "=" in word or is_known(word) or word in groups or not word.strip()]
+    if arguments and not names:
+        problems.append(f"{' '.join(arguments)} stand without a key; write runs=[{','.join(arguments)}]")
+    if problems:
+        raise ConfigError(problems)
+
+
 def _console() -> "Console":
     from rich.console import Console
 
@@ -149,12 +169,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "gpt_pretrain.compare", *given])
-    if any(argument.partition("=")[0] == "runs" for argument in given):
+    if any(argument.lstrip("+-").partition("=")[0] == "runs" for argument in given):
         return run_with_arguments(PROGRAM, FinishedRuns, lambda each: compare_finished(each, command), given)
     from gpt_pretrain.compare.planned import compare_problems
 
     def train(request: "Request", jobs: "Sequence[Job]", launch: "Launch") -> int:
         return train_and_compare(request, jobs[0].config, command)
 
-    refuse = refuse_launcher_and_sweep("a comparison", "compare.variants")
+    refuse_ranks = refuse_launcher_and_sweep("a comparison", "compare.variants")
+
+    def refuse(request: "Request", launch: "Launch") -> None:
+        refuse_ranks(request, launch)
+        _refuse_runs_without_key(request.overrides, request.loader.groups())
+
     return run_with_config(PROGRAM, train, given, rules=compare_problems, refuse=refuse, name="compare")
