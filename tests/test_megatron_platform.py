@@ -257,6 +257,16 @@ A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
             ),
         ),
         (CPU, Refused(f"model.{ROPE}=true", offers=f"model.{ROPE}=null,false")),
+        *(
+            (platform, Refused(f"model=moe_small {setting}", told=f"{setting} {why} gpt_pretrain.doctor", offers=way))
+            for platform, why in ((CPU, "CUDA device"), (GPU_WITHOUT_TE, "installed '.[te]'"))
+            for setting, way in (
+                ("model.moe_permute_fusion=true", "model.moe_permute_fusion=null,false"),
+                ("model.moe_grouped_gemm=true", "model.moe_grouped_gemm=null,false"),
+                ("model.moe_grouped_kernel=triton", "model.moe_grouped_kernel=null"),
+                ("model.moe_grouped_kernel=transformer_engine", "model.moe_grouped_kernel=null"),
+            )
+        ),
         (
             CPU,
             Refused(f"model.{QKV}=true", told=f"model.{QKV}=true CUDA", offers=f"model.{QKV}=null,false"),

@@ -213,6 +213,18 @@ def machine_problems(config: Config, launch: Launch, platform: Platform) -> list
     return []
 
 
+def _why_local_layers(spec: RunSpec) -> str:
+    """Why a run is without Transformer Engine layers, asked of one that is."""
+    if spec.platform.transformer_engine is None:
+        return f"{spec.platform.why_no_transformer_engine} (python -m gpt_pretrain.doctor tells what this machine has)"
+    compiled = "model.compile=true" * spec.model.compile
+    return f"{local_layers(spec.model) or compiled or 'model.transformer_engine=false'} excludes them"
+
+
+def _why_no_grouped_products(spec: RunSpec) -> str:
+    return "experts are computed one by one" if spec.kernels.transformer_engine else _why_local_layers(spec)
+
+
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
     """Settings that need Transformer Engine's layers where they are missing, and what those layers cannot do."""
     model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
@@ -230,11 +242,11 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
         )
     for key in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"):
         if getattr(model, key) and not te:
-            yield f"model.{key}=true needs Transformer Engine layers; use null or false"
+            yield f"model.{key}=true needs Transformer Engine layers: {_why_local_layers(spec)}; use null or false"
     if model.moe_grouped_kernel is not None and not model.fp8_emulate and spec.kernels.moe_grouped_kernel is None:
         yield (
             f"model.moe_grouped_kernel={model.moe_grouped_kernel.name} needs grouped products of Transformer Engine "
-            "layers; use null"
+            f"layers: {_why_no_grouped_products(spec)}; use null"
         )
     if model.fused_single_qkv_rope and not platform.cuda:
         yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
