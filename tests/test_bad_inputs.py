@@ -117,6 +117,7 @@ BAD_INPUTS = {
         ["benchmark.variants=[bf16,fp8=delayed,fp8=tensorwise model.seed=2]"],
         [("'benchmark.variants=", """'benchmark.variants=[bf16,"fp8=delayed","fp8=tensorwise model.seed=2"]'""")],
     ),
+    "a section for its key": (["plan=h100"], [("plan='h100' ", "plan.gpu=h100?")]),
     "a slip in a section": (["compare.seed=3"], [("compare.seed ", "compare.seeds?")]),
     "runs to compare": (["runs=[a,b]"], [("runs ", "python -m gpt_pretrain.compare runs=[…]", "leave it out")]),
     "special characters": (["name=it's"], [('"name=it\'s" ', '"\'" at character 8', "\"key='…'\"")]),

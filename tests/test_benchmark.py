@@ -171,6 +171,7 @@ def test_a_run_of_the_benchmark_has_the_learning_rates_of_the_run(tmp_path, sche
         (["benchmark.variants=[]"], ("benchmark.variants=[]", "[app,bare]")),
         (["benchmark.overrides.app=[1]"], ("benchmark.overrides={'app': [1]",)),
         (["benchmark.steps=7", "benchmark.interval=2"], ("benchmark.steps=7", "benchmark.interval=2", "use 6")),
+        (["benchmark.steps=0"], ("benchmark.steps=0", "use 1 or more")),
         (["benchmark.rounds=0"], ("benchmark.rounds=0", "use 1 or more")),
         (["trainer.num_nodes=2"], ("trainer.num_nodes=2", "use 1 or null")),
         (["trainer.max_steps=100"], ("trainer.max_steps", "benchmark.steps", "leave it out")),
@@ -189,6 +190,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(capsys, tmp_pat
     told = capsys.readouterr().err
     assert told.startswith("error: ")
     assert [part for part in named if part not in told] == []
+    assert ("is not a multiple" in told) == ("use 6" in named)
     assert not run_dir.exists()
 
 

@@ -29,6 +29,9 @@ _LATER_KEYS = {
 def section_problem(path: str, value: Any) -> str:
     """What is told about a value where a section of keys belongs."""
     members = ", ".join(field.name for field in fields(schema_sections()[path]))
+    keys = [name for name, key in schema_keys().items() if name.rpartition(".")[0] == path and value in key.choices]
+    if len(keys) == 1:
+        return f"{path}={show(value)} replaces a whole section; did you mean {keys[0]}={value}?"
     return f"{path}={show(value)} replaces a whole section; set its keys instead: {members}"
 
 
