@@ -7,9 +7,12 @@ import time
 import pytest
 from rich.console import Console
 
+from gpt_pretrain.commands.compare import main as compare
 from gpt_pretrain.commands.plan import main
 from gpt_pretrain.commands.train import main as train
+from gpt_pretrain.config.errors import format_seconds
 from gpt_pretrain.plan.document import WIDTH, plan_document, print_plan
+from tests.checkpoint_files import file_size_limit
 from tests.launching import run_ranks
 from tests.nemo import NEMO_FP8
 from tests.planning import plan_of
@@ -249,6 +252,35 @@ def test_the_way_out_of_a_plan_is_another_plan(capsys, arguments, end):
     assert code == 2
     assert told.endswith(end)
     assert "torchrun" not in told
+
+
+@pytest.mark.parametrize("module", ["plan", "compare"])
+def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(module, capsys, tmp_path):
+    main_of, file_name = (main, "plan.json") if module == "plan" else (compare, "task.json")
+    variants = ["compare.variants=[bf16,'model.optim.lr=1e-4']"] if module == "compare" else []
+    with file_size_limit(300):
+        assert main_of([*variants, "data=mock", f"run_dir={tmp_path / 'run'}"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("error: ") == 1
+    assert f"{tmp_path / 'run'}/" in told
+    assert file_name in told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0000001, "<0.01 ms"),
+        (0.00059, "0.59 ms"),
+        (0.59, "590 ms"),
+        (0.9996, "1 s"),
+        (3.64, "3.6 s"),
+        (9.96, "10 s"),
+        (270.3, "270 s"),
+        (12345.0, "12,345 s"),
+    ],
+)
+def test_a_span_of_time_is_told_without_an_exponent(seconds, told):
+    assert format_seconds(seconds) == told
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200", "b200"])

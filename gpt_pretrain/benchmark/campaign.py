@@ -30,6 +30,7 @@ from gpt_pretrain.benchmark.variants import (
 )
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
@@ -73,7 +74,7 @@ class Campaign:
         # The first folder that a benchmark makes.
         if (run_dir / _PLATFORM).exists():
             raise UserError(f"run_dir={run_dir} holds a benchmark already; give another one, or leave it out")
-        (run_dir / "config.yaml").write_text(config_to_yaml(self._config), encoding="utf-8")
+        write_file(run_dir / "config.yaml", config_to_yaml(self._config), wait_for_disk=False)
         self._refuse(run_dir)
         self._note("measuring the machine's matrix products")
         machine = run_task("gemm", Machine, run_dir / _MACHINE, source=self._source, overrides=self._overrides)

@@ -21,6 +21,7 @@ from gpt_pretrain.benchmark.results import KINDS, MFU_FORMULA, Figures, GemmCeil
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import UserError, how_to_install
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
@@ -130,7 +131,7 @@ def write_documents(benchmark: Benchmark, run_dir: Path) -> list[Path]:
     """
     json_path = run_dir / FILE_NAME
     document = json.dumps(benchmark_document(benchmark), indent=2, ensure_ascii=False, allow_nan=False)
-    json_path.write_text(document + "\n", encoding="utf-8")
+    write_file(json_path, document + "\n", wait_for_disk=False)
     markdown = benchmark.config.benchmark.markdown
     markdown_path = run_dir / MARKDOWN if markdown is None else Path(markdown)
     try:

@@ -18,6 +18,7 @@ from typing import Literal
 from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured, PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
@@ -93,7 +94,7 @@ def run_task[Result: JsonObject](
         profiled=profiled,
         launched_unix=time.time(),
     )
-    path.write_text(json.dumps(asdict(task), indent=2, ensure_ascii=False), encoding="utf-8")
+    write_file(path, json.dumps(asdict(task), indent=2, ensure_ascii=False), wait_for_disk=False)
     code = _run_processes(path, folder / OUTPUT, num_processes, watch)
     failures = _read_all(Failure, [_answer_path(path, "failure", rank) for rank in range(num_processes)])
     results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
@@ -241,7 +242,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _write(path: Path, result: JsonObject) -> None:
-    path.write_text(json.dumps(result.to_json(), allow_nan=False), encoding="utf-8")
+    write_file(path, json.dumps(result.to_json(), allow_nan=False), wait_for_disk=False)
 
 
 if __name__ == "__main__":

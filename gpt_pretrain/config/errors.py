@@ -119,6 +119,18 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.3g} TiB"
 
 
+def format_amount(value: float) -> str:
+    """A positive number as one reads it, never with an exponent: <0.01, 0.59, 8.7, 63, 1,234."""
+    if value >= 9.95:
+        return f"{value:,.0f}"
+    return f"{value:.2g}" if value >= 0.01 or value == 0 else "<0.01"
+
+
+def format_seconds(seconds: float) -> str:
+    """A span of time in milliseconds below one second, in seconds otherwise."""
+    return f"{format_amount(seconds)} s" if seconds >= 0.9995 else f"{format_amount(1e3 * seconds)} ms"
+
+
 # The commands of docs/gpu.md. The package is on no registry, so an extra is installed from the checkout.
 _INSTALL_COMMANDS = {
     # Built against the PyTorch that is there, hence no build isolation.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype
 from gpt_pretrain.config.derived import max_time_s, save_interval_s
-from gpt_pretrain.config.errors import format_bytes
+from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.spec.core_fields import Dtype, params_dtype
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
@@ -47,10 +47,11 @@ class CheckpointForecast:
         if not self.saves:
             return "Checkpoints: NONE is written."
         size = f"{format_bytes(int(self.num_bytes))} each, {format_bytes(int(self.bytes_per_gpu))} a GPU"
-        cost = f"a save stops the loop for {self.stall_s:.2g} s"
+        cost = f"a save stops the loop for {format_seconds(self.stall_s)}"
         if self.write_s:
-            cost += f" and is on a local disk {self.write_s:.2g} s later"
-        share = "" if self.time_share is None else f"; those by the clock take {100 * self.time_share:.2g}% of the time"
+            cost += f" and is on a local disk {format_seconds(self.write_s)} later"
+        percent = None if self.time_share is None else format_amount(100 * self.time_share)
+        share = "" if percent is None else f"; those by the clock take {percent}% of the time"
         return f"Checkpoints: {self.saves}; {size}; {cost}{share}."
 
 

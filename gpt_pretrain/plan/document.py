@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.hardware import EFFICIENCY
@@ -315,5 +316,5 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 def write_plan(plan: Plan, run_dir: Path) -> Path:
     """Writes `plan.json`, the only file that a plan leaves, and returns its path."""
     path = run_dir / FILE_NAME
-    path.write_text(json.dumps(plan_document(plan), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(plan_document(plan), indent=2, ensure_ascii=False) + "\n", wait_for_disk=False)
     return path
