@@ -18,8 +18,17 @@ from gpt_pretrain.benchmark.document import (
     table_of_rows,
     write_documents,
 )
-from gpt_pretrain.benchmark.machine import detect_in_process, variant_refusals
-from gpt_pretrain.benchmark.results import Forecast, Machine, Measured, Row, build_row, compute_figures, with_ratios
+from gpt_pretrain.benchmark.machine import variant_refusals
+from gpt_pretrain.benchmark.results import (
+    Forecast,
+    Machine,
+    MachineSeen,
+    Measured,
+    Row,
+    build_row,
+    compute_figures,
+    with_ratios,
+)
 from gpt_pretrain.benchmark.variants import (
     Variant,
     benchmark_variants,
@@ -37,9 +46,10 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import make_run_dir
 from gpt_pretrain.plan.hardware import GPUS
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.products import resolve
 
-_PLATFORM, _MACHINE = "platform", "machine"
+_MACHINE = "machine"
 
 
 class Campaign:
@@ -72,26 +82,27 @@ class Campaign:
         """
         run_dir = make_run_dir(self._config)
         # The first folder that a benchmark makes.
-        if (run_dir / _PLATFORM).exists():
+        if (run_dir / _MACHINE).exists():
             raise UserError(f"run_dir={run_dir} holds a benchmark already; give another one, or leave it out")
         write_file(run_dir / "config.yaml", config_to_yaml(self._config), wait_for_disk=False)
-        self._refuse(run_dir)
         self._note("measuring the machine's matrix products")
-        machine = run_task("gemm", Machine, run_dir / _MACHINE, source=self._source, overrides=self._overrides)
-        if machine.problem is not None:
-            raise RunError(f"the machine's matrix products could not be measured: {machine.problem}")
+        outcome = run_task("gemm", MachineSeen, run_dir / _MACHINE, source=self._source, overrides=self._overrides)
+        if outcome.problem is not None:
+            raise RunError(f"the machine's matrix products could not be measured: {outcome.problem}")
+        (seen,) = outcome.results
+        self._refuse(seen.platform.platform, run_dir)
         for number in range(self._config.benchmark.rounds):
             # There and back, so that a machine that drifts steadily favours no variant.
             for variant in self._variants if number % 2 == 0 else reversed(self._variants):
                 if variant not in self._problems:
                     self._measure(variant, number, run_dir)
-        forecasts = self._forecasts(machine.results[0], run_dir)
+        forecasts = self._forecasts(seen.machine, run_dir)
         benchmark = Benchmark(
             config=self._config,
             arguments=self._arguments,
             date=date.today().isoformat(),
-            machine=machine.results[0],
-            rows=tuple(self._rows(machine.results[0], forecasts)),
+            machine=seen.machine,
+            rows=tuple(self._rows(seen.machine, forecasts)),
         )
         self._print(benchmark)
         for path in write_documents(benchmark, run_dir):
@@ -101,9 +112,8 @@ class Campaign:
     def _num_processes(self, variant: Variant) -> int:
         return self._configs[variant].trainer.devices or 1
 
-    def _refuse(self, run_dir: Path) -> None:
+    def _refuse(self, platform: Platform, run_dir: Path) -> None:
         """Says which variants will not be measured, and why, before the others take their time."""
-        platform = detect_in_process(run_dir / _PLATFORM, source=self._source, overrides=self._overrides)
         for variant in self._variants:
             overrides = self._run_overrides(variant, self._folder(variant, run_dir), profiled=False)
             if problems := variant_refusals(load_config(overrides, self._source), platform):

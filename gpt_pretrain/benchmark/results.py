@@ -148,6 +148,14 @@ class PlatformSeen(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MachineSeen(JsonObject):
+    """A machine with its products measured, and what decides whether it can run a variant."""
+
+    machine: Machine
+    platform: PlatformSeen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Failure(JsonObject):
     """Why one rank measured nothing."""
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt_pretrain.benchmark.results import Failure, Forecast, Machine, Measured, PlatformSeen, TrainingDone
+from gpt_pretrain.benchmark.results import Failure, Forecast, MachineSeen, Measured, PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.files import write_file
@@ -192,7 +192,7 @@ def forecast(config: Config) -> Forecast:
     )
 
 
-def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | PlatformSeen | Machine | Forecast:
+def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | PlatformSeen | MachineSeen | Forecast:
     config = task.load_config()
     trains = task.kind in ("app", "bare", "train")
     if trains:
@@ -208,11 +208,12 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
         from gpt_pretrain.spec.platform import detect_platform
 
         platform = detect_platform()
+        seen = PlatformSeen.of(platform)
         if task.kind == "platform":
-            return PlatformSeen.of(platform)
+            return seen
         from gpt_pretrain.benchmark.measure import describe_machine
 
-        return describe_machine(platform)
+        return MachineSeen(machine=describe_machine(platform), platform=seen)
     try:
         return _train_run(config, launch) if task.kind == "train" else _measure_run(task, folder, config, launch)
     except Exception as error:

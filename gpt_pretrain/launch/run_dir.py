@@ -39,7 +39,7 @@ Kind = Literal["a run", "a benchmark", "a comparison"]
 _SIGNS: Mapping[Kind, tuple[str, ...]] = {
     "a run": ("metrics.jsonl", "checkpoints"),
     # Those that come first, for one that was stopped.
-    "a benchmark": ("benchmark.json", "platform/task.json", "machine/task.json"),
+    "a benchmark": ("benchmark.json", "machine/task.json"),
     "a comparison": ("compare.json", "runs/*_seed_*"),
 }
 # To read and write a small file takes milliseconds, also with several starts at once.
