@@ -15,14 +15,15 @@ Nothing here imports Hydra, OmegaConf or torch before a command needs them: the 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import Program, defaults_of, print_help, read_arguments
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.environment import INTERRUPTED, ended_by_signals, prepare_libraries
+from gpt_pretrain.launch.environment import INTERRUPTED, ended_by_signals, ended_while_importing, prepare_libraries
 from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
 
@@ -51,6 +52,16 @@ def of_rank(launch: Launch | None) -> str:
 def _printable(text: str) -> str:
     """Control characters of what was given would change the line, or the terminal."""
     return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+@contextmanager
+def importing_torch() -> Iterator[None]:
+    """Inside, a command imports what stands on torch; without a GPU the CPU has taken its place."""
+    with ended_while_importing():
+        from gpt_pretrain.megatron.cpu import install_cpu_device
+
+        install_cpu_device()
+        yield
 
 
 def print_job(number: int, jobs: "Sequence[Job]") -> None:

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from gpt_pretrain.commands.arguments import Program
-from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.door import importing_torch, run_with_arguments
 from gpt_pretrain.huggingface.arguments import ExportArguments
-from gpt_pretrain.launch.environment import ended_while_importing
 
 PROGRAM = Program(
     about="""\
@@ -26,10 +25,7 @@ python -m gpt_pretrain.export checkpoint=… out=mine-hf dtype=bf16""",
 
 def export(arguments: ExportArguments) -> None:
     """Exports, and tells what was written."""
-    with ended_while_importing():
-        from gpt_pretrain.megatron.cpu import install_cpu_device
-
-        install_cpu_device()
+    with importing_torch():
         from gpt_pretrain.huggingface.export import export_hf
 
     done = export_hf(arguments)

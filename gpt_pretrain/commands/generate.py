@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from gpt_pretrain.commands.arguments import Program
-from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.door import importing_torch, run_with_arguments
 from gpt_pretrain.config.errors import ConfigError, UserError
-from gpt_pretrain.launch.environment import ended_while_importing
 from gpt_pretrain.launch.ranks import read_launch
 
 
@@ -67,10 +66,7 @@ def generate(arguments: GenerateArguments) -> None:
     launch = read_launch()
     if launch.world_size > 1:
         raise UserError(f"{launch.launcher} started {launch.world_size} processes, and generating takes one")
-    with ended_while_importing():
-        from gpt_pretrain.megatron.cpu import install_cpu_device
-
-        install_cpu_device()
+    with importing_torch():
         from gpt_pretrain.training.generation import continuations
 
     for number, text in enumerate(continuations(**asdict(arguments))):

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from gpt_pretrain.commands.arguments import Program
-from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.door import importing_torch, run_with_arguments
 from gpt_pretrain.huggingface.arguments import ImportArguments
-from gpt_pretrain.launch.environment import ended_while_importing
 
 PROGRAM = Program(
     about="""\
@@ -28,10 +27,7 @@ python -m gpt_pretrain --config-dir start experiment=imported data=text \\
 
 def import_model(arguments: ImportArguments) -> None:
     """Imports, and tells what was written and how to go on."""
-    with ended_while_importing():
-        from gpt_pretrain.megatron.cpu import install_cpu_device
-
-        install_cpu_device()
+    with importing_torch():
         from gpt_pretrain.huggingface.import_hf import EXPERIMENT, import_hf
 
     done = import_hf(arguments)

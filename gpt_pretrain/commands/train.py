@@ -17,9 +17,17 @@ from omegaconf import DictConfig
 
 from gpt_pretrain.commands.arguments import Program
 from gpt_pretrain.commands.command_line import Request, run_hydra
-from gpt_pretrain.commands.door import CRASH, USER_ERROR, of_rank, print_error, print_job, run_with_config
+from gpt_pretrain.commands.door import (
+    CRASH,
+    USER_ERROR,
+    importing_torch,
+    of_rank,
+    print_error,
+    print_job,
+    run_with_config,
+)
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
-from gpt_pretrain.launch.environment import ended_while_importing, prepare_libraries, set_environment
+from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
@@ -53,10 +61,7 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
             config = read_job(composed)
             set_environment(config)
             prepare_libraries()
-            with ended_while_importing():
-                from gpt_pretrain.megatron.cpu import install_cpu_device
-
-                install_cpu_device()
+            with importing_torch():
                 from gpt_pretrain.training.run import train
                 from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
 
@@ -105,8 +110,7 @@ def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
     from gpt_pretrain.rules.machine import machine_problems
     from gpt_pretrain.spec.platform import detect_platform
 
-    with ended_while_importing():
-        platform = detect_platform()
+    platform = detect_platform()
     problems = [f"{problem} [{job.name}]" for job in jobs for problem in machine_problems(job.config, launch, platform)]
     if problems:
         raise ConfigError(problems)

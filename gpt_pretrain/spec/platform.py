@@ -229,7 +229,8 @@ def apex_parts() -> dict[str, bool]:
 
 def detect_platform() -> Platform:
     """Looks up what is there; imports Transformer Engine, FlashAttention-4, TorchAO and apex where installed."""
-    import torch
+    with ended_while_importing():
+        import torch
 
     variables: dict[str, Any] = {"recipe_variables": recipe_variables(), "multicast_variables": multicast_variables()}
     if not torch.cuda.is_available():
