@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from gpt_pretrain.config.source import parse_override
+from gpt_pretrain.rules.overrides import parse_override
 from tests.launching import REPOSITORY, clean_environment
 
 # Writes its arguments and its environment down, does what a run would have done, and ends as one.

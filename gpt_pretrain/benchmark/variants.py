@@ -16,10 +16,10 @@ from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
-from gpt_pretrain.config.source import Source, parse_override
+from gpt_pretrain.config.source import Source
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.no_effect import given_without_effect
-from gpt_pretrain.rules.overrides import single_value
+from gpt_pretrain.rules.overrides import parse_override, single_value
 
 PROFILED_STEPS = 3
 _BARE = "bare"

@@ -5,7 +5,6 @@ after it, `--config-path` replaces it. Everything here is Hydra's own machinery,
 Hydra runs.
 """
 
-import csv
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException, MissingConfigException
@@ -41,9 +39,6 @@ JOB_NAME = "gpt_pretrain"
 
 # What a file of unknown origin may set of Hydra's own. The rest is imported, called, made, exported or submitted.
 _MAY_SET = re.compile(r"hydra\.(?:launcher\.(?:nodes|gpus_per_node|tasks_per_node)|sweeper\.params\..+)$")
-
-_LEXER_ERROR = "LexerNoViableAltException: "
-_PARSER_ERROR = re.compile(r"^(?:no viable alternative at|mismatched|extraneous) input (.*?)(?: expecting .*)?$")
 
 # What Hydra's composition raises for a user's mistake: its own errors, OmegaConf's, YAML's, and bare ValueErrors.
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
@@ -311,52 +306,6 @@ def _told_as_config_error() -> Iterator[None]:
         ) from error
     except COMPOSITION_ERRORS as error:
         raise ConfigError([composition_problem(error)]) from error
-
-
-def parse_override(text: str) -> Override:
-    """One override of the command line.
-
-    Raises:
-        ConfigError: It does not follow Hydra's grammar.
-    """
-    try:
-        (override,) = OverridesParser.create().parse_overrides([text])
-    except HydraException as error:
-        quoted = _with_quoted_elements(text)
-        if quoted is not None:
-            problem = f"{text!r} is no override: elements with characters such as = or spaces need quotes"
-            raise ConfigError([f"{problem}; write '{quoted}'"]) from error
-        lines = str(error).split("\n")
-        reason = next((line for line in lines if not line.startswith(("Error parsing", "See http"))), lines[0])
-        # Hydra repeats the text behind this prefix and points below it with a caret, unless the text has lines itself.
-        column = lines[1].find("^") - len(_LEXER_ERROR) if len(lines) > 1 else -1
-        if reason.startswith(_LEXER_ERROR) and 0 <= column < len(text):
-            reason = f"unexpected {text[column]!r} at character {column + 1}"
-        reason = _PARSER_ERROR.sub(r"it cannot be read at \1", reason)
-        problem = f"{text!r} is no override: {reason}; write key=value, and quote a value with special characters"
-        raise ConfigError([f"{problem}: \"key='…'\""]) from error
-    return override
-
-
-def _with_quoted_elements(text: str) -> str | None:
-    """A list with quotes around the elements that Hydra's grammar cannot read; None where they do not help."""
-    name, _, value = text.partition("=")
-    if not (value.startswith("[") and value.endswith("]")):
-        return None
-    elements = next(csv.reader([value[1:-1]], skipinitialspace=True), [])
-    if any(character in element for element in elements for character in "[]{}'\""):
-        return None
-    parser = OverridesParser.create()
-
-    def is_read(written: str) -> bool:
-        try:
-            parser.parse_overrides([written])
-        except HydraException:
-            return False
-        return True
-
-    quoted = ",".join(each if is_read(f"{name}=[{each}]") else f'"{each}"' for each in elements)
-    return f"{name}=[{quoted}]" if is_read(f"{name}=[{quoted}]") else None
 
 
 def composition_problem(error: BaseException) -> str:

@@ -23,12 +23,13 @@ from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import flatten, is_known, unknown_key
 from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import Loader, Source, parse_override
+from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import (
     CommandLine,
     lines_of,
+    parse_override,
     parse_overrides,
     readers_of,
     single_value,

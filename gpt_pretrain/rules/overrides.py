@@ -3,10 +3,14 @@
 Hydra composes a typo behind `+` or `++` silently, and its own errors name its mechanics rather than the mistake.
 """
 
+import csv
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Transformer
+from hydra.errors import HydraException
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import (
@@ -21,7 +25,7 @@ from gpt_pretrain.config.keys import (
     unknown_key,
 )
 from gpt_pretrain.config.load import section_problem
-from gpt_pretrain.config.source import Loader, parse_override
+from gpt_pretrain.config.source import Loader
 
 # What training does not read, and the commands that do. A file may set it for them; typed to another command it would
 # do nothing. The longest name counts.
@@ -31,6 +35,10 @@ READERS = {
     "benchmark.overrides": ("benchmark", "compare"),
     "compare": ("compare",),
 }
+
+# How Hydra's grammar begins its messages.
+_LEXER_ERROR = "LexerNoViableAltException: "
+_PARSER_ERROR = re.compile(r"^(?:no viable alternative at|mismatched|extraneous) input (.*?)(?: expecting .*)?$")
 
 # A group that may be left out: the configuration is whole without it.
 OPTIONAL_GROUPS = ("experiment",)
@@ -174,6 +182,52 @@ def _word_problem(word: str, groups: Sequence[str]) -> str:
         return f"{word!r} has no value; write {word}=…, or leave it out"
     nearest = nearest_key(word, groups)
     return f"{word!r} has no =; write {'key=value' if nearest is None else f'{nearest}=…'}, or leave it out"
+
+
+def parse_override(text: str) -> Override:
+    """One override of the command line.
+
+    Raises:
+        ConfigError: It does not follow Hydra's grammar.
+    """
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException as error:
+        quoted = _with_quoted_elements(text)
+        if quoted is not None:
+            problem = f"{text!r} is no override: elements with characters such as = or spaces need quotes"
+            raise ConfigError([f"{problem}; write '{quoted}'"]) from error
+        lines = str(error).split("\n")
+        reason = next((line for line in lines if not line.startswith(("Error parsing", "See http"))), lines[0])
+        # Hydra repeats the text behind this prefix and points below it with a caret, unless the text has lines itself.
+        column = lines[1].find("^") - len(_LEXER_ERROR) if len(lines) > 1 else -1
+        if reason.startswith(_LEXER_ERROR) and 0 <= column < len(text):
+            reason = f"unexpected {text[column]!r} at character {column + 1}"
+        reason = _PARSER_ERROR.sub(r"it cannot be read at \1", reason)
+        problem = f"{text!r} is no override: {reason}; write key=value, and quote a value with special characters"
+        raise ConfigError([f"{problem}: \"key='…'\""]) from error
+    return override
+
+
+def _with_quoted_elements(text: str) -> str | None:
+    """A list with quotes around the elements that Hydra's grammar cannot read; None where they do not help."""
+    name, _, value = text.partition("=")
+    if not (value.startswith("[") and value.endswith("]")):
+        return None
+    elements = next(csv.reader([value[1:-1]], skipinitialspace=True), [])
+    if any(character in element for element in elements for character in "[]{}'\""):
+        return None
+    parser = OverridesParser.create()
+
+    def is_read(written: str) -> bool:
+        try:
+            parser.parse_overrides([written])
+        except HydraException:
+            return False
+        return True
+
+    quoted = ",".join(each if is_read(f"{name}=[{each}]") else f'"{each}"' for each in elements)
+    return f"{name}=[{quoted}]" if is_read(f"{name}=[{quoted}]") else None
 
 
 def parse_overrides(overrides: Sequence[str], groups: Sequence[str] = ()) -> tuple[list[Override], list[str]]:
