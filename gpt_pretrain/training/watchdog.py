@@ -9,12 +9,15 @@ RUN_DIR/stacks/rank_N.txt and to the terminal and leaves with exit code 71, with
 be saved, and a signal handler's polite stop would never be reached.
 
 A mark is an attribute that is set: the loop waits neither for a thread nor for the GPU. C code that keeps Python's
-interpreter to itself stops the threads, too. Then the others hear nothing of this rank, and faulthandler's own timer,
-which needs no interpreter, has written its stack.
+interpreter to itself stops the threads, too. Then the others hear nothing of this rank, and those on its host send it
+SIGUSR2: faulthandler's handler, which needs no interpreter, writes its stacks. faulthandler's timer would do without
+the others, but it also fires when a suspended process goes on, and reading the stacks of threads that run ends the
+process with a segmentation fault.
 """
 
 import faulthandler
 import os
+import signal
 import threading
 import time
 import traceback
@@ -50,6 +53,8 @@ STEP_FLOOR_S = 40.0
 LEARNING_STEPS = 20
 # Between the stack traces and the end: for the other ranks' traces, and for an error that is just being raised.
 GRACE_S = 5.0
+# Has a rank that cannot run Python write its stacks.
+STACKS_SIGNAL = signal.SIGUSR2
 # The last beat of a rank that has ended, well or with an error.
 _LEFT = "left"
 
@@ -153,6 +158,7 @@ class Peers:
             if self._cut_off and peer.rank == 0:
                 return f"{peer.name} died, or its launcher: the store that connects the ranks is gone"
             if peer.silent_s > SILENT_S:
+                self._ask_for_stacks(peer)
                 return f"{peer.name} has given no sign of life for {SILENT_S:.0f} s"
         if self.failure:
             self._followed_s += passed_s
@@ -168,6 +174,12 @@ class Peers:
             self._wake.set()
         # It may have left: a round that began after its end has read its last beat.
         return self._cut_off or self._rounds_done > peer.gone_at
+
+    def _ask_for_stacks(self, peer: _Peer) -> None:
+        if self._me.can_see(peer.process):
+            # It may end at this moment.
+            with suppress(ProcessLookupError):
+                os.kill(peer.process.process, STACKS_SIGNAL)
 
     def news(self) -> str | None:
         """What has happened to another rank, if anything has; what is on its way has a moment to arrive."""
@@ -234,7 +246,7 @@ class Watchdog:
         self._peers = Peers(self._launch)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened now, for faulthandler's timer opens nothing. An earlier start's traces stay.
+            # Opened now, for faulthandler's handler opens nothing. An earlier start's traces stay.
             self._file: TextIO = self._path.open("a", encoding="utf-8")
         except OSError as error:
             problem = f"{self._path}: {error.strerror or error}; the watchdog writes stack traces there"
@@ -242,6 +254,7 @@ class Watchdog:
             raise UserError(
                 f"{problem}. Make run_dir writable on every node, or use trainer.hang_timeout=null"
             ) from error
+        faulthandler.register(STACKS_SIGNAL, file=self._file)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -256,7 +269,6 @@ class Watchdog:
         if self._ending.is_set():
             # The thread ends the process, and has its files open until then.
             return
-        faulthandler.cancel_dump_traceback_later()
         # What was asked for, or is told without a traceback, needs none here.
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
             why = self._peers.news()
@@ -272,6 +284,7 @@ class Watchdog:
                 traceback.print_exception(error)
                 self._end(why)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
+        faulthandler.unregister(STACKS_SIGNAL)
         with suppress(OSError):
             self._file.close()
         if self._path.stat().st_size == 0:
@@ -312,8 +325,6 @@ class Watchdog:
     def _watch(self) -> None:
         seen, idle_s, looked_at = self._mark, 0.0, time.monotonic()
         while not self._leaving.is_set():
-            # Fires if this thread gets no turn any more.
-            faulthandler.dump_traceback_later(SILENT_S, file=self._file)
             self._leaving.wait(TICK_S)
             # Time in which this process was stopped (a suspended job, a laptop's lid) does not count: the others were
             # stopped with it.
@@ -335,7 +346,6 @@ class Watchdog:
         self._ending.set()
         try:
             self._peers.end_run(why)
-            faulthandler.cancel_dump_traceback_later()
             header = self._header(why).encode()
             # Straight to the descriptors: the thread that hangs may hold the lock of sys.stderr.
             for descriptor in (self._file.fileno(), 2):
