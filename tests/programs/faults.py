@@ -98,8 +98,11 @@ def pause_at_step(number, seconds):
 
 def hold_interpreter_at_step(number):
     def hang_in_c():
-        # Unlike CDLL, PyDLL does not let other threads run meanwhile.
-        ctypes.PyDLL(None).sleep(3600)
+        # Unlike CDLL, PyDLL does not let other threads run meanwhile. A signal would end a sleep; it ends no wait for a
+        # mutex, which is zeros as long as nobody has it.
+        mutex, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+        for _ in range(2):
+            libc.pthread_mutex_lock(mutex)
 
     _at_step(number, hang_in_c)
 
