@@ -210,6 +210,15 @@ def test_layers_that_begin_to_show_the_same_share_a_warning(compose_config):
     assert "likewise" not in message
 
 
+def test_a_tensor_that_a_step_did_not_look_at_is_not_warned_of_again(compose_config):
+    alarms = Alarms(resolve_fp8(compose_config("fp8=delayed").model), 1e-3)
+    warned_at = []
+    for step, looked_at in enumerate([[FC1], [FC2], [FC1], [FC2], [FC1, FC2]]):
+        tensors = [tensor(layer=layer, amax=math.inf) for layer in looked_at]
+        warned_at += [step for _ in alarms.check(StepStatistics(step=step, tensors=tensors))]
+    assert warned_at == [0, 1]
+
+
 def set_scales(factor):
     """Multiplies the scales of gradients before each step; None sets them to 1."""
 

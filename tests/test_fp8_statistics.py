@@ -274,6 +274,32 @@ def test_a_sample_is_few_values_of_the_first_microbatch_and_others_each_time(col
     assert statistics.tensors[0].flushed == 1 / 4
 
 
+@pytest.mark.parametrize(("num_layers", "turns"), [(2, 1), (7, 2), (12, 4), (32, 4)])
+def test_layers_take_turns_in_samples_and_each_turn_has_all_kinds(single_process, compose_config, num_layers, turns):
+    run = resolve(compose_config(f"model.num_layers={num_layers}", "fp8=delayed"))
+    collector = StatisticsCollector(run.linears, [], torch.device("cpu"))
+    given = operand(Role.input, [[0x38] * 4] * 4), operand(Role.weight, [[0x38] * 4] * 4)
+    product = Product(phase=Phase.forward, operands=given)
+
+    def looked_at(*, sampled):
+        with collector.observe(1, sampled=sampled):
+            for linear in run.linears:
+                if not sampled or collector._asks(linear.module, Phase.forward):
+                    collector.add(linear.module, product)
+        [statistics] = collector.read()
+        return [each.layer for each in statistics.tensors if each.tensor == "input"]
+
+    everything = [linear.module for linear in run.linears]
+    assert looked_at(sampled=False) == everything
+    seen = [looked_at(sampled=True) for _ in range(turns)]
+    assert sorted(layer for turn in seen for layer in turn) == sorted(everything)
+    assert all(f"linear_{kind}" in " ".join(turn) for turn in seen for kind in ("qkv", "proj", "fc1", "fc2"))
+    assert all(abs(len(turn) - len(everything) / turns) < 1 for turn in seen)
+    # The second round looks at other rows and columns, not at other layers; a full step comes in between.
+    assert looked_at(sampled=False) == everything
+    assert looked_at(sampled=True) == seen[0]
+
+
 class CountsOperations(TorchDispatchMode):
     """Counts what a GPU would be given to compute or copy; views are none of it."""
 

@@ -1,7 +1,7 @@
 """Warns about FP8 tensors, from their statistics, and says what to do.
 
 Each warning appears once, and again only after its tensor has recovered. Layers whose tensors begin to show the same
-condition at the same step share one.
+condition at the same step share one. A step need not look at every layer; those that it left out stay as they were.
 """
 
 import math
@@ -45,7 +45,8 @@ class Alarms:
 
     def check(self, statistics: StepStatistics) -> list[str]:
         """The new warnings of a step: one for all layers that begin to show a condition in the same kind of tensor."""
-        active: set[tuple[str, str, str]] = set()
+        looked_at = {(tensor.layer, tensor.tensor) for tensor in statistics.tensors}
+        active = {key for key in self._active if key[:2] not in looked_at}
         new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
         for tensor in statistics.tensors:
             for condition, message in self._conditions(tensor):

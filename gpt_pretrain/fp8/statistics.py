@@ -16,11 +16,13 @@ What is counted:
 
 Shares are means over all values of all microbatches and all ranks.
 
-A sampled observation looks at the first microbatch alone, and at no more than `SAMPLE` rows and columns of a tensor,
-evenly spaced and others each time: at most 16,384 values, of which a share of 1e-3 is known to 2.5e-4 and one of 0.1 to
-2.3e-3 (one standard deviation, if values are independent; rows are tokens, and 128 tokens that are each all or nothing
-tell a share of 0.1 to 0.027). Amax and scale are not sampled. It costs three copies for each tensor, of these values,
-the amax and the scale, and a few kernels for all of them together: on a GPU the host has to start every one of them.
+A sampled observation looks at some of the layers: those of a large model take up to `MOST_TURNS` turns, so that what
+it costs is a small share of the steps of small and large models alike. It looks at the first microbatch alone, and at
+no more than `SAMPLE` rows and columns of a tensor, evenly spaced and others each time: at most 16,384 values, of which
+a share of 1e-3 is known to 2.5e-4 and one of 0.1 to 2.3e-3 (one standard deviation, if values are independent; rows
+are tokens, and 128 tokens that are each all or nothing tell a share of 0.1 to 0.027). Amax and scale are not sampled.
+It costs three copies for each tensor, of these values, the amax and the scale, and a few kernels for all of them
+together: on a GPU the host has to start every one of them.
 """
 
 from collections import defaultdict
@@ -49,6 +51,9 @@ _ROUNDING = 1.0 + 2.0**-20
 _SMALLEST_CODE = 1
 # Rows, and columns, of a tensor that a sample takes.
 SAMPLE = 128
+# A sampled observation looks at this many linear layers at least, and at every one after so many observations at most.
+LAYERS_A_TURN = 12
+MOST_TURNS = 4
 # Columns of the maxima; the smallest scale is stored negated.
 _AMAX, _MINUS_SCALE_MIN, _SCALE_MAX, _HISTORY = range(4)
 # Columns of the sums. Saturation can be judged only for values whose amax is known. The last four are of samples: codes
@@ -92,7 +97,10 @@ class StatisticsCollector:
         self._device = device
         self._modules = {name: module for chunk in chunks for name, module in whole_model_modules(chunk)}
         self._pending: list[tuple[int, torch.Tensor]] = []
-        self._num_observed = 0
+        self._num_turns = max(1, min(MOST_TURNS, len(names) // LAYERS_A_TURN))
+        # Neighbors take one turn, so that each of these looks at all kinds of layers.
+        self._turns = {name: index * self._num_turns // len(names) for index, name in enumerate(names)}
+        self._num_sampled = 0
         self._clear(sampled=False)
 
     def _clear(self, *, sampled: bool) -> None:
@@ -107,15 +115,16 @@ class StatisticsCollector:
     def observe(self, step: int, *, sampled: bool = False) -> Iterator[None]:
         """Watches the training step inside and then joins the tables of all ranks; every rank calls it.
 
-        `sampled` looks at a sample of each tensor.
+        `sampled` looks at a sample of each tensor of the layers whose turn it is.
         """
         self._clear(sampled=sampled)
-        self._num_observed += 1
         asks = self._asks if sampled else None
         with observe_products(self._chunks, self.add, asks=asks, measure_amax=not sampled):
             yield
         self._count_seen()
-        if not sampled:
+        if sampled:
+            self._num_sampled += 1
+        else:
             self._add_histories()
         table = torch.cat([self._maxima.double(), self._sums.double()], dim=1)
         tables = table.new_empty(torch.distributed.get_world_size() * len(table), table.shape[1])
@@ -127,13 +136,20 @@ class StatisticsCollector:
 
     def _asks(self, layer: str, phase: Phase) -> bool:
         """Whether a sample needs a product: each of a layer once, if it has an operand that was not looked at."""
+        if not self._is_its_turn(layer):
+            return False
         is_first = (layer, phase) not in self._asked
         self._asked.add((layer, phase))
         return is_first and any((layer, role) not in self._counted_in for role in OPERANDS[phase])
 
+    def _is_its_turn(self, layer: str) -> bool:
+        return not self._sampled or self._turns.get(planned_name(layer)) == self._num_sampled % self._num_turns
+
     @torch.no_grad()
     def add(self, layer: str, product: Product) -> None:
         """Counts those operands of a product that count there; does not wait for the device."""
+        if not self._is_its_turn(layer):
+            return
         for operand in product.operands:
             row = self._rows.get((planned_name(layer), operand.role))
             if row is None or operand.codes is None:
@@ -168,10 +184,11 @@ class StatisticsCollector:
         )
 
     def _sample(self, matrix: torch.Tensor) -> torch.Tensor:
-        """At most `SAMPLE` rows and columns, evenly spaced; others in the next observation."""
+        """At most `SAMPLE` rows and columns, evenly spaced; others in the layer's next turn."""
+        turn = self._num_sampled // self._num_turns
         matrix = matrix.detach().reshape(-1, matrix.shape[-1])
         (down, across) = (-(-size // SAMPLE) for size in matrix.shape)
-        part = matrix[self._num_observed % down :: down, self._num_observed % across :: across]
+        part = matrix[turn % down :: down, turn % across :: across]
         # A copy also of small tensors: the optimizer's step comes before they are counted.
         return part.clone(memory_format=torch.contiguous_format)
 
