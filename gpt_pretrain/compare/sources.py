@@ -31,6 +31,7 @@ from gpt_pretrain.compare.series import (
     read_seed,
     thinned,
     thinned_records,
+    validated,
 )
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
@@ -254,6 +255,12 @@ def read_run_dir(
     steps = tuple(record.step for record in train)
     last = metrics.starts[-1] if metrics.starts else None
     memory = [record.memory_gib for record in train if record.memory_gib is not None]
+    training = Curve(
+        steps=steps,
+        losses=tuple(record.loss for record in train),
+        tokens=tuple(record.consumed_tokens for record in train),
+        gpu_seconds=() if gpus is None else accumulated(steps, [gpus * s for s in _seconds_per_step(metrics)]),
+    )
     return RunRecord(
         name=name,
         variant=variant,
@@ -263,20 +270,8 @@ def read_run_dir(
         format="gpt_pretrain",
         state=_state(path, metrics),
         num_gpus=gpus,
-        training=thinned(
-            Curve(
-                steps=steps,
-                losses=tuple(record.loss for record in train),
-                tokens=tuple(record.consumed_tokens for record in train),
-                gpu_seconds=() if gpus is None else accumulated(steps, [gpus * s for s in _seconds_per_step(metrics)]),
-            )
-        ),
-        validation=Curve(
-            steps=tuple(record.step for record in metrics.validation),
-            losses=tuple(record.loss for record in metrics.validation),
-            tokens=(),
-            gpu_seconds=(),
-        ),
+        training=thinned(training),
+        validation=validated({record.step: record.loss for record in metrics.validation}, training),
         tokens_per_s=mean_tokens_per_s(metrics) if gpus is not None else None,
         memory_gib=max(memory, default=None),
         skipped_steps=len(metrics.skipped_steps),

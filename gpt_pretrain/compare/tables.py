@@ -85,7 +85,7 @@ def _series(columns: Columns, source: Path, format_: Format, label: str = "") ->
         )
     series.validation = _column(columns, "validation")
     together = _column(columns, "all GPUs")
-    if both := [step for step in together if _positive(rates.get(step))]:
+    if both := [step for step in together if _positive(rates.get(step)) and _positive(together[step])]:
         series.num_gpus = max(1, round(together[both[0]] / rates[both[0]]))
     elif (counts := [*_column(columns, "num_gpus").values()]) and 1 <= counts[-1] < 1 << 20:
         series.num_gpus = round(counts[-1])
