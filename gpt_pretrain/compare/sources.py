@@ -66,7 +66,7 @@ def read_runs(places: Sequence[str]) -> list[RunRecord]:
             )
             raise UserError(f"runs: {both}, and a run differs in nothing from itself; give each run once")
         given[resolved] = place
-    return _named([run for place in places for run in _read(Path(place))])
+    return _named([_read(Path(place)) for place in places])
 
 
 def _read(place: Path) -> list[RunRecord]:
@@ -122,17 +122,19 @@ def _read_file(place: Path) -> list[RunRecord]:
     return [series.build() for series in found]
 
 
-def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Gives every run its variant, its role, and a name that no other has."""
-    groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
-    # Two logs of one name are two variants: a place tells them apart.
-    for index, run in enumerate(runs):
-        key: tuple[tuple[str, str], ...] = (("", str(index)),)
-        if run.variant:
-            key = (("variant", run.variant),)
-        elif run.format == "gpt_pretrain" and run.configuration:
-            key = tuple(sorted(variant_settings(run).items()))
-        groups.setdefault(key, []).append(run)
+def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
+    """Gives every run of every place its variant, its role, and a name that no other has."""
+    runs = [run for at_place in places for run in at_place]
+    groups: dict[tuple[object, ...], list[RunRecord]] = {}
+    for place, at_place in enumerate(places):
+        for index, run in enumerate(at_place):
+            # Those of a comparison have variants already, which mean other settings in another comparison.
+            first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
+            # Two logs of one name are two variants: a place tells them apart.
+            key: tuple[object, ...] = (run.variant, place, None if run.variant else index)
+            if run.format == "gpt_pretrain" and run.configuration:
+                key = (run.variant, *sorted(variant_settings(first).items()))
+            groups.setdefault(key, []).append(run)
     names = _variant_names([members[0] for members in groups.values()])
     variants = {id(run): name for name, members in zip(names, groups.values(), strict=True) for run in members}
     seeds: set[tuple[str, int | None]] = set()
@@ -143,8 +145,8 @@ def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
         repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
         seeds.add((variant, run.seed))
         name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}" + " again" * repeats
-        # Those of a comparison have names, variants and roles already.
-        given = run.name if run.variant else name
+        # Those of a comparison have names and roles, too.
+        given = run.name if run.variant == variant else name
         named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))
     return _unique(named)
 
@@ -165,7 +167,7 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
     for run, name in zip(firsts, plain, strict=True):
         namesakes = [variant_settings(other) for other, same in zip(firsts, plain, strict=True) if same == name]
         own = variant_settings(run)
-        differing = [key for key in own if not run.variant and any(other.get(key) != own[key] for other in namesakes)]
+        differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
         names.append(" ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])]))
     taken: Counter[str] = Counter()
     for index, name in enumerate(names):
