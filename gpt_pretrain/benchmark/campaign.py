@@ -18,7 +18,6 @@ from gpt_pretrain.benchmark.document import (
     table_of_rows,
     write_documents,
 )
-from gpt_pretrain.benchmark.machine import variant_refusals
 from gpt_pretrain.benchmark.results import (
     Forecast,
     Machine,
@@ -36,6 +35,7 @@ from gpt_pretrain.benchmark.variants import (
     own_key_problems,
     run_overrides,
     variant_problems,
+    variant_refusals,
 )
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError

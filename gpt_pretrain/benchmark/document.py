@@ -20,7 +20,7 @@ from rich.text import Text
 from gpt_pretrain.benchmark.results import KINDS, MFU_FORMULA, Figures, GemmCeiling, Kernel, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import UserError, how_to_install
+from gpt_pretrain.config.errors import UserError, how_to_install, show
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
@@ -29,7 +29,7 @@ from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format
 
 VERSION = 1
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
-# Longest name of a kernel on the terminal: templates of CUDA fill pages.
+# Longest name of a kernel in a table: templates of CUDA fill pages.
 _KERNEL_WIDTH = 70
 # Of tables where the output is no terminal: all columns stand side by side.
 WIDTH = 160
@@ -136,9 +136,9 @@ def write_documents(benchmark: Benchmark, run_dir: Path) -> list[Path]:
     markdown_path = run_dir / MARKDOWN if markdown is None else Path(markdown)
     try:
         markdown_path.parent.mkdir(parents=True, exist_ok=True)
-        markdown_path.write_text(benchmark_markdown(benchmark), encoding="utf-8")
+        write_file(markdown_path, benchmark_markdown(benchmark), wait_for_disk=False)
     except OSError as error:
-        problem = f"benchmark.markdown={markdown} cannot be written: {error.strerror or error}"
+        problem = f"benchmark.markdown={show(markdown)}: {markdown_path} cannot be written: {error.strerror or error}"
         raise UserError(f"{problem}; the figures are in {json_path}") from error
     return [json_path, markdown_path]
 
@@ -289,6 +289,8 @@ def read_steps(path: Path) -> dict[str, dict[str, float]]:
             for name, figures in variants
             if figures is not None
         }
+        if unknown := {kind for parts in steps.values() for kind in parts} - {*KINDS}:
+            raise ValueError(f"{unknown} are no kinds of work")
     except FileNotFoundError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except (ForeignFileError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt_pretrain.benchmark.machine import launch_here
 from gpt_pretrain.benchmark.variants import (
     Variant,
     common_key_problems,
+    launch_here,
     load_variants,
     process_problems,
     read_variants,

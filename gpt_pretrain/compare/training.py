@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from gpt_pretrain.benchmark.machine import detect_in_process, variant_refusals
-from gpt_pretrain.benchmark.results import TrainingDone
+from gpt_pretrain.benchmark.results import PlatformSeen, TrainingDone
+from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
@@ -163,10 +163,20 @@ def train_variants(
 def _refused_here(
     runs: Sequence[PlannedRun], source: Source, overrides: Sequence[str], run_dir: Path
 ) -> list[PlannedRun]:
-    """The runs with what this machine refuses of those that it still has to train."""
+    """The runs with what this machine refuses of those that it still has to train.
+
+    A process of its own looks at the machine: this one keeps no CUDA context beside the runs, and needs no torch.
+
+    Raises:
+        RunError: That process failed.
+    """
     if all(run.is_finished for run in runs):
         return list(runs)
-    platform = detect_in_process(_next_folder(run_dir / _STARTS / _PLATFORM), source=source, overrides=overrides)
+    folder = _next_folder(run_dir / _STARTS / _PLATFORM)
+    outcome = run_task("platform", PlatformSeen, folder, source=source, overrides=overrides)
+    if outcome.problem is not None:
+        raise RunError(f"this machine's devices and libraries could not be looked up: {outcome.problem}")
+    platform = outcome.results[0].platform
     return [
         run if run.is_finished else replace(run, problems=tuple(variant_refusals(run.config, platform))) for run in runs
     ]
