@@ -16,6 +16,7 @@ from gpt_pretrain.compare.document import Curve
 from gpt_pretrain.compare.series import Point, Series, thinned
 from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.launch.run_dir import lock_path, this_process
 from gpt_pretrain.report.metrics_file import TensorBoardSink
 from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
@@ -225,15 +226,18 @@ def test_our_own_runs(tmp_path):
 @pytest.mark.parametrize(
     ("records", "lock", "state"),
     [
-        ([], True, "running"),
-        ([], False, "ended without a summary"),
-        ([summary("interrupted")], False, "ended early: interrupted"),
+        ([], "{}", "running"),
+        ([], this_process().to_json(), "running"),
+        # It was killed, and its lock is left over.
+        ([], replace(this_process(), process=2**22 + 1).to_json(), "ended without a summary"),
+        ([], None, "ended without a summary"),
+        ([summary("interrupted")], None, "ended early: interrupted"),
     ],
 )
 def test_a_run_need_not_be_finished(tmp_path, records, lock, state):
     place = write_run(tmp_path / "a", train_record(1), train_record(2), *records)
-    if lock:
-        (tmp_path / "a" / "lock").write_text("{}")
+    if lock is not None:
+        lock_path(tmp_path / "a").write_text(lock)
     (run,) = read_runs([place])
     assert run.state == state
 

@@ -196,6 +196,18 @@ def test_wandb_that_is_not_installed_is_refused_and_leaves_the_history_alone(tmp
     assert metrics_path(tmp_path).read_bytes() == before
 
 
+def test_a_damaged_history_is_refused_before_the_run_trains(tmp_path):
+    run(tmp_path, 0, {10: 4.0})
+    lines = metrics_path(tmp_path).read_text().splitlines(keepends=True)
+    metrics_path(tmp_path).write_text(lines[0] + "damaged\n" + "".join(lines[1:]))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 "):
+        MetricsSinks(tmp_path, logging_config(), "test", start_step=10)
+
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
 def test_a_full_disk_leaves_no_wandb_run_without_its_name(tmp_path, monkeypatch):
     # It cannot write the name, and so never asks the package for a run.
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))

@@ -38,7 +38,7 @@ from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.foreign import check_yaml, read_foreign_text
 from gpt_pretrain.config.keys import flatten
-from gpt_pretrain.launch.run_dir import lock_path
+from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
 
@@ -243,10 +243,7 @@ def read_run_dir(
     """
     path = metrics_path(place) if place.is_dir() else place
     check_size(path)
-    try:
-        metrics = load_records(path)
-    except (RecursionError, OverflowError) as error:
-        raise UserError(f"{path}: a line is no record: {error}; restore the file") from error
+    metrics = load_records(path)
     if not metrics.train:
         raise UserError(f"{path} has no record of kind train; expected one every trainer.log_every_n_steps steps")
     # A copy under another name lies among other runs' files.
@@ -301,5 +298,15 @@ def _seconds_per_step(metrics: Metrics) -> list[float]:
 
 def _state(path: Path, metrics: Metrics) -> str:
     if metrics.summary is None:
-        return "running" if lock_path(path.parent).exists() else "ended without a summary"
+        return "running" if _is_held(path.parent) else "ended without a summary"
     return "finished" if metrics.summary.end_reason == "max_steps" else f"ended early: {metrics.summary.end_reason}"
+
+
+def _is_held(run_dir: Path) -> bool:
+    """Whether a living run holds a directory, as far as this machine can know: one that was killed leaves its lock."""
+    try:
+        check_run_lock(run_dir)
+    except (UserError, OSError):
+        # A directory that cannot be written, as another user's is, does not tell how old its lock is.
+        return True
+    return False

@@ -90,7 +90,7 @@ def _mend_last_line(path: Path) -> None:
 def _is_json_object(text: bytes) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -184,7 +184,7 @@ def _parse(line: bytes, place: str) -> Record | None:
             raise ValueError('not a JSON object with a "kind"')
         record = RECORD_KINDS.get(values["kind"])
         return None if record is None else record.from_json(values)
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{place} is not a record: {error}; remove the line, or restore the file") from None
 
 
@@ -304,7 +304,7 @@ class MetricsSinks:
     `start_step` counts the steps done before this start: 0, or the step of the checkpoint that it resumes from.
 
     Raises:
-        UserError: W&B is asked for and not installed.
+        UserError: W&B is asked for and not installed, or an earlier process's records are damaged.
     """
 
     def __init__(
@@ -320,6 +320,9 @@ class MetricsSinks:
     ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
+        if metrics_path(run_dir).exists():
+            # The summary is computed from all of it, when the run has trained.
+            load_metrics(run_dir)
         self._sinks: list[MetricsFile | TensorBoardSink | WandbSink] = []
         # Sinks that may refuse to start come first: a refused start must not mark an earlier history as superseded.
         if logging.wandb:
