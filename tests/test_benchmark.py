@@ -318,6 +318,16 @@ def test_the_table_shows_every_variant_in_its_order(compose_config):
     assert set(list(big.values())[3:]) == {"–"}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [((0.0123456,), "12.35–12.35"), ((9.9994, 9.9996), "9999–10,000"), ((12.3, 140.0), "12,300–140,000")],
+)
+def test_the_spread_of_slow_steps_has_no_exponents(compose_config, seconds, shown):
+    figures = compute_figures([[replace(MEASURED, step_times_s=seconds)]], resolve(compose_config()), H200)
+    titles, (line,) = table_of_rows([build_row(APP, 1, figures, None, None)])
+    assert line[titles.index("spread (ms)")] == shown
+
+
 def test_the_terminal_loses_no_figure_however_narrow(compose_config):
     output = io.StringIO()
     print_table(Console(file=output, width=60), "Variants", *table_of_rows(rows_of(compose_config)))

@@ -180,6 +180,18 @@ def test_one_seed_is_judged_by_the_baseline_against_itself(runs, judgement, sour
     assert bool(found.gap_curve.lows) == (source != "none")
 
 
+def test_a_second_run_of_a_seed_is_not_left_out_in_silence():
+    again = synthetic_run("fp8", 1, gap=0.3, role="repeat")
+    found = answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1), again)
+    assert (found.judgement, found.loss_gap.value) == ("as_good", pytest.approx(0, abs=1e-6))
+    assert [again.name in reason for reason in found.reasons] == [True]
+    # Seeds tell more than the baseline's repeat.
+    found = answer(*BASELINE, repeat(0.001), *seeds("fp8", (0.0, 0.001, -0.001)))
+    assert found.noise_from == "paired seeds"
+    assert ["bf16 repeat 1" in reason for reason in found.reasons] == [True]
+    assert answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1)).reasons == ()
+
+
 def test_the_noise_of_a_repeat_is_noise_of_the_time_too():
     found = answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1, s_per_step=0.5))
     noise = math.log1p(found.loss_gap.high) - math.log1p(found.loss_gap.value)

@@ -354,6 +354,26 @@ def test_a_run_directory_is_no_place_for_a_comparison(tmp_path, capsys):
     assert f"run_dir={tmp_path} holds a run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], False),
+        ([train_record(STEPS - 1)], False),
+        # Killed while it wrote its summary: it has no step left to do.
+        ([train_record(STEPS - 1), train_record(STEPS)], True),
+        ([train_record(STEPS), StartRecord(step=STEPS - 1, time_unix=0.0)], False),
+        ([train_record(STEPS), summary()], True),
+        ([train_record(STEPS), summary("loss_spike")], False),
+    ],
+)
+def test_a_run_is_finished_when_its_steps_are_done(tmp_path, records, expected):
+    run = planned(tmp_path, variants("app", DELAYED))[0]
+    with closing(MetricsFile(run.run_dir)) as metrics:
+        for record in records:
+            metrics.write(record)
+    assert run.is_finished == expected
+
+
 def test_a_run_whose_records_are_damaged_is_named(tmp_path):
     run = planned(tmp_path, variants("app", DELAYED))[0]
     run.run_dir.mkdir(parents=True)

@@ -145,7 +145,12 @@ def write_documents(benchmark: Benchmark, run_dir: Path) -> list[Path]:
 
 def format_step_time(seconds: float) -> str:
     """A step's time in milliseconds with four digits."""
-    return f"{seconds * 1e3:.4g} ms" if seconds < 10 else f"{seconds * 1e3:,.0f} ms"
+    return f"{_step_ms(seconds)} ms"
+
+
+def _step_ms(seconds: float) -> str:
+    # From five digits on, the format with four digits writes an exponent.
+    return f"{seconds * 1e3:.4g}" if seconds < 9.9995 else f"{seconds * 1e3:,.0f}"
 
 
 def _format_ms(time_ms: float) -> str:
@@ -159,7 +164,7 @@ def _ratio(value: float | None) -> str:
 # Title to the cell of a variant that has figures.
 _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
     "step (median)": lambda _, figures: format_step_time(figures.step_time_s),
-    "spread (ms)": lambda _, figures: f"{figures.fastest_step_s * 1e3:.4g}–{figures.slowest_step_s * 1e3:.4g}",
+    "spread (ms)": lambda _, figures: f"{_step_ms(figures.fastest_step_s)}–{_step_ms(figures.slowest_step_s)}",
     "tokens/s/GPU": lambda _, figures: f"{figures.tokens_per_s_per_gpu:,.0f}",
     "TFLOP/s": lambda _, figures: format_rate(figures.tflops_per_gpu),
     "MFU": lambda _, figures: format_percent(figures.mfu),

@@ -98,7 +98,14 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
             answers.append(_not_comparable(variant, baseline, found[variant]))
             continue
         beside = [of(each) for each in variants[1:] if each != variant and not found[each]]
-        answers.append(compare_variant(of(variant), of(baseline), of(baseline, "repeat"), beside, allowed=allowed))
+        repeats = of(baseline, "repeat")
+        answer = compare_variant(of(variant), of(baseline), repeats, beside, allowed=allowed)
+        unused = [*of(variant, "repeat"), *(repeats if answer.noise_from in ("paired seeds", "seeds") else ())]
+        if unused:
+            names = ", ".join(run.name for run in unused)
+            why = "a second run of a seed counts for the baseline alone, and where each variant has one seed"
+            answer = replace(answer, reasons=(*answer.reasons, f"left out: {names}; {why}"))
+        answers.append(answer)
     if gate is not None:
         gate = replace(gate, missed=tuple(problem for answer in answers for problem in _missed(answer, gate)))
     return Comparison(
