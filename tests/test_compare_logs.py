@@ -4,6 +4,7 @@ import json
 import math
 import os
 import struct
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -417,6 +418,21 @@ def test_what_is_too_large_is_refused_unread(tmp_path):
         file.truncate(series.MAX_BYTES + 1)
     with pytest.raises(UserError, match="512 MiB"):
         read_runs([str(path)])
+
+
+@pytest.mark.parametrize("content", [TITAN + "chatter\n" * 30_000, "step,loss,note\n" + "1,2,chatter\n" * 30_000])
+def test_a_long_log_is_read_line_by_line(tmp_path, content):
+    path = tmp_path / "log"
+    path.write_text(content)
+    # Its libraries are not what is measured.
+    read_runs([str(path)])
+    tracemalloc.start()
+    try:
+        read_runs([str(path)])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(content) / 4
 
 
 def test_a_log_steers_no_terminal(tmp_path):

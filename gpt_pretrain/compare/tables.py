@@ -11,7 +11,6 @@ transformers and nanoGPT.
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import NoReturn
 
@@ -183,22 +182,22 @@ def read_table(path: Path) -> list[Series] | None:
         UserError: A row is damaged, or no column is a loss; names the file, the line and what was expected.
     """
     check_size(path)
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    rows = csv.reader(StringIO(text, newline=""))
-    try:
-        heading = next(rows, [])
-        lower = [name.strip().lower() for name in heading]
-        if not 2 <= len(heading) <= _MAX_COLUMNS:
-            return None
-        if {"metric", "step", "value"} <= set(lower) or {"key", "step", "value"} <= set(lower):
-            return _mlflow(path, lower, rows)
-        if not {*_STEPS} & set(lower):
-            if any(name.endswith("loss") for name in lower):
-                _refuse(path, 1, _EXPECTED)
-            return None
-        return _wide(path, [name.strip() for name in heading], rows)
-    except csv.Error as error:
-        _refuse(path, rows.line_num, f"a row of a table ({error})")
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        rows = csv.reader(file)
+        try:
+            heading = next(rows, [])
+            lower = [name.strip().lower() for name in heading]
+            if not 2 <= len(heading) <= _MAX_COLUMNS:
+                return None
+            if {"metric", "step", "value"} <= set(lower) or {"key", "step", "value"} <= set(lower):
+                return _mlflow(path, lower, rows)
+            if not {*_STEPS} & set(lower):
+                if any(name.endswith("loss") for name in lower):
+                    _refuse(path, 1, _EXPECTED)
+                return None
+            return _wide(path, [name.strip() for name in heading], rows)
+        except csv.Error as error:
+            _refuse(path, rows.line_num, f"a row of a table ({error})")
 
 
 def _refuse(path: Path, line: int, expected: str) -> NoReturn:
