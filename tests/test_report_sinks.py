@@ -4,6 +4,8 @@ import json
 import resource
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 
@@ -208,16 +210,37 @@ def test_a_damaged_history_is_refused_before_the_run_trains(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
+@contextmanager
+def full_beyond(num_bytes):
+    """A disk on which no file grows further."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_every_sink_is_closed_where_one_of_them_cannot_be(tmp_path):
+    run(tmp_path, 0, dict.fromkeys(range(40), 4.0))
+    threads = threading.active_count()
+    # Room for a start, and not for a record of training; TensorBoard begins a file of its own.
+    with full_beyond(metrics_path(tmp_path).stat().st_size + 200):
+        sinks = MetricsSinks(tmp_path, logging_config(), "test", start_step=40)
+        assert threading.active_count() == threads + 1
+        with pytest.raises(OSError, match="File too large"):
+            sinks.write(train(41, 3.0))
+        with pytest.raises(OSError, match="File too large"):
+            sinks.close()
+    assert threading.active_count() == threads, "of TensorBoard's writer"
+    assert tensorboard_scalars(tmp_path, "train/loss")[41] == 3.0
+
+
 def test_a_full_disk_leaves_no_wandb_run_without_its_name(tmp_path, monkeypatch):
     # It cannot write the name, and so never asks the package for a run.
     monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            MetricsSinks(tmp_path, logging_config(wandb=True), "test", start_step=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_beyond(0), pytest.raises(OSError, match="File too large"):
+        MetricsSinks(tmp_path, logging_config(wandb=True), "test", start_step=0)
 
     assert list(tmp_path.iterdir()) == []
 

@@ -4,8 +4,7 @@ A run may be killed at any byte and resumed from a checkpoint that is older than
 ever appended to. Each process begins with a `start` record that names the step it continues from, and the reader drops
 what an earlier process wrote about later steps. It does the same where a `rewind` names an earlier step.
 
-Only rank 0 creates the sinks, once it knows that step. TensorBoard's hides what was written about later ones; W&B's
-cannot.
+Only rank 0 creates the sinks, once it knows that step. TensorBoard's hides what stands about later ones; W&B's cannot.
 """
 
 import json
@@ -13,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -218,8 +218,7 @@ def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard events through tensorboard's own writer, which needs no torch.
 
-    It hides what an earlier process wrote about later steps than `start_step`, the steps done before this start; of a
-    start at step 0, all of it.
+    It hides what stands about later steps than `start_step`, those done before this start; at step 0 all that stands.
     """
 
     def __init__(self, directory: Path, *, start_step: int) -> None:
@@ -320,17 +319,20 @@ class MetricsSinks:
     ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
+        # The summary is computed from all of them when the run has trained; too late to hear that they are damaged.
         if metrics_path(run_dir).exists():
-            # The summary is computed from all of it, when the run has trained.
             load_metrics(run_dir)
         self._sinks: list[MetricsFile | TensorBoardSink | WandbSink] = []
-        # Sinks that may refuse to start come first: a refused start must not mark an earlier history as superseded.
-        if logging.wandb:
-            self._sinks.append(WandbSink(run_dir, logging, run_name, config))
-        if logging.tensorboard:
-            self._sinks.append(TensorBoardSink(run_dir / "tensorboard", start_step=start_step))
-        self._sinks.append(MetricsFile(run_dir))
-        self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))
+        with ExitStack() as opened:
+            # Sinks that may refuse to start come first: a refused start must not mark an earlier history as superseded.
+            if logging.wandb:
+                self._sinks.append(opened.enter_context(closing(WandbSink(run_dir, logging, run_name, config))))
+            if logging.tensorboard:
+                events = TensorBoardSink(run_dir / "tensorboard", start_step=start_step)
+                self._sinks.append(opened.enter_context(closing(events)))
+            self._sinks.append(opened.enter_context(closing(MetricsFile(run_dir))))
+            self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))
+            self._opened = opened.pop_all()
 
     def write(self, record: Record) -> None:
         """Writes a record to every sink."""
@@ -338,9 +340,8 @@ class MetricsSinks:
             sink.write(record)
 
     def close(self) -> None:
-        """Closes every sink; a second call does nothing."""
-        while self._sinks:
-            self._sinks.pop().close()
+        """Closes every sink, even where one of them fails; a second call does nothing."""
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
