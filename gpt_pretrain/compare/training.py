@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.status import Status
+from rich.text import Text
 
 from gpt_pretrain.benchmark.results import PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import variant_refusals
@@ -30,6 +30,7 @@ from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.run_dir import run_lock
 from gpt_pretrain.launch.slurm import Submission, has_job, submit
 from gpt_pretrain.report.columns import format_duration, format_loss, format_rate
+from gpt_pretrain.report.console import print_line
 from gpt_pretrain.report.metrics_file import metrics_path
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.rules.gate import check_command
@@ -78,7 +79,7 @@ class Progress:
         if not self._console.is_terminal:
             self.tell(number, text)
             return
-        line = escape(self._line(number, text))
+        line = Text(self._line(number, text))
         if self._status is None:
             self._status = self._console.status(line)
             self._status.start()
@@ -119,11 +120,6 @@ def _newest_record(run: PlannedRun) -> TrainRecord | None:
             with suppress(ValueError):
                 return TrainRecord.from_json(json.loads(line))
     return None
-
-
-def print_line(console: Console, line: str) -> None:
-    """Prints a line as it is, however wide."""
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def train_variants(
