@@ -5,7 +5,7 @@
                 an exported table
 
 Then each run gets a name, and runs of ours that differ in seeds or microbatches alone become one variant. Ours are read
-here, finished or not, from any machine; their configuration as plain values, for an earlier version's has other keys.
+here, finished or not, from any machine. Their configuration is read as plain values: earlier versions had other keys.
 """
 
 import math
