@@ -338,6 +338,7 @@ BROKEN = {
     "titan's rate": (lines_of(TITAN, 7, "tps: 301,092", "tps: "), ":7:", "tps: N"),
     "only a torn line": (TITAN.splitlines()[4][:120], "torchtitan", "tps: N"),
     "a cell of words": (lines_of(WANDB, 3, "4.5", "four"), ":3:", "a number"),
+    "a cell behind one of two lines": ('step,note,loss\n1,"two\nlines",5\n2,one,four\n', ":4:", "a number"),
     "a row too short": (lines_of(WANDB, 2, ',"5.6"', ""), ":2:", "7 columns"),
     "a step that is none": (lines_of(WANDB, 4, '"30"', '"3.5"'), ":4:", "'Step'"),
     "no loss": ("Step,accuracy\n1,2\n", ":1:", "train/loss"),

@@ -20,6 +20,8 @@ from gpt_pretrain.config.errors import UserError, format_bytes
 
 type Columns = dict[str, dict[int, float]]
 """Metric to its values by step."""
+type Rows = Iterator[tuple[int, list[str]]]
+"""The number of a row's last line in the file, and its cells."""
 
 _NAMES = {
     "loss": (
@@ -183,9 +185,11 @@ def read_table(path: Path) -> list[Series] | None:
     """
     check_size(path)
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        rows = csv.reader(file)
+        reader = csv.reader(file)
+        # A row ends some lines after the one before it where a cell in quotes has several.
+        rows = ((reader.line_num, row) for row in reader)
         try:
-            heading = next(rows, [])
+            _, heading = next(rows, (0, []))
             lower = [name.strip().lower() for name in heading]
             if not 2 <= len(heading) <= _MAX_COLUMNS:
                 return None
@@ -197,7 +201,7 @@ def read_table(path: Path) -> list[Series] | None:
                 return None
             return _wide(path, [name.strip() for name in heading], rows)
         except csv.Error as error:
-            _refuse(path, rows.line_num, f"a row of a table ({error})")
+            _refuse(path, reader.line_num, f"a row of a table ({error})")
 
 
 def _refuse(path: Path, line: int, expected: str) -> NoReturn:
@@ -217,8 +221,8 @@ def _cell(path: Path, line: int, name: str, text: str) -> float | None:
         ) from None
 
 
-def _rows(path: Path, width: int, rows: Iterator[list[str]]) -> Iterator[tuple[int, list[str]]]:
-    for line, row in enumerate(rows, start=2):
+def _whole_rows(path: Path, width: int, rows: Rows) -> Rows:
+    for line, row in rows:
         if not any(cell.strip() for cell in row):
             continue
         if len(row) != width:
@@ -228,7 +232,7 @@ def _rows(path: Path, width: int, rows: Iterator[list[str]]) -> Iterator[tuple[i
         yield line, row
 
 
-def _wide(path: Path, heading: Sequence[str], rows: Iterator[list[str]]) -> list[Series]:
+def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
     """A column a metric; where headings are `RUN - METRIC`, several runs side by side."""
     axis = next(index for index, name in enumerate(heading) if name.lower() in _STEPS)
     by_run: dict[str, dict[str, int]] = {}
@@ -237,7 +241,7 @@ def _wide(path: Path, heading: Sequence[str], rows: Iterator[list[str]]) -> list
         if index != axis and not metric.endswith(("__MIN", "__MAX")):
             by_run.setdefault(run if dash else "", {})[metric] = index
     columns: dict[str, Columns] = {run: {name: {} for name in metrics} for run, metrics in by_run.items()}
-    for line, row in _rows(path, len(heading), rows):
+    for line, row in _whole_rows(path, len(heading), rows):
         step = _cell(path, line, heading[axis], row[axis])
         if step is None or _whole(step) != step:
             _refuse(path, line, f"a whole number in {heading[axis]!r}, not {row[axis][:40]!r}")
@@ -253,13 +257,13 @@ def _wide(path: Path, heading: Sequence[str], rows: Iterator[list[str]]) -> list
 _KNOWN = {name.lower() for names in _NAMES.values() for name in names}
 
 
-def _mlflow(path: Path, lower: Sequence[str], rows: Iterator[list[str]]) -> list[Series]:
+def _mlflow(path: Path, lower: Sequence[str], rows: Rows) -> list[Series]:
     """A row a value."""
     place = {name: index for index, name in enumerate(lower)}
     metric = place.get("metric", place.get("key", 0))
     run = place.get("run", place.get("run_id", place.get("run id", place.get("group"))))
     columns: dict[str, Columns] = {}
-    for line, row in _rows(path, len(lower), rows):
+    for line, row in _whole_rows(path, len(lower), rows):
         if row[metric].lower() not in _KNOWN:
             continue
         step, value = (_cell(path, line, name, row[place[name]]) for name in ("step", "value"))
