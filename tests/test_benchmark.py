@@ -22,6 +22,7 @@ from gpt_pretrain.benchmark.document import (
     table_of_forecasts,
     table_of_parts,
     table_of_rows,
+    write_documents,
 )
 from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
 from gpt_pretrain.benchmark.results import (
@@ -44,6 +45,7 @@ from gpt_pretrain.benchmark.variants import Loop, Variant, benchmark_variants, r
 from gpt_pretrain.benchmark.worker import forecast
 from gpt_pretrain.commands.benchmark import draw_picture, main
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.rules.check import config_problems
@@ -316,6 +318,16 @@ def test_the_table_shows_every_variant_in_its_order(compose_config):
     assert set(list(big.values())[3:]) == {"–"}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [((0.0123456,), "12.35–12.35"), ((9.9994, 9.9996), "9999–10,000"), ((12.3, 140.0), "12,300–140,000")],
+)
+def test_the_spread_of_slow_steps_has_no_exponents(compose_config, seconds, shown):
+    figures = compute_figures([[replace(MEASURED, step_times_s=seconds)]], resolve(compose_config()), H200)
+    titles, (line,) = table_of_rows([build_row(APP, 1, figures, None, None)])
+    assert line[titles.index("spread (ms)")] == shown
+
+
 def test_the_terminal_loses_no_figure_however_narrow(compose_config):
     output = io.StringIO()
     print_table(Console(file=output, width=60), "Variants", *table_of_rows(rows_of(compose_config)))
@@ -371,6 +383,22 @@ def test_the_markdown_says_all_it_takes_to_measure_again(compose_config):
         assert line in text.splitlines()
     table = [line for line in text.splitlines() if line.startswith(("| app", "| variant", "| bare", "| big"))]
     assert len({line.count(" | ") for line in table[:4]}) == 1
+
+
+@pytest.mark.parametrize("given", [None, "notes/tiny.md"])
+def test_markdown_that_cannot_be_written_is_named_and_the_figures_are_kept(compose_config, tmp_path, given):
+    place = tmp_path / "benchmark.md" if given is None else tmp_path / given
+    place.mkdir(parents=True)
+    benchmark = benchmark_of(compose_config, rows_of(compose_config))
+    config = compose_config(f"benchmark.markdown={'null' if given is None else place}")
+    with pytest.raises(UserError) as refused:
+        write_documents(replace(benchmark, config=config), tmp_path)
+
+    told = str(refused.value)
+    assert told.startswith(f"benchmark.markdown={'null' if given is None else repr(str(place))}: {place} ")
+    assert str(tmp_path / "benchmark.json") in told
+    assert json.loads((tmp_path / "benchmark.json").read_text())["version"] == 1
+    assert {path.name for path in place.parent.iterdir()} <= {place.name, "benchmark.json"}, "nothing half written"
 
 
 def test_the_json_reads_back_as_the_figures(compose_config):
@@ -487,7 +515,9 @@ def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, 
     source.write_text(json.dumps({"variants": [row("cpu")]}))
     assert draw_picture([str(source), str(picture)]) == 2
     assert "benchmark.profile=true" in capsys.readouterr().err
-    for other in ("{}", "no JSON", "[1]", '{"variants": [{"name": "bf16", "figures": {}}]}'):
+    # A kind that the picture does not know would be missing from its bar.
+    unknown = json.dumps({"variants": [row("bf16", ("BF16 products", 30.0), ("magic", 9.0))]})
+    for other in ("{}", "no JSON", "[1]", '{"variants": [{"name": "bf16", "figures": {}}]}', unknown):
         source.write_text(other)
         assert draw_picture([str(source), str(picture)]) == 2
         told = capsys.readouterr().err

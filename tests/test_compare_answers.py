@@ -1,13 +1,16 @@
 """Verdicts on runs whose gap, speed and noise are known."""
 
+import io
 import math
 import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
 from gpt_pretrain.compare.comparability import IDENTITY
+from gpt_pretrain.compare.console import print_comparison
 from gpt_pretrain.compare.document import Comparison, Curve, Gate, Interval, Setting
 from gpt_pretrain.compare.statistics import t_quantile
 from gpt_pretrain.config.errors import UserError
@@ -177,6 +180,18 @@ def test_one_seed_is_judged_by_the_baseline_against_itself(runs, judgement, sour
     assert bool(found.gap_curve.lows) == (source != "none")
 
 
+def test_a_second_run_of_a_seed_is_not_left_out_in_silence():
+    again = synthetic_run("fp8", 1, gap=0.3, role="repeat")
+    found = answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1), again)
+    assert (found.judgement, found.loss_gap.value) == ("as_good", pytest.approx(0, abs=1e-6))
+    assert [again.name in reason for reason in found.reasons] == [True]
+    # Seeds tell more than the baseline's repeat.
+    found = answer(*BASELINE, repeat(0.001), *seeds("fp8", (0.0, 0.001, -0.001)))
+    assert found.noise_from == "paired seeds"
+    assert ["bf16 repeat 1" in reason for reason in found.reasons] == [True]
+    assert answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1)).reasons == ()
+
+
 def test_the_noise_of_a_repeat_is_noise_of_the_time_too():
     found = answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1, s_per_step=0.5))
     noise = math.log1p(found.loss_gap.high) - math.log1p(found.loss_gap.value)
@@ -186,6 +201,20 @@ def test_the_noise_of_a_repeat_is_noise_of_the_time_too():
     assert speedup.value == pytest.approx(2)
     assert math.log(speedup.high / speedup.value) == pytest.approx(noise / 0.13, rel=0.05)
     assert math.log(speedup.value / speedup.low) == pytest.approx(noise / 0.13, rel=0.05)
+
+
+def test_where_a_loss_hardly_falls_noise_leaves_any_time_open():
+    def plateau(x):
+        return 3.0 + max(0, 500_000 - x) * 1e-6 - x * 1e-13
+
+    again = synthetic_run("bf16", 1, role="repeat", loss=plateau, noise=lambda step: 0.01 * (-1) ** (step // 100))
+    runs = synthetic_run("bf16", 1, loss=plateau), again, synthetic_run("fp8", 1, loss=plateau, s_per_step=0.5)
+    comparison = compare(*runs, min_speedup=1.1)
+    (found,) = comparison.answers
+    assert found.speedup.value == pytest.approx(2)
+    assert (found.speedup.low, found.speedup.high) == (pytest.approx(0), math.inf)
+    assert "its interval begins at 0.000" in comparison.gate.missed[0]
+    assert Comparison.from_json(comparison.to_json()) == comparison
 
 
 def test_a_diverged_baseline_tells_nothing_of_the_others():
@@ -215,6 +244,29 @@ def test_logs_without_times_or_tokens_are_compared_over_steps():
     assert found.gap_curve.tokens == ()
     assert found.gap_curve.steps[-1] == 975
     assert "fp8 seed 1" in found.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("gap", "told"), [(1.2, "+120%"), (2.675, "+270%"), (-0.5, "-50%"), (0.0021, "+0.21%"), (-1e-9, "+0%")]
+)
+def test_a_gap_is_told_without_exponents(gap, told):
+    sentence = answer(synthetic_run("bf16", 1), synthetic_run("fp8", 1, gap=gap)).sentence
+    assert f"final loss {told}; " in sentence
+
+
+def test_a_wide_interval_is_told_without_exponents():
+    # Two seeds: 12.7 standard errors.
+    found = answer(*seeds("bf16", (0.0, 0.0)), *seeds("fp8", (0.0, 0.5)))
+    assert re.search(r"\(±\d{3,}%\); up to \+\d{3,}% is possible", found.sentence)
+
+
+@pytest.mark.parametrize("name", ["x [/b]", "data=[a,b]", ":smile:"])
+def test_a_name_is_shown_as_it_is(name):
+    output = io.StringIO()
+    print_comparison(compare(synthetic_run(name, 1), synthetic_run("fp8", 1)), Console(file=output, width=120))
+    title, _, _, row = output.getvalue().splitlines()[:4]
+    assert title.rstrip() == f"against {name}"
+    assert row.split(" │ ")[0].strip() == name
 
 
 def test_what_differs_is_told_before_any_number():

@@ -8,6 +8,7 @@ import pytest
 
 from gpt_pretrain.commands.compare import main
 from gpt_pretrain.compare.document import load_comparison
+from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import power_law
 from tests.test_commands import load
@@ -71,6 +72,33 @@ def test_a_comparison_can_be_compared_again_without_its_runs(tmp_path):
         assert main([f"runs=[{place}]", f"run_dir={again}", "compare.min_speedup=1.3"]) == 4
         old, new = (load_comparison(each / "compare.json") for each in (first, again))
         assert (new.runs, new.answers, new.figures) == (old.runs, old.answers, old.figures)
+
+
+def test_two_comparisons_share_a_variant_where_they_share_its_settings(tmp_path):
+    def comparison(name, seeds, lr):
+        """Of BF16 and FP8, whose losses are 5% higher at another learning rate."""
+        runs = []
+        for fp8 in ("false", "true"):
+            for seed in seeds:
+                losses = {step: power_law(1000 * step) * (1 + 0.05 * (lr != 1)) for step in STEPS}
+                text = config(name, seed=seed, fp8=fp8) + f"optim: {{lr: {lr}}}\n"
+                place = tmp_path / "runs" / f"{name}_{fp8}_{seed}"
+                runs.append(write_run(place, *(train_record(*point) for point in losses.items()), config=text))
+        assert main([f"runs=[{','.join(runs)}]", f"run_dir={tmp_path / name}"]) == 0
+        return tmp_path / name
+
+    first, more, other = comparison("a", (1, 2), 1), comparison("b", (3, 4), 1), comparison("c", (1,), 2)
+
+    together = [(run.name, run.variant, run.role) for run in read_runs([str(first), str(more)])]
+    assert sorted(together) == sorted(
+        (f"{variant} seed {seed}", variant, "seed") for variant in ("bf16", "fp8_delayed") for seed in (1, 2, 3, 4)
+    )
+    # The same seed of other settings is not the baseline again.
+    apart = read_runs([str(other), str(first)])
+    assert [(run.variant, run.role) for run in apart[:2]] == [("bf16 lr=2", "seed"), ("fp8_delayed lr=2", "seed")]
+    assert {run.variant for run in apart[2:]} == {"bf16 lr=1", "fp8_delayed lr=1"}
+    assert {run.role for run in apart} == {"seed"}
+    assert len({run.name for run in apart}) == len(apart)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import struct
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from gpt_pretrain.compare.document import Curve
 from gpt_pretrain.compare.series import Point, Series, thinned
 from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.launch.run_dir import lock_path, this_process
 from gpt_pretrain.report.metrics_file import TensorBoardSink
 from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
@@ -83,6 +85,7 @@ def test_torchtitans_lines_with_and_without_colors(tmp_path):
     assert (run.format, run.num_gpus, run.memory_gib, run.state) == ("torchtitan", 8, 1.34, "finished")
     assert (run.training.steps, run.training.losses) == ((1, 10, 20), (8.0277, 7.7082, 6.9532))
     assert run.training.tokens == tuple(64 * 2048 * step for step in (1, 10, 20))
+    assert run.validation.tokens == tuple(64 * 2048 * step for step in run.validation.steps)
     # Tokens per second and GPU: the GPU-seconds of a step are its tokens over them; the first step is a warm-up.
     first, second = (64 * 2048 / rate for rate in (301_092, 359_546))
     pace = (first + second) / 2
@@ -126,6 +129,28 @@ def test_a_table_of_columns(tmp_path):
     assert run.training.gpu_seconds == pytest.approx([10, 20, 30])
     assert (run.validation.steps, run.validation.losses) == ((3,), (4.8,))
     assert run.tokens_per_s == pytest.approx(400)
+
+
+def test_a_table_may_count_its_steps_from_zero(tmp_path):
+    rows = ["step,train/loss,train/tokens_per_s_per_gpu,train/consumed_tokens"]
+    rows += [f"{step},{5 - step / 10},{rate},{step * 1000}" for step, rate in enumerate((1, 100, 200, 100))]
+    (run,) = read(tmp_path, "\n".join(rows))
+    assert run.training.tokens == (0, 1000, 2000, 3000)
+    # The first rate is a warm-up's; it counts as the median of the others.
+    assert run.training.gpu_seconds == pytest.approx([10, 20, 25, 35])
+
+
+@pytest.mark.parametrize("together", ["nan", "inf", "-400", "0"])
+def test_a_rate_that_is_none_tells_no_number_of_gpus(tmp_path, together):
+    rows = ["step,loss,train/tokens_per_s,train/tokens_per_s_per_gpu", f"1,5,{together},100", "2,4,400,100"]
+    (run,) = read(tmp_path, "\n".join(rows))
+    assert run.num_gpus == 4
+
+
+@pytest.mark.parametrize("seconds", ["-49.50", "nan", "inf", "0.0"])
+def test_times_that_are_none_tell_no_time(tmp_path, seconds):
+    (run,) = read(tmp_path, NEMO_BAR.replace("train_step_timing in s=49.50", f"train_step_timing in s={seconds}"))
+    assert (run.num_gpus, run.training.gpu_seconds, run.tokens_per_s) == (4, (), None)
 
 
 def train_record(step, loss=4.0, **fields):
@@ -179,7 +204,7 @@ def test_our_own_runs(tmp_path):
         Fp8Record(step=2, tensors=(), warnings=("only a warning",)),
         train_record(2, 4.5, memory_gib=2.5),
         SkippedStepRecord(step=2, loss=math.inf, grad_norm=1.0, in_a_row=1, first_sample=9, num_samples=8),
-        ValidationRecord(step=3, loss=4.2, perplexity=66.7, num_samples=8, time_s=1.0),
+        *(ValidationRecord(step=step, loss=4.2, perplexity=66.7, num_samples=8, time_s=1.0) for step in (0, 3)),
         train_record(3, 4.0),
         summary(),
     ]
@@ -192,7 +217,7 @@ def test_our_own_runs(tmp_path):
     assert run.training == Curve(
         steps=(1, 2, 3), losses=(5.0, 4.5, 4.0), tokens=(512, 1024, 1536), gpu_seconds=(4.0, 8.0, 12.0)
     )
-    assert run.validation.losses == (4.2,)
+    assert run.validation == Curve(steps=(0, 3), losses=(4.2, 4.2), tokens=(0, 1536), gpu_seconds=(0.0, 12.0))
     assert run.tokens_per_s == pytest.approx(256)
     assert [record.step for record in run.fp8] == [1]
     assert run.setting("model.ffn_hidden_size") == "256"
@@ -202,15 +227,18 @@ def test_our_own_runs(tmp_path):
 @pytest.mark.parametrize(
     ("records", "lock", "state"),
     [
-        ([], True, "running"),
-        ([], False, "ended without a summary"),
-        ([summary("interrupted")], False, "ended early: interrupted"),
+        ([], "{}", "running"),
+        ([], this_process().to_json(), "running"),
+        # It was killed, and its lock is left over.
+        ([], replace(this_process(), process=2**22 + 1).to_json(), "ended without a summary"),
+        ([], None, "ended without a summary"),
+        ([summary("interrupted")], None, "ended early: interrupted"),
     ],
 )
 def test_a_run_need_not_be_finished(tmp_path, records, lock, state):
     place = write_run(tmp_path / "a", train_record(1), train_record(2), *records)
-    if lock:
-        (tmp_path / "a" / "lock").write_text("{}")
+    if lock is not None:
+        lock_path(tmp_path / "a").write_text(lock)
     (run,) = read_runs([place])
     assert run.state == state
 
@@ -310,6 +338,7 @@ BROKEN = {
     "titan's rate": (lines_of(TITAN, 7, "tps: 301,092", "tps: "), ":7:", "tps: N"),
     "only a torn line": (TITAN.splitlines()[4][:120], "torchtitan", "tps: N"),
     "a cell of words": (lines_of(WANDB, 3, "4.5", "four"), ":3:", "a number"),
+    "a cell behind one of two lines": ('step,note,loss\n1,"two\nlines",5\n2,one,four\n', ":4:", "a number"),
     "a row too short": (lines_of(WANDB, 2, ',"5.6"', ""), ":2:", "7 columns"),
     "a step that is none": (lines_of(WANDB, 4, '"30"', '"3.5"'), ":4:", "'Step'"),
     "no loss": ("Step,accuracy\n1,2\n", ":1:", "train/loss"),
@@ -390,6 +419,21 @@ def test_what_is_too_large_is_refused_unread(tmp_path):
         file.truncate(series.MAX_BYTES + 1)
     with pytest.raises(UserError, match="512 MiB"):
         read_runs([str(path)])
+
+
+@pytest.mark.parametrize("content", [TITAN + "chatter\n" * 30_000, "step,loss,note\n" + "1,2,chatter\n" * 30_000])
+def test_a_long_log_is_read_line_by_line(tmp_path, content):
+    path = tmp_path / "log"
+    path.write_text(content)
+    # Its libraries are not what is measured.
+    read_runs([str(path)])
+    tracemalloc.start()
+    try:
+        read_runs([str(path)])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(content) / 4
 
 
 def test_a_log_steers_no_terminal(tmp_path):

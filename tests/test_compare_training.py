@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,11 @@ from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.report.columns import format_duration
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
+from gpt_pretrain.report.records import Fp8Record, StartRecord
 from gpt_pretrain.rules.gate import load_config
 from tests.forked_runs import forked_python
-from tests.test_compare_logs import train_record
+from tests.test_compare_document import TENSOR
+from tests.test_compare_logs import summary, train_record
 
 DELAYED = "fp8=delayed model.fp8_emulate=true"
 TENSORWISE = "fp8=tensorwise model.fp8_emulate=true"
@@ -267,6 +270,37 @@ def test_progress_is_a_line_on_a_terminal_and_a_line_a_minute_elsewhere(tmp_path
         assert f"run 2 of 4 ({runs[1].name}): finished" in told
 
 
+def test_the_time_for_all_leaves_out_what_is_finished(tmp_path):
+    runs = planned(tmp_path, variants("app", DELAYED), "compare.seeds=2")
+    for run, records in ((runs[2], [summary()]), (runs[0], [train_record(5, eta_s=30.0)])):
+        with closing(MetricsFile(run.run_dir)) as metrics:
+            for record in records:
+                metrics.write(record)
+    log = Console(file=io.StringIO(), width=200)
+    Progress(runs, log).watch(1)
+    # Two seconds a step, and two runs more: the third of the four is done.
+    assert f"about {format_duration(30 + 2 * 2 * STEPS)} for all" in log.file.getvalue()
+
+
+def test_progress_reads_the_end_of_a_long_file_alone(tmp_path):
+    run = planned(tmp_path, variants("app", DELAYED))[0]
+    first, second = (Console(file=io.StringIO(), width=200) for _ in range(2))
+    progress = [Progress([run], console) for console in (first, second)]
+    statistics = Fp8Record(step=5, tensors=(TENSOR,) * 4000, warnings=())
+    # Whoever reads all of the file meets the damage.
+    lines = ["damaged", *(record.to_line() for record in (statistics, train_record(5, 2.5), statistics))]
+    content = "\n".join(lines) + "\n"
+    run.run_dir.mkdir(parents=True)
+    metrics_path(run.run_dir).write_text(content + '{"kind": "train", "st')
+    progress[0].watch(1)
+    assert f"step 5/{STEPS}, loss 2.5000" in first.file.getvalue()
+
+    # Another process has begun and trained nothing yet.
+    metrics_path(run.run_dir).write_text(content + StartRecord(step=5, time_unix=0.0).to_line() + "\n")
+    progress[1].watch(1)
+    assert second.file.getvalue() == ""
+
+
 @pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_variants_that_the_machine_refuses_are_named_before_anything_is_trained(
@@ -318,6 +352,26 @@ def test_a_run_directory_is_no_place_for_a_comparison(tmp_path, capsys):
     metrics_path(tmp_path).write_text("")
     assert main([*SMALL, variants("app", DELAYED), f"run_dir={tmp_path}"]) == 2
     assert f"run_dir={tmp_path} holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], False),
+        ([train_record(STEPS - 1)], False),
+        # Killed while it wrote its summary: it has no step left to do.
+        ([train_record(STEPS - 1), train_record(STEPS)], True),
+        ([train_record(STEPS), StartRecord(step=STEPS - 1, time_unix=0.0)], False),
+        ([train_record(STEPS), summary()], True),
+        ([train_record(STEPS), summary("loss_spike")], False),
+    ],
+)
+def test_a_run_is_finished_when_its_steps_are_done(tmp_path, records, expected):
+    run = planned(tmp_path, variants("app", DELAYED))[0]
+    with closing(MetricsFile(run.run_dir)) as metrics:
+        for record in records:
+            metrics.write(record)
+    assert run.is_finished == expected
 
 
 def test_a_run_whose_records_are_damaged_is_named(tmp_path):

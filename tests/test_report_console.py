@@ -18,7 +18,7 @@ from gpt_pretrain.report.columns import (
     format_share,
     log_pairs,
 )
-from gpt_pretrain.report.console import RunConsole
+from gpt_pretrain.report.console import RunConsole, print_line
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import (
     RECORD_KINDS,
@@ -101,6 +101,14 @@ def lines_of(output):
     """What a terminal console has written, without colours; a redraw starts new lines, as its cursor moves do."""
     written = re.sub(r"\r|\x1b\[\d*[AK]", "\n", output.file.getvalue())
     return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", written).splitlines()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_is_printed_as_it_is(terminal):
+    line = "run 1 (lr=:x: [b]): " + "x" * 100
+    output = Console(file=io.StringIO(), width=40, force_terminal=terminal)
+    print_line(output, line)
+    assert output.file.getvalue() == line + "\n"
 
 
 def test_experts_are_a_line_without_a_terminal_and_a_column_on_one():

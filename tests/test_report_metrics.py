@@ -274,6 +274,8 @@ def test_records_of_earlier_versions_are_read(tmp_path):
         ('{"kind": "start", "step": "1", "time_unix": 1}', '"step" .*"start": \'1\' .*int'),
         ('{"kind": "start", "step": 1.5, "time_unix": 1}', r"1\.5 .*int"),
         ('{"kind": "start", "step": 1, "time_unix": true}', "True .*float"),
+        ('{"kind": "start", "step": 1, "time_unix": 1' + "0" * 400 + "}", "too large"),
+        ("[" * 100_000, ""),
         ('{"kind": "fp8", "step": 1, "tensors": {}, "warnings": []}', '"tensors" .*: {} .*list'),
         ('{"kind": "fp8", "step": 1, "tensors": [1], "warnings": []}', '"tensors" .*: 1 .*object'),
         ('{"kind": "fp8", "step": 1, "tensors": [{}], "warnings": []}', 'Fp8Tensor .*"layer"'),
@@ -284,6 +286,14 @@ def test_a_damaged_line_is_named(tmp_path, line, named):
 
     with pytest.raises(UserError, match=rf"metrics\.jsonl:1 .*{named}.*; remove the line, or restore the file"):
         load_metrics(tmp_path)
+
+
+def test_a_last_line_too_deep_to_be_read_is_a_torn_one(tmp_path):
+    metrics_path(tmp_path).write_text(train(10).to_line() + "\n" + "[" * 100_000)
+
+    assert [record.step for record in load_metrics(tmp_path).train] == [10]
+    write(tmp_path, train(20))
+    assert [record.step for record in load_metrics(tmp_path).train] == [10, 20]
 
 
 def test_a_directory_without_records_is_refused(tmp_path):

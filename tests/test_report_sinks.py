@@ -1,9 +1,13 @@
 """Sinks: TensorBoard events that TensorBoard reads, a resume that hides the cut part, W&B that is missing."""
 
 import json
+import resource
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -77,8 +81,10 @@ def run(run_dir, start_step, losses, **choices):
 
 
 def tensorboard_scalars(run_dir, tag):
-    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    return {event.step: event.value for event in events.Scalars(tag)}
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars(tag)
+    steps = [event.step for event in events]
+    assert steps == sorted(set(steps)), "a curve that goes back"
+    return {event.step: event.value for event in events}
 
 
 def test_tensorboard_reads_what_was_measured_and_nothing_else(tmp_path):
@@ -135,6 +141,15 @@ def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path):
     assert [record.step for record in load_metrics(tmp_path).train] == [10, 20, 35]
 
 
+def test_tensorboard_shows_a_run_that_began_again_as_one_curve(tmp_path):
+    # Before its first checkpoint a run that has crashed begins at step 0 again.
+    run(tmp_path, 0, {0: 5.0, 10: 4.0, 20: 3.0})
+    run(tmp_path, 0, {0: 5.5, 10: 4.5})
+
+    assert tensorboard_scalars(tmp_path, "train/loss") == {0: 5.5, 10: 4.5}
+    assert [record.step for record in load_metrics(tmp_path).train] == [0, 10]
+
+
 def test_tensorboard_shows_a_run_that_went_back_as_one_curve(tmp_path):
     went = {"spike_step": 21, "first_sample": 10, "num_samples": 11, "rewinds": 1, "time_s": 0.1, "warnings": ()}
     with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
@@ -181,6 +196,53 @@ def test_wandb_that_is_not_installed_is_refused_and_leaves_the_history_alone(tmp
         MetricsSinks(tmp_path, logging_config(wandb=True), "test", start_step=0)
 
     assert metrics_path(tmp_path).read_bytes() == before
+
+
+def test_a_damaged_history_is_refused_before_the_run_trains(tmp_path):
+    run(tmp_path, 0, {10: 4.0})
+    lines = metrics_path(tmp_path).read_text().splitlines(keepends=True)
+    metrics_path(tmp_path).write_text(lines[0] + "damaged\n" + "".join(lines[1:]))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 "):
+        MetricsSinks(tmp_path, logging_config(), "test", start_step=10)
+
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+@contextmanager
+def full_beyond(num_bytes):
+    """A disk on which no file grows further."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_every_sink_is_closed_where_one_of_them_cannot_be(tmp_path):
+    run(tmp_path, 0, dict.fromkeys(range(40), 4.0))
+    threads = threading.active_count()
+    # Room for a start, and not for a record of training; TensorBoard begins a file of its own.
+    with full_beyond(metrics_path(tmp_path).stat().st_size + 200):
+        sinks = MetricsSinks(tmp_path, logging_config(), "test", start_step=40)
+        assert threading.active_count() == threads + 1
+        with pytest.raises(OSError, match="File too large"):
+            sinks.write(train(41, 3.0))
+        with pytest.raises(OSError, match="File too large"):
+            sinks.close()
+    assert threading.active_count() == threads, "of TensorBoard's writer"
+    assert tensorboard_scalars(tmp_path, "train/loss")[41] == 3.0
+
+
+def test_a_full_disk_leaves_no_wandb_run_without_its_name(tmp_path, monkeypatch):
+    # It cannot write the name, and so never asks the package for a run.
+    monkeypatch.setitem(sys.modules, "wandb", ModuleType("wandb"))
+    with full_beyond(0), pytest.raises(OSError, match="File too large"):
+        MetricsSinks(tmp_path, logging_config(wandb=True), "test", start_step=0)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_sinks_and_the_console_need_neither_torch_nor_megatron(tmp_path):

@@ -18,7 +18,6 @@ from gpt_pretrain.benchmark.document import (
     table_of_rows,
     write_documents,
 )
-from gpt_pretrain.benchmark.machine import variant_refusals
 from gpt_pretrain.benchmark.results import (
     Forecast,
     Machine,
@@ -36,6 +35,7 @@ from gpt_pretrain.benchmark.variants import (
     own_key_problems,
     run_overrides,
     variant_problems,
+    variant_refusals,
 )
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
@@ -45,6 +45,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import make_run_dir
 from gpt_pretrain.plan.hardware import GPUS
+from gpt_pretrain.report.console import print_line
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.products import resolve
@@ -198,4 +199,4 @@ class Campaign:
                 print_table(self._console, f"Where a step of {row.name} goes", *table_of_kernels(row.figures.kernels))
 
     def _note(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        print_line(self._console, line)

@@ -20,7 +20,7 @@ from rich.text import Text
 from gpt_pretrain.benchmark.results import KINDS, MFU_FORMULA, Figures, GemmCeiling, Kernel, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import UserError, how_to_install
+from gpt_pretrain.config.errors import UserError, how_to_install, show
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
@@ -29,7 +29,7 @@ from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format
 
 VERSION = 1
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
-# Longest name of a kernel on the terminal: templates of CUDA fill pages.
+# Longest name of a kernel in a table: templates of CUDA fill pages.
 _KERNEL_WIDTH = 70
 # Of tables where the output is no terminal: all columns stand side by side.
 WIDTH = 160
@@ -136,16 +136,21 @@ def write_documents(benchmark: Benchmark, run_dir: Path) -> list[Path]:
     markdown_path = run_dir / MARKDOWN if markdown is None else Path(markdown)
     try:
         markdown_path.parent.mkdir(parents=True, exist_ok=True)
-        markdown_path.write_text(benchmark_markdown(benchmark), encoding="utf-8")
+        write_file(markdown_path, benchmark_markdown(benchmark), wait_for_disk=False)
     except OSError as error:
-        problem = f"benchmark.markdown={markdown} cannot be written: {error.strerror or error}"
+        problem = f"benchmark.markdown={show(markdown)}: {markdown_path} cannot be written: {error.strerror or error}"
         raise UserError(f"{problem}; the figures are in {json_path}") from error
     return [json_path, markdown_path]
 
 
 def format_step_time(seconds: float) -> str:
     """A step's time in milliseconds with four digits."""
-    return f"{seconds * 1e3:.4g} ms" if seconds < 10 else f"{seconds * 1e3:,.0f} ms"
+    return f"{_step_ms(seconds)} ms"
+
+
+def _step_ms(seconds: float) -> str:
+    # From five digits on, the format with four digits writes an exponent.
+    return f"{seconds * 1e3:.4g}" if seconds < 9.9995 else f"{seconds * 1e3:,.0f}"
 
 
 def _format_ms(time_ms: float) -> str:
@@ -159,7 +164,7 @@ def _ratio(value: float | None) -> str:
 # Title to the cell of a variant that has figures.
 _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
     "step (median)": lambda _, figures: format_step_time(figures.step_time_s),
-    "spread (ms)": lambda _, figures: f"{figures.fastest_step_s * 1e3:.4g}–{figures.slowest_step_s * 1e3:.4g}",
+    "spread (ms)": lambda _, figures: f"{_step_ms(figures.fastest_step_s)}–{_step_ms(figures.slowest_step_s)}",
     "tokens/s/GPU": lambda _, figures: f"{figures.tokens_per_s_per_gpu:,.0f}",
     "TFLOP/s": lambda _, figures: format_rate(figures.tflops_per_gpu),
     "MFU": lambda _, figures: format_percent(figures.mfu),
@@ -289,6 +294,8 @@ def read_steps(path: Path) -> dict[str, dict[str, float]]:
             for name, figures in variants
             if figures is not None
         }
+        if unknown := {kind for parts in steps.values() for kind in parts} - {*KINDS}:
+            raise ValueError(f"{unknown} are no kinds of work")
     except FileNotFoundError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except (ForeignFileError, ValueError, LookupError, TypeError, AttributeError) as error:

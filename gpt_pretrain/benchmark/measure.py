@@ -112,7 +112,7 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
     return step
 
 
-# Large enough to fill a GPU (the sides that PERFORMANCE tables quote); on a CPU to be done in a second.
+# Large enough to fill a GPU; on a CPU small enough to be done in a second.
 _SIDE_GPU, _SIDE_CPU = 8192, 512
 # Products between two readings of the clock, and readings, of which the first warms up.
 _PRODUCTS, _READINGS = 20, 6

@@ -2,13 +2,13 @@
 
 An entry is a name of `benchmark.overrides` or the overrides themselves. In a benchmark, `bare` and `bare:ENTRY` run
 megatron-core's own loop instead of the application's. Overrides that come later win, so a variant also changes what the
-command line has chosen. Needs no torch: what is misspelt is refused before anything runs.
+command line has chosen. Needs no torch: what is misspelt, or refused by rules or machine, is told before anything runs.
 """
 
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -17,9 +17,13 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
 from gpt_pretrain.config.source import Source
+from gpt_pretrain.launch.ranks import Launch, rank_zero_of
+from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import parse_override, single_value
+from gpt_pretrain.spec.platform import Platform
 
 PROFILED_STEPS = 3
 _BARE = "bare"
@@ -198,6 +202,23 @@ def common_key_problems(variant: Variant, section: str, keys: Sequence[str] = ()
         for key in override_keys(variant.overrides)
         if key in ("run_dir", *keys) or key.startswith(f"{section}.")
     ]
+
+
+def launch_here(config: Config) -> Launch:
+    """Rank 0 of a variant's processes on this machine."""
+    num_processes = config.trainer.devices or 1
+    launcher = "none" if num_processes == 1 else "torchrun"
+    return rank_zero_of(num_processes, local_world_size=num_processes, launcher=launcher)
+
+
+def variant_refusals(config: Config, platform: Platform) -> list[str]:
+    """What the rules about runs, and the machine where those are kept, refuse of a run in processes of this machine."""
+    launch = launch_here(config)
+    last = launch.world_size - 1
+    # The last rank is the one that finds no GPU.
+    return config_problems(config, launch) or machine_problems(
+        config, replace(launch, rank=last, local_rank=last), platform
+    )
 
 
 def override_keys(overrides: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
+from decimal import Decimal
 
 from gpt_pretrain.compare.comparability import find_differences, find_obstacles, find_unchecked
 from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
@@ -97,7 +98,14 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
             answers.append(_not_comparable(variant, baseline, found[variant]))
             continue
         beside = [of(each) for each in variants[1:] if each != variant and not found[each]]
-        answers.append(compare_variant(of(variant), of(baseline), of(baseline, "repeat"), beside, allowed=allowed))
+        repeats = of(baseline, "repeat")
+        answer = compare_variant(of(variant), of(baseline), repeats, beside, allowed=allowed)
+        unused = [*of(variant, "repeat"), *(repeats if answer.noise_from in ("paired seeds", "seeds") else ())]
+        if unused:
+            names = ", ".join(run.name for run in unused)
+            why = "a second run of a seed counts for the baseline alone, and where each variant has one seed"
+            answer = replace(answer, reasons=(*answer.reasons, f"left out: {names}; {why}"))
+        answers.append(answer)
     if gate is not None:
         gate = replace(gate, missed=tuple(problem for answer in answers for problem in _missed(answer, gate)))
     return Comparison(
@@ -189,7 +197,7 @@ def _with_sentence(answer: Answer, baseline: str, allowed: float) -> Answer:
     if gap.high is None:
         why = "one run of each tells no noise"
     else:
-        why = f"up to {percent(gap.high)} is possible, and {100 * allowed:g}% counts"
+        why = f"up to {_percent(gap.high):+f}% is possible, and {100 * allowed:g}% counts"
     return _unable(answer, baseline, "; ".join(filter(None, [loss, why, pace])), "run longer or more seeds")
 
 
@@ -198,19 +206,21 @@ def _unable(answer: Answer, baseline: str, reason: str, way_out: str) -> Answer:
     return replace(answer, judgement="cannot_tell", sentence=text, reasons=(*answer.reasons, reason))
 
 
-def percent(value: float) -> str:
-    """A relative gap with its sign: +0.21%, -1.5%, +0%."""
-    return f"{100 * value:+.2g}%"
+def _percent(share: float) -> Decimal:
+    """A share as a percentage with two digits, which is never written with an exponent."""
+    return Decimal(f"{round(100 * share, 4) + 0.0:.2g}")
 
 
 def _gap_text(gap: Interval, source: NoiseSource) -> str:
+    """A relative gap with its sign: +0.21%, -1.5%, +120%, +0%."""
+    value = f"{_percent(gap.value):+f}%"
     if gap.low is None or gap.high is None:
-        return percent(gap.value)
-    width = f"±{100 * (gap.high - gap.low) / 2:.2g}%"
+        return value
+    width = f"±{_percent((gap.high - gap.low) / 2):f}%"
     if gap.low <= 0 <= gap.high:
         noise = "the baseline against itself" if source == "microbatches" else "seeds"
-        return f"{percent(gap.value)}, within the noise of {noise} ({width})"
-    return f"{percent(gap.value)} ({width})"
+        return f"{value}, within the noise of {noise} ({width})"
+    return f"{value} ({width})"
 
 
 def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> str:

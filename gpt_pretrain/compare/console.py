@@ -6,7 +6,6 @@ The page shows the same table, so that its columns and words are written once, h
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -65,12 +64,13 @@ def _obstacle_lines(comparison: Comparison) -> Iterator[str]:
 
 def _table(comparison: Comparison) -> Table:
     headings, rows = table_of_variants(comparison)
-    table = Table(title=f"against {comparison.baseline}", title_justify="left", show_edge=False)
+    # A name may look like rich's markup, as overrides and the names of logs do.
+    table = Table(title=Text(f"against {comparison.baseline}"), title_justify="left", show_edge=False)
     table.add_column(headings[0], overflow="fold")
     for heading in headings[1:]:
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table
 
 

@@ -234,10 +234,11 @@ _KINDS: Mapping[Format, _Kind] = {
 }
 
 
-def _lines(text: str) -> Iterator[str]:
-    """Lines without colors; a progress bar draws its lines over each other."""
-    for line in re.split(r"\r\n|\n|\r", text):
-        yield _COLORS.sub("", line[:_MAX_LINE])
+def _lines(path: Path) -> Iterator[str]:
+    """Lines without colors; a carriage return ends one, too: a progress bar draws its lines over each other."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            yield _COLORS.sub("", line[:_MAX_LINE].rstrip("\n"))
 
 
 def read_console_log(path: Path) -> Series | None:
@@ -247,13 +248,12 @@ def read_console_log(path: Path) -> Series | None:
         UserError: A line is damaged; names the file, the line and what was expected.
     """
     check_size(path)
-    text = path.read_text(encoding="utf-8", errors="replace")
-    format_ = next((name for line in _lines(text) for name, kind in _KINDS.items() if kind.is_one(line)), None)
+    format_ = next((name for line in _lines(path) for name, kind in _KINDS.items() if kind.is_one(line)), None)
     if format_ is None:
         return None
     series = Series(source=str(path), format=format_)
     torn = None
-    for number, line in enumerate(_lines(text), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if torn is not None and line.strip():
             raise UserError(f"{torn}: damaged; expected {_EXPECTED[format_]}; remove the line, or restore the file")
         try:

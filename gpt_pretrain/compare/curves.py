@@ -220,9 +220,14 @@ class Pair:
 def relative(gap: Estimate) -> Interval:
     """A difference of logarithms as a relative gap."""
     if gap.half_width is None:
-        return Interval(value=math.expm1(gap.value), low=None, high=None)
-    low, high = math.expm1(gap.value - gap.half_width), math.expm1(gap.value + gap.half_width)
-    return Interval(value=math.expm1(gap.value), low=low, high=high)
+        return Interval(value=_expm1(gap.value), low=None, high=None)
+    low, high = _expm1(gap.value - gap.half_width), _expm1(gap.value + gap.half_width)
+    return Interval(value=_expm1(gap.value), low=low, high=high)
+
+
+def _expm1(log: float) -> float:
+    """Where a loss hardly falls, a little noise is any time at all: a ratio above half a billion is infinite."""
+    return math.inf if log > 20 else math.expm1(log)
 
 
 def ratio(estimate: Estimate) -> Interval:

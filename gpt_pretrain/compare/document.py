@@ -58,7 +58,7 @@ class RunRecord(JsonObject):
     """One run, as it was read."""
 
     name: str
-    """Unique: the variant and its seed, or what tells its place from the others'."""
+    """Unique: the variant, and its seed where it has several runs."""
     variant: str
     """Runs of the same variant differ in seeds (and a repeat in microbatches) alone."""
     role: Role
@@ -182,7 +182,7 @@ class TimeToLoss(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(JsonObject):
-    """One variant against the baseline; the defaults are of one that nothing is known of yet."""
+    """One variant against the baseline; the defaults stand for a variant of which nothing is known yet."""
 
     variant: str
     judgement: Judgement

@@ -25,8 +25,8 @@ from gpt_pretrain.report.records import Fp8Tensor
 PAGE_NAME = "compare.html"
 # Of losses, times and shares: more than a plot can show, and a third of the bytes.
 _DIGITS = 6
-_QUANTITIES = ("saturated", "flushed", "amax", "scale_min", "scale_max")
-_QUANTITY_NAMES = {
+# Fields of an FP8 tensor, and what they are called.
+_QUANTITIES = {
     "saturated": "saturated",
     "flushed": "flushed to zero",
     "amax": "amax",
@@ -215,7 +215,7 @@ def _plots(comparison: Comparison) -> Iterator[str]:
         tensors = _options((kind, kind.replace("_", " ")) for kind in kinds)
         yield f'<div class="tools"><select id="heat_run" aria-label="run">{runs}</select>'
         yield f'<select id="heat_tensor" aria-label="tensor">{tensors}</select>'
-        yield f'<select id="heat_quantity" aria-label="quantity">{_options(_QUANTITY_NAMES.items())}</select></div>\n'
+        yield f'<select id="heat_quantity" aria-label="quantity">{_options(_QUANTITIES.items())}</select></div>\n'
         yield _figure("heat", "Statistics of the tensors of each linear layer.")
 
 

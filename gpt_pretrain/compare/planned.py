@@ -4,7 +4,7 @@ Run k of every variant has `model.seed` + k, and so the same initial weights, da
 others: what they differ in is the variant. With one seed the baseline runs once more with other microbatches, whose
 sums are rounded in another order and otherwise the same; that is the noise a single seed can tell.
 
-A run is a directory as any other run's. It is finished when its summary says so; what is unfinished goes on from its
+A run is a directory as any other run's. It is finished when its records say so; what is unfinished goes on from its
 newest checkpoint. A directory that was trained with other values is refused rather than taken for an answer.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpt_pretrain.benchmark.machine import launch_here
 from gpt_pretrain.benchmark.variants import (
     Variant,
     common_key_problems,
+    launch_here,
     load_variants,
     process_problems,
     read_variants,
@@ -74,8 +74,11 @@ class PlannedRun:
         """
         if not metrics_path(self.run_dir).exists():
             return False
-        summary = load_metrics(self.run_dir).summary
-        return summary is not None and summary.end_reason == "max_steps"
+        metrics = load_metrics(self.run_dir)
+        if metrics.summary is not None:
+            return metrics.summary.end_reason == "max_steps"
+        # One that was killed after its last step: started again, it has nothing to do and leaves no summary either.
+        return bool(metrics.train) and metrics.train[-1].step >= self.max_steps
 
 
 def compare_problems(config: Config) -> Iterator[str]:

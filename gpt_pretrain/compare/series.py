@@ -5,9 +5,11 @@ import stat
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from gpt_pretrain.compare.document import Curve, Format, RunRecord, Setting
+from gpt_pretrain.compare.statistics import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
 from gpt_pretrain.report.records import Fp8Record
 
@@ -79,7 +81,12 @@ class Series:
             # Tokens of a step over the GPU-seconds of the median step.
             per_step = (tokens[-1] - tokens[0]) / (steps[-1] - steps[0]) if steps[-1] > steps[0] else tokens[0]
             per_s = per_step / statistics.median(rates) * self.num_gpus if self.num_gpus else None
-        validation = sorted(self.validation.items())
+        training = Curve(
+            steps=steps,
+            losses=tuple(point.loss for point in points),
+            tokens=tokens,
+            gpu_seconds=accumulated(steps, rates),
+        )
         return RunRecord(
             name=printable(self.label),
             variant="",
@@ -89,20 +96,8 @@ class Series:
             format=self.format,
             state="finished" if self.max_steps is not None and steps[-1] >= self.max_steps else "end unknown",
             num_gpus=self.num_gpus,
-            training=thinned(
-                Curve(
-                    steps=steps,
-                    losses=tuple(point.loss for point in points),
-                    tokens=tokens,
-                    gpu_seconds=accumulated(steps, rates),
-                )
-            ),
-            validation=Curve(
-                steps=tuple(step for step, _ in validation),
-                losses=tuple(loss for _, loss in validation),
-                tokens=(),
-                gpu_seconds=(),
-            ),
+            training=thinned(training),
+            validation=validated(self.validation, training),
             tokens_per_s=per_s,
             memory_gib=self.memory_gib,
             skipped_steps=self.skipped_steps,
@@ -130,20 +125,20 @@ class Series:
     def _gpu_s_per_step(self, tokens: Sequence[int]) -> list[float]:
         """GPU-seconds per step at each point, the warm-up of each start at the pace of the others; empty if unknown."""
         rates: list[float | None] = []
-        before = previous_step([point.step for point in self.points])
-        for index, point in enumerate(self.points):
-            steps, before = point.step - before, point.step
+        for index, (before, point) in enumerate(pairwise(self.points), start=1):
             if point.tokens_per_s_per_gpu and tokens:
-                seen = tokens[index] - tokens[index - 1] if index else tokens[0] * steps / point.step
-                rates.append(seen / steps / point.tokens_per_s_per_gpu if point.step else None)
+                per_step = (tokens[index] - tokens[index - 1]) / (point.step - before.step)
+                rates.append(per_step / point.tokens_per_s_per_gpu)
             else:
                 rates.append(_times(point.step_s, self.num_gpus))
-        warm_ups = {0, *(self._after(step) for step in self.starts)}
-        usual = [rate for index, rate in enumerate(rates) if rate is not None and index not in warm_ups]
-        if not usual or any(rate is None for rate in rates[1:]):
+        warm_ups = {self._after(step) for step in self.starts}
+        known = [rate for rate in rates if rate is not None and 0 < rate < math.inf]
+        usual = [rate for index, rate in enumerate(known, start=1) if index not in warm_ups]
+        if not usual or len(known) < len(rates):
             return []
         pace = statistics.median(usual)
-        return [pace if index in warm_ups or rate is None else rate for index, rate in enumerate(rates)]
+        # The first point has the warm-up of the first start.
+        return [pace, *(pace if index in warm_ups else rate for index, rate in enumerate(known, start=1))]
 
     def _after(self, step: int) -> int:
         return next((index for index, point in enumerate(self.points) if point.step > step), 0)
@@ -196,6 +191,25 @@ def accumulated(steps: Sequence[int], gpu_s_per_step: Sequence[float]) -> tuple[
         sums.append(total)
         before = step
     return tuple(sums)
+
+
+def validated(losses: Mapping[int, float], training: Curve) -> Curve:
+    """Validation losses by step, with the tokens and GPU-seconds that the training curve has at those steps."""
+    steps, begin = sorted(losses), previous_step(training.steps)
+    positions = [begin, *training.steps]
+    tokens: list[float] = []
+    if training.tokens:
+        first = training.tokens[0] * begin / training.steps[0] if begin > 0 else 0
+        tokens = [interpolate(positions, [first, *training.tokens], step) for step in steps]
+    seconds: list[float] = []
+    if training.gpu_seconds:
+        seconds = [interpolate(positions, [0, *training.gpu_seconds], step) for step in steps]
+    return Curve(
+        steps=tuple(steps),
+        losses=tuple(losses[step] for step in steps),
+        tokens=tuple(map(round, tokens)),
+        gpu_seconds=tuple(seconds),
+    )
 
 
 def thinned(curve: Curve) -> Curve:

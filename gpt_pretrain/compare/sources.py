@@ -5,7 +5,7 @@
                 an exported table
 
 Then each run gets a name, and runs of ours that differ in seeds or microbatches alone become one variant. Ours are read
-here, finished or not, from any machine; their configuration as plain values, for an earlier version's has other keys.
+here, finished or not, from any machine. Their configuration is read as plain values: earlier versions had other keys.
 """
 
 import math
@@ -31,13 +31,14 @@ from gpt_pretrain.compare.series import (
     read_seed,
     thinned,
     thinned_records,
+    validated,
 )
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.foreign import check_yaml, read_foreign_text
 from gpt_pretrain.config.keys import flatten
-from gpt_pretrain.launch.run_dir import lock_path
+from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
 
@@ -65,7 +66,7 @@ def read_runs(places: Sequence[str]) -> list[RunRecord]:
             )
             raise UserError(f"runs: {both}, and a run differs in nothing from itself; give each run once")
         given[resolved] = place
-    return _named([run for place in places for run in _read(Path(place))])
+    return _named([_read(Path(place)) for place in places])
 
 
 def _read(place: Path) -> list[RunRecord]:
@@ -121,17 +122,19 @@ def _read_file(place: Path) -> list[RunRecord]:
     return [series.build() for series in found]
 
 
-def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Gives every run its variant, its role, and a name that no other has."""
-    groups: dict[tuple[tuple[str, str], ...], list[RunRecord]] = {}
-    # Two logs of one name are two variants: a place tells them apart.
-    for index, run in enumerate(runs):
-        key: tuple[tuple[str, str], ...] = (("", str(index)),)
-        if run.variant:
-            key = (("variant", run.variant),)
-        elif run.format == "gpt_pretrain" and run.configuration:
-            key = tuple(sorted(variant_settings(run).items()))
-        groups.setdefault(key, []).append(run)
+def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
+    """Gives every run of every place its variant, its role, and a name that no other has."""
+    runs = [run for at_place in places for run in at_place]
+    groups: dict[tuple[object, ...], list[RunRecord]] = {}
+    for place, at_place in enumerate(places):
+        for index, run in enumerate(at_place):
+            # Those of a comparison have variants already, which mean other settings in another comparison.
+            first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
+            # Two logs of one name are two variants: a place tells them apart.
+            key: tuple[object, ...] = (run.variant, place, None if run.variant else index)
+            if run.format == "gpt_pretrain" and run.configuration:
+                key = (run.variant, *sorted(variant_settings(first).items()))
+            groups.setdefault(key, []).append(run)
     names = _variant_names([members[0] for members in groups.values()])
     variants = {id(run): name for name, members in zip(names, groups.values(), strict=True) for run in members}
     seeds: set[tuple[str, int | None]] = set()
@@ -142,8 +145,8 @@ def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
         repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
         seeds.add((variant, run.seed))
         name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}" + " again" * repeats
-        # Those of a comparison have names, variants and roles already.
-        given = run.name if run.variant else name
+        # Those of a comparison have names and roles, too.
+        given = run.name if run.variant == variant else name
         named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))
     return _unique(named)
 
@@ -164,7 +167,7 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
     for run, name in zip(firsts, plain, strict=True):
         namesakes = [variant_settings(other) for other, same in zip(firsts, plain, strict=True) if same == name]
         own = variant_settings(run)
-        differing = [key for key in own if not run.variant and any(other.get(key) != own[key] for other in namesakes)]
+        differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
         names.append(" ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])]))
     taken: Counter[str] = Counter()
     for index, name in enumerate(names):
@@ -240,10 +243,7 @@ def read_run_dir(
     """
     path = metrics_path(place) if place.is_dir() else place
     check_size(path)
-    try:
-        metrics = load_records(path)
-    except (RecursionError, OverflowError) as error:
-        raise UserError(f"{path}: a line is no record: {error}; restore the file") from error
+    metrics = load_records(path)
     if not metrics.train:
         raise UserError(f"{path} has no record of kind train; expected one every trainer.log_every_n_steps steps")
     # A copy under another name lies among other runs' files.
@@ -254,6 +254,12 @@ def read_run_dir(
     steps = tuple(record.step for record in train)
     last = metrics.starts[-1] if metrics.starts else None
     memory = [record.memory_gib for record in train if record.memory_gib is not None]
+    training = Curve(
+        steps=steps,
+        losses=tuple(record.loss for record in train),
+        tokens=tuple(record.consumed_tokens for record in train),
+        gpu_seconds=() if gpus is None else accumulated(steps, [gpus * s for s in _seconds_per_step(metrics)]),
+    )
     return RunRecord(
         name=name,
         variant=variant,
@@ -263,20 +269,8 @@ def read_run_dir(
         format="gpt_pretrain",
         state=_state(path, metrics),
         num_gpus=gpus,
-        training=thinned(
-            Curve(
-                steps=steps,
-                losses=tuple(record.loss for record in train),
-                tokens=tuple(record.consumed_tokens for record in train),
-                gpu_seconds=() if gpus is None else accumulated(steps, [gpus * s for s in _seconds_per_step(metrics)]),
-            )
-        ),
-        validation=Curve(
-            steps=tuple(record.step for record in metrics.validation),
-            losses=tuple(record.loss for record in metrics.validation),
-            tokens=(),
-            gpu_seconds=(),
-        ),
+        training=thinned(training),
+        validation=validated({record.step: record.loss for record in metrics.validation}, training),
         tokens_per_s=mean_tokens_per_s(metrics) if gpus is not None else None,
         memory_gib=max(memory, default=None),
         skipped_steps=len(metrics.skipped_steps),
@@ -304,5 +298,15 @@ def _seconds_per_step(metrics: Metrics) -> list[float]:
 
 def _state(path: Path, metrics: Metrics) -> str:
     if metrics.summary is None:
-        return "running" if lock_path(path.parent).exists() else "ended without a summary"
+        return "running" if _is_held(path.parent) else "ended without a summary"
     return "finished" if metrics.summary.end_reason == "max_steps" else f"ended early: {metrics.summary.end_reason}"
+
+
+def _is_held(run_dir: Path) -> bool:
+    """Whether a living run holds a directory, as far as this machine can know: one that was killed leaves its lock."""
+    try:
+        check_run_lock(run_dir)
+    except (UserError, OSError):
+        # A directory that cannot be written, as another user's is, does not tell how old its lock is.
+        return True
+    return False

@@ -11,7 +11,6 @@ transformers and nanoGPT.
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +20,8 @@ from gpt_pretrain.config.errors import UserError, format_bytes
 
 type Columns = dict[str, dict[int, float]]
 """Metric to its values by step."""
+type Rows = Iterator[tuple[int, list[str]]]
+"""The number of a row's last line in the file, and its cells."""
 
 _NAMES = {
     "loss": (
@@ -85,7 +86,7 @@ def _series(columns: Columns, source: Path, format_: Format, label: str = "") ->
         )
     series.validation = _column(columns, "validation")
     together = _column(columns, "all GPUs")
-    if both := [step for step in together if _positive(rates.get(step))]:
+    if both := [step for step in together if _positive(rates.get(step)) and _positive(together[step])]:
         series.num_gpus = max(1, round(together[both[0]] / rates[both[0]]))
     elif (counts := [*_column(columns, "num_gpus").values()]) and 1 <= counts[-1] < 1 << 20:
         series.num_gpus = round(counts[-1])
@@ -183,22 +184,24 @@ def read_table(path: Path) -> list[Series] | None:
         UserError: A row is damaged, or no column is a loss; names the file, the line and what was expected.
     """
     check_size(path)
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
-    rows = csv.reader(StringIO(text, newline=""))
-    try:
-        heading = next(rows, [])
-        lower = [name.strip().lower() for name in heading]
-        if not 2 <= len(heading) <= _MAX_COLUMNS:
-            return None
-        if {"metric", "step", "value"} <= set(lower) or {"key", "step", "value"} <= set(lower):
-            return _mlflow(path, lower, rows)
-        if not {*_STEPS} & set(lower):
-            if any(name.endswith("loss") for name in lower):
-                _refuse(path, 1, _EXPECTED)
-            return None
-        return _wide(path, [name.strip() for name in heading], rows)
-    except csv.Error as error:
-        _refuse(path, rows.line_num, f"a row of a table ({error})")
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.reader(file)
+        # A row ends some lines after the one before it where a cell in quotes has several.
+        rows = ((reader.line_num, row) for row in reader)
+        try:
+            _, heading = next(rows, (0, []))
+            lower = [name.strip().lower() for name in heading]
+            if not 2 <= len(heading) <= _MAX_COLUMNS:
+                return None
+            if {"metric", "step", "value"} <= set(lower) or {"key", "step", "value"} <= set(lower):
+                return _mlflow(path, lower, rows)
+            if not {*_STEPS} & set(lower):
+                if any(name.endswith("loss") for name in lower):
+                    _refuse(path, 1, _EXPECTED)
+                return None
+            return _wide(path, [name.strip() for name in heading], rows)
+        except csv.Error as error:
+            _refuse(path, reader.line_num, f"a row of a table ({error})")
 
 
 def _refuse(path: Path, line: int, expected: str) -> NoReturn:
@@ -218,8 +221,8 @@ def _cell(path: Path, line: int, name: str, text: str) -> float | None:
         ) from None
 
 
-def _rows(path: Path, width: int, rows: Iterator[list[str]]) -> Iterator[tuple[int, list[str]]]:
-    for line, row in enumerate(rows, start=2):
+def _whole_rows(path: Path, width: int, rows: Rows) -> Rows:
+    for line, row in rows:
         if not any(cell.strip() for cell in row):
             continue
         if len(row) != width:
@@ -229,7 +232,7 @@ def _rows(path: Path, width: int, rows: Iterator[list[str]]) -> Iterator[tuple[i
         yield line, row
 
 
-def _wide(path: Path, heading: Sequence[str], rows: Iterator[list[str]]) -> list[Series]:
+def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
     """A column a metric; where headings are `RUN - METRIC`, several runs side by side."""
     axis = next(index for index, name in enumerate(heading) if name.lower() in _STEPS)
     by_run: dict[str, dict[str, int]] = {}
@@ -238,7 +241,7 @@ def _wide(path: Path, heading: Sequence[str], rows: Iterator[list[str]]) -> list
         if index != axis and not metric.endswith(("__MIN", "__MAX")):
             by_run.setdefault(run if dash else "", {})[metric] = index
     columns: dict[str, Columns] = {run: {name: {} for name in metrics} for run, metrics in by_run.items()}
-    for line, row in _rows(path, len(heading), rows):
+    for line, row in _whole_rows(path, len(heading), rows):
         step = _cell(path, line, heading[axis], row[axis])
         if step is None or _whole(step) != step:
             _refuse(path, line, f"a whole number in {heading[axis]!r}, not {row[axis][:40]!r}")
@@ -254,13 +257,13 @@ def _wide(path: Path, heading: Sequence[str], rows: Iterator[list[str]]) -> list
 _KNOWN = {name.lower() for names in _NAMES.values() for name in names}
 
 
-def _mlflow(path: Path, lower: Sequence[str], rows: Iterator[list[str]]) -> list[Series]:
+def _mlflow(path: Path, lower: Sequence[str], rows: Rows) -> list[Series]:
     """A row a value."""
     place = {name: index for index, name in enumerate(lower)}
     metric = place.get("metric", place.get("key", 0))
     run = place.get("run", place.get("run_id", place.get("run id", place.get("group"))))
     columns: dict[str, Columns] = {}
-    for line, row in _rows(path, len(lower), rows):
+    for line, row in _whole_rows(path, len(lower), rows):
         if row[metric].lower() not in _KNOWN:
             continue
         step, value = (_cell(path, line, name, row[place[name]]) for name in ("step", "value"))

@@ -6,34 +6,39 @@ Ctrl-C and SIGTERM reach the run, which saves a checkpoint and leaves; the same 
 fails does not keep the others from being trained.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.markup import escape
 from rich.status import Status
+from rich.text import Text
 
-from gpt_pretrain.benchmark.machine import detect_in_process, variant_refusals
-from gpt_pretrain.benchmark.results import TrainingDone
+from gpt_pretrain.benchmark.results import PlatformSeen, TrainingDone
+from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.run_dir import run_lock
 from gpt_pretrain.launch.slurm import Submission, has_job, submit
 from gpt_pretrain.report.columns import format_duration, format_loss, format_rate
-from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.report.console import print_line
+from gpt_pretrain.report.metrics_file import metrics_path
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.rules.gate import check_command
 
 # Where each start of a run keeps its task and what it prints, and the number of its job.
 _STARTS, _JOB, _PLATFORM = "starts", "job", "platform"
+# The records of FP8 statistics between two of training: 5,000 tensors in 250 bytes each.
+_TAIL_BYTES = 5_000 * 250
 # Between two lines of a log.
 _LINE_EVERY_S = 60.0
 
@@ -49,6 +54,7 @@ class Progress:
 
     def __init__(self, runs: Sequence[PlannedRun], console: Console) -> None:
         self._runs = runs
+        self._steps = [0 if run.problems or run.is_finished else run.max_steps for run in runs]
         self._console = console
         self._status: Status | None = None
         self._told_at, self._told_step = 0.0, -1
@@ -66,14 +72,14 @@ class Progress:
             f"step {record.step}/{run.max_steps}, loss {format_loss(record.loss)}, "
             f"{format_rate(1 / record.step_time_s)} steps/s, {format_duration(record.eta_s)} left"
         )
-        steps_to_come = sum(later.max_steps for later in self._runs[number:] if not later.problems)
+        steps_to_come = sum(self._steps[number:])
         if steps_to_come and record.eta_s is not None:
-            # As if all were as fast as this one, and none had begun.
+            # As if all were as fast as this one, and none of them had begun.
             text += f", about {format_duration(record.eta_s + steps_to_come * record.step_time_s)} for all"
         if not self._console.is_terminal:
             self.tell(number, text)
             return
-        line = escape(self._line(number, text))
+        line = Text(self._line(number, text))
         if self._status is None:
             self._status = self._console.status(line)
             self._status.start()
@@ -95,16 +101,25 @@ class Progress:
 
 
 def _newest_record(run: PlannedRun) -> TrainRecord | None:
-    """None before the first one."""
-    if not metrics_path(run.run_dir).exists():
+    """None before the first one of its present process.
+
+    Read from the end of the file: to read all of it every two seconds would keep a processor of a machine busy on which
+    times are taken. What is damaged is told when the run is compared.
+    """
+    path = metrics_path(run.run_dir)
+    if not path.exists():
         return None
-    train = load_metrics(run.run_dir).train
-    return train[-1] if train else None
-
-
-def print_line(console: Console, line: str) -> None:
-    """Prints a line as it is, however wide."""
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        # The last line may still be written to.
+        lines = file.read().split(b"\n")[:-1]
+    for line in reversed(lines):
+        if line.startswith(b'{"kind": "start"'):
+            return None
+        if line.startswith(b'{"kind": "train"'):
+            with suppress(ValueError):
+                return TrainRecord.from_json(json.loads(line))
+    return None
 
 
 def train_variants(
@@ -144,10 +159,20 @@ def train_variants(
 def _refused_here(
     runs: Sequence[PlannedRun], source: Source, overrides: Sequence[str], run_dir: Path
 ) -> list[PlannedRun]:
-    """The runs with what this machine refuses of those that it still has to train."""
+    """The runs with what this machine refuses of those that it still has to train.
+
+    A process of its own looks at the machine: this one keeps no CUDA context beside the runs, and needs no torch.
+
+    Raises:
+        RunError: That process failed.
+    """
     if all(run.is_finished for run in runs):
         return list(runs)
-    platform = detect_in_process(_next_folder(run_dir / _STARTS / _PLATFORM), source=source, overrides=overrides)
+    folder = _next_folder(run_dir / _STARTS / _PLATFORM)
+    outcome = run_task("platform", PlatformSeen, folder, source=source, overrides=overrides)
+    if outcome.problem is not None:
+        raise RunError(f"this machine's devices and libraries could not be looked up: {outcome.problem}")
+    platform = outcome.results[0].platform
     return [
         run if run.is_finished else replace(run, problems=tuple(variant_refusals(run.config, platform))) for run in runs
     ]

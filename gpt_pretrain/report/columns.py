@@ -116,11 +116,11 @@ class Column:
     form: _Form = ""
     """On a terminal."""
     style: str = ""
-    """On a terminal, of the value; of an FP8 tensor's, where it is above zero."""
+    """On a terminal, of the value; FP8 tensors have it only where the value is above zero."""
     priority: int = 0
     """Columns with the highest numbers are the first to go where a terminal is too narrow for all."""
     curve: str = ""
-    """Name of an FP8 tensor's curve in TensorBoard and W&B; of other records, every number has one."""
+    """Name of an FP8 tensor's curve in TensorBoard and W&B; every number of another record has a curve anyway."""
 
     def log_pair(self, record: JsonObject) -> str:
         """`name value`, with `-` for what was not measured, so that every line of a kind has the same words."""

@@ -38,6 +38,11 @@ MAX_WIDTH = 100
 _NUM_TENSORS = 3
 
 
+def print_line(out: Console, line: str) -> None:
+    """Prints a line neither wrapped nor interpreted: a record stays one line, and brackets in a path stay brackets."""
+    out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
 class RunConsole:
     """Everything that a run prints; as a context manager it restores the terminal however the run ends."""
 
@@ -81,11 +86,11 @@ class RunConsole:
         """
         sections = {name: entries for name, entries in sections.items() if entries}
         if not self.is_terminal:
-            self._print_plain(title)
+            print_line(self._out, title)
             for name, entries in sections.items():
-                self._print_plain(f"[{name}]")
+                print_line(self._out, f"[{name}]")
                 for key, value in entries.items():
-                    self._print_plain(f"  {key}: {value}")
+                    print_line(self._out, f"  {key}: {value}")
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold cyan", no_wrap=True)
@@ -120,7 +125,7 @@ class RunConsole:
                 self._step = max(self._step, record.step)
                 self._out.print(screen_line(record, self._max_steps))
             case _:
-                self._print_plain(log_line(record, self._max_steps))
+                print_line(self._out, log_line(record, self._max_steps))
         self._refresh()
 
     def _show_worst_tensors(self, record: Fp8Record) -> None:
@@ -129,7 +134,7 @@ class RunConsole:
         place = place_of(record, self._max_steps)
         if not self.is_terminal:
             for rank, tensor in enumerate(worst, start=1):
-                self._print_plain(f"{record.kind} {place} worst {rank}/{len(record.tensors)} {log_pairs(tensor)}")
+                print_line(self._out, f"{record.kind} {place} worst {rank}/{len(record.tensors)} {log_pairs(tensor)}")
         elif worst:
             title = Text.assemble((place, "dim"), f"  FP8, worst {len(worst)} of {len(record.tensors)} tensors")
             self._out.print(_tensor_table(worst, title, self._width))
@@ -152,7 +157,7 @@ class RunConsole:
                 self._out.print(panel)
             return
         for line in plain_summary_lines(summary, metrics, places, max_steps=self._max_steps, width=self._width):
-            self._print_plain(line)
+            print_line(self._out, line)
 
     @property
     def _width(self) -> int:
@@ -176,11 +181,7 @@ class RunConsole:
         if self.is_terminal:
             self._out.print(Text.assemble((f"{label}: ", style), message))
         else:
-            self._print_plain(f"{label}: {message}")
-
-    def _print_plain(self, line: str) -> None:
-        # Neither wrapped nor interpreted: a record stays one line, and brackets in a path stay brackets.
-        self._out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
+            print_line(self._out, f"{label}: {message}")
 
 
 def _newest_table(place: str, records: list[Record], width: int) -> Table:

@@ -4,7 +4,7 @@ A run may be killed at any byte and resumed from a checkpoint that is older than
 ever appended to. Each process begins with a `start` record that names the step it continues from, and the reader drops
 what an earlier process wrote about later steps. It does the same where a `rewind` names an earlier step.
 
-Only rank 0 creates the sinks, once it knows that step; each sink hides what was written about later ones.
+Only rank 0 creates the sinks, once it knows that step. TensorBoard's hides what stands about later ones; W&B's cannot.
 """
 
 import json
@@ -12,12 +12,13 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError, how_to_install
-from gpt_pretrain.config.files import named
+from gpt_pretrain.config.files import named, write_file
 from gpt_pretrain.config.foreign import check_regular
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.columns import COLUMNS
@@ -89,7 +90,7 @@ def _mend_last_line(path: Path) -> None:
 def _is_json_object(text: bytes) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -183,7 +184,7 @@ def _parse(line: bytes, place: str) -> Record | None:
             raise ValueError('not a JSON object with a "kind"')
         record = RECORD_KINDS.get(values["kind"])
         return None if record is None else record.from_json(values)
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{place} is not a record: {error}; remove the line, or restore the file") from None
 
 
@@ -201,7 +202,7 @@ def scalars(record: Record) -> dict[str, float]:
 
 def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
     """`fp8/amax/decoder.layers.0.mlp.linear_fc1/input`, …, and how full the amax histories are."""
-    named: dict[str, float] = {
+    values: dict[str, float] = {
         f"{record.kind}/{column.curve}/{tensor.layer}/{tensor.tensor}": value
         for tensor in record.tensors
         for column in COLUMNS[Fp8Tensor]
@@ -209,28 +210,27 @@ def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
     }
     histories = [tensor.amax_history_used for tensor in record.tensors if tensor.amax_history_used is not None]
     if histories:
-        named[f"{record.kind}/amax_history_used_min"] = min(histories)
-        named[f"{record.kind}/amax_history_used_max"] = max(histories)
-    return named
+        values[f"{record.kind}/amax_history_used_min"] = min(histories)
+        values[f"{record.kind}/amax_history_used_max"] = max(histories)
+    return values
 
 
 class TensorBoardSink:
     """TensorBoard events through tensorboard's own writer, which needs no torch.
 
-    It hides what it has of later steps than `start_step`, the steps done before this start.
+    It hides what stands about later steps than `start_step`, those done before this start; at step 0 all that stands.
     """
 
     def __init__(self, directory: Path, *, start_step: int) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(directory))
-        if start_step > 0:
-            self._hide_after(start_step)
+        self._hide_from(start_step + 1 if start_step else 0)
 
-    def _hide_after(self, step: int) -> None:
+    def _hide_from(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        purge = Event(step=step + 1, wall_time=time.time())
+        purge = Event(step=step, wall_time=time.time())
         purge.session_log.CopyFrom(SessionLog(status=SessionLog.START))
         self._writer.add_event(purge)
 
@@ -242,7 +242,7 @@ class TensorBoardSink:
         if isinstance(record, StartRecord | SummaryRecord):
             return
         if isinstance(record, RewindRecord):
-            self._hide_after(record.step)
+            self._hide_from(record.step + 1)
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
         self._writer.add_event(Event(step=record.step, wall_time=time.time(), summary=Summary(value=values)))
         self._writer.flush()
@@ -271,7 +271,7 @@ class WandbSink:
             ) from None
         id_file = run_dir / "wandb_run_id.txt"
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+            write_file(id_file, uuid.uuid4().hex[:8])
         self._run: Any = wandb.init(
             project=logging.wandb_project,
             entity=logging.wandb_entity,
@@ -303,7 +303,7 @@ class MetricsSinks:
     `start_step` counts the steps done before this start: 0, or the step of the checkpoint that it resumes from.
 
     Raises:
-        UserError: W&B is asked for and not installed.
+        UserError: W&B is asked for and not installed, or an earlier process's records are damaged.
     """
 
     def __init__(
@@ -319,14 +319,20 @@ class MetricsSinks:
     ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
+        # The summary is computed from all of them when the run has trained; too late to hear that they are damaged.
+        if metrics_path(run_dir).exists():
+            load_metrics(run_dir)
         self._sinks: list[MetricsFile | TensorBoardSink | WandbSink] = []
-        # Sinks that may refuse to start come first: a refused start must not mark an earlier history as superseded.
-        if logging.wandb:
-            self._sinks.append(WandbSink(run_dir, logging, run_name, config))
-        if logging.tensorboard:
-            self._sinks.append(TensorBoardSink(run_dir / "tensorboard", start_step=start_step))
-        self._sinks.append(MetricsFile(run_dir))
-        self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))
+        with ExitStack() as opened:
+            # Sinks that may refuse to start come first: a refused start must not mark an earlier history as superseded.
+            if logging.wandb:
+                self._sinks.append(opened.enter_context(closing(WandbSink(run_dir, logging, run_name, config))))
+            if logging.tensorboard:
+                events = TensorBoardSink(run_dir / "tensorboard", start_step=start_step)
+                self._sinks.append(opened.enter_context(closing(events)))
+            self._sinks.append(opened.enter_context(closing(MetricsFile(run_dir))))
+            self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))
+            self._opened = opened.pop_all()
 
     def write(self, record: Record) -> None:
         """Writes a record to every sink."""
@@ -334,9 +340,8 @@ class MetricsSinks:
             sink.write(record)
 
     def close(self) -> None:
-        """Closes every sink; a second call does nothing."""
-        while self._sinks:
-            self._sinks.pop().close()
+        """Closes every sink, even where one of them fails; a second call does nothing."""
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -52,7 +52,7 @@ class StartRecord(Record):
     time_unix: float
     """Seconds since 1970-01-01 UTC."""
     command: str | None = None
-    """The process's command line; null in files of earlier versions, as what follows."""
+    """The process's command line; null in files of earlier versions, like `versions`."""
     versions: str | None = None
     """Of Python and of the libraries that matter."""
 
@@ -230,7 +230,7 @@ class Fp8Record(Record):
 
     kind: ClassVar[str] = "fp8"
     tensors: tuple[Fp8Tensor, ...]
-    """One object a tensor, layers in forward order (the next table has its fields); none beside mere warnings."""
+    """One object per tensor (see the next table), layers in forward order; empty in a record that only warns."""
     warnings: tuple[str, ...]
     """What the console warned of at this step, and what to do about it."""
 
