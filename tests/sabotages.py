@@ -18,7 +18,7 @@ from gpt_pretrain.fp8.emulation.casts import (
     scale_from_amax,
     stateless_cast,
 )
-from gpt_pretrain.fp8.gemms import Role
+from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.rules.gate import load_config
 from tests.emulated_training import TINY, Training
@@ -200,6 +200,17 @@ def scale_products(module: Any) -> None:
     products = module._products
     multiply = products._multiply
     products._multiply = lambda *given, **more: multiply(*given, **more) * 1.03
+
+
+def drop_products(module: Any, phase: Phase) -> None:
+    """Results that are never written."""
+    multiply = module._products._multiply
+
+    def dropped(of: Phase, *given: Any, **more: Any) -> torch.Tensor:
+        y: torch.Tensor = multiply(of, *given, **more)
+        return y.zero_() if of is phase else y
+
+    module._products._multiply = dropped
 
 
 def to_tensorwise(module: Any) -> None:

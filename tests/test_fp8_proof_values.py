@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.fp8.gemms import Role
+from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.spec.recipes import RECIPES, recipes_of
 from tests import sabotages
@@ -223,6 +223,15 @@ OF_A_LAYER = {
     "values that had been rounded before": (TENSORWISE, FC1, sabotages.round_beforehand, "input in forward"),
     "wgrad in high precision": (TENSORWISE, PROJ, sabotages.round_nothing_for_wgrad, "result of wgrad"),
     "another product": (DELAYED, FC1, sabotages.shift_products, "result of forward"),
+    **{
+        f"a {phase.value} product of zeros": (
+            TENSORWISE,
+            FC1,
+            partial(sabotages.drop_products, phase=phase),
+            f"result of {phase.value}",
+        )
+        for phase in Phase
+    },
     "another output": (BLOCKWISE, FC2, sabotages.add_to_output, "output"),
     "a microbatch without FP8": (DELAYED, FC1, sabotages.skip_microbatch, "forward products"),
     "a layer without FP8": (TENSORWISE, FC1, sabotages.leave_fp8, "forward"),

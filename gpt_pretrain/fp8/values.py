@@ -222,8 +222,8 @@ class WatchedValues:
         if product.added is not None:
             added = product.added[..., slice(*columns)]
             found = result - (added if added.dim() == 1 else added[slice(*rows)]).float()
-        # What was added to the product has been rounded with it.
-        size = (found if output.dtype is torch.float32 else result).norm()
+        # What was added to the product has been rounded with it. A result of zeros has no size of its own.
+        size = torch.maximum((found if output.dtype is torch.float32 else result).norm(), again.norm())
         lost = product.sum_error * multiply(phase, *map(torch.abs, rounded)).norm() / size
         tolerance = product.result_error + lost
         away = (found - again).norm() / size
