@@ -1,6 +1,7 @@
 """The proof of numbers: what emulated layers computed is compared with the plan, whatever they say about themselves."""
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -264,6 +265,15 @@ def test_one_layer_that_is_wrong_is_named(name):
     (row,) = [each for each in differences if each.what == what]
     assert row.planned != row.live
     assert all(text in str(error.value) for text in (f"{LAYER}.{kind}", what, row.planned, row.live))
+
+
+# A rounding to BF16, which has eight bits, moves a number by up to 2^-8 of it.
+@pytest.mark.parametrize(("roundings", "is_found"), [(0.9, False), (1.2, True)])
+def test_results_may_be_rounded_to_bf16_once_and_no_more(roundings, is_found):
+    with emulated_training(*TENSORWISE) as training:
+        sabotages.blur_products(layer_of(training, FC1), roundings * 2.0**-8)
+        with pytest.raises(ProofError) if is_found else nullcontext():
+            prove(training, step=1)
 
 
 def of_state(change, kind=FC1):
