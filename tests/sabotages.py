@@ -19,7 +19,7 @@ from gpt_pretrain.fp8.emulation.casts import (
     stateless_cast,
 )
 from gpt_pretrain.fp8.gemms import Phase, Role
-from gpt_pretrain.fp8.proof import Proof
+from gpt_pretrain.fp8.proof import Proof, Proven
 from gpt_pretrain.rules.gate import load_config
 from tests.emulated_training import TINY, Training
 from tests.platforms import spec_of
@@ -30,7 +30,7 @@ LAYER = "decoder.layers.1"
 OTHER = "decoder.layers.0"
 
 
-def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = None) -> None:
+def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = None) -> Proven:
     """Trains a step and proves it, by another plan than the layers were built from where one is given.
 
     Raises:
@@ -43,7 +43,7 @@ def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = No
     proof = Proof(model, trainable.optimizer, step)
     with proof.watching():
         training.step()
-    proof.judge(training.config.model.optim.lr)
+    return proof.judge(training.config.model.optim.lr)
 
 
 def prove_steps(training: Training, steps: Iterable[int], planned: tuple[str, ...] | None = None) -> None:
