@@ -6,8 +6,8 @@ scales, results, the state of delayed scaling) and computes each of them again f
 must be, and what cannot be seen.
 
 Each layer's three products are counted in every microbatch. One of each kind per type of layer is multiplied again, and
-what these layers pass on is that result. Ranks and steps take turns at microbatches, at layers, and at parts of tensors
-that are large, so that a proof takes seconds and megabytes whatever the model.
+the output that these layers pass on must be that result. Ranks and steps take turns at microbatches, at layers, and at
+parts of tensors that are large, so that a proof takes seconds and megabytes whatever the model.
 
 Local layers tell the values of all that they cast. Those of Transformer Engine's layers are unknown where the kernel
 that computes an activation casts it, and where ranks that split a sequence gather codes. A weight that is stored in FP8
