@@ -18,8 +18,8 @@ from gpt_pretrain.fp8.emulation.casts import (
     scale_from_amax,
     stateless_cast,
 )
-from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.fp8.proof import Proof
+from gpt_pretrain.fp8.gemms import Phase, Role
+from gpt_pretrain.fp8.proof import Proof, Proven
 from gpt_pretrain.rules.gate import load_config
 from tests.emulated_training import TINY, Training
 from tests.platforms import spec_of
@@ -30,7 +30,7 @@ LAYER = "decoder.layers.1"
 OTHER = "decoder.layers.0"
 
 
-def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = None) -> None:
+def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = None) -> Proven:
     """Trains a step and proves it, by another plan than the layers were built from where one is given.
 
     Raises:
@@ -43,7 +43,7 @@ def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = No
     proof = Proof(model, trainable.optimizer, step)
     with proof.watching():
         training.step()
-    proof.judge(training.config.model.optim.lr)
+    return proof.judge(training.config.model.optim.lr)
 
 
 def prove_steps(training: Training, steps: Iterable[int], planned: tuple[str, ...] | None = None) -> None:
@@ -200,6 +200,17 @@ def scale_products(module: Any) -> None:
     products = module._products
     multiply = products._multiply
     products._multiply = lambda *given, **more: multiply(*given, **more) * 1.03
+
+
+def drop_products(module: Any, phase: Phase) -> None:
+    """Results that are never written."""
+    multiply = module._products._multiply
+
+    def dropped(of: Phase, *given: Any, **more: Any) -> torch.Tensor:
+        y: torch.Tensor = multiply(of, *given, **more)
+        return y.zero_() if of is phase else y
+
+    module._products._multiply = dropped
 
 
 def to_tensorwise(module: Any) -> None:

@@ -69,14 +69,14 @@ def observed(training: Training) -> dict[str, Any]:
     Returns:
         "losses"; "gathered", values by type in one step; "weights": by layer the codes, scale and amax that this rank
         has after all have been gathered, "master", this rank's part of the master, and "start", where it begins;
-        "num_plain", parameters that are not stored in FP8.
+        "num_plain", parameters that are not stored in FP8; "share", the model's bytes in FP8 by the proof.
     """
     losses = [training.step()]
     with watched_gathers() as gathered:
         losses.append(training.step())
     with training.trainable.model.gathered_parameters():
         pass
-    prove(training, step=STEPS)
+    proven = prove(training, step=STEPS)
     names = {id(layer.weight): name for name, layer in training.layers().items()}
     with training.trainable.model.gathered_parameters():
         rows = zip(*distributed_optimizer(training)._get_fp8_params_and_shard_fp32_from_fp8(), strict=True)
@@ -96,6 +96,7 @@ def observed(training: Training) -> dict[str, Any]:
         "gathered": dict(gathered),
         "weights": weights,
         "num_plain": sum(each.numel() for each in parameters if not isinstance(each, StoredWeight)),
+        "share": proven.fp8_parameter_bytes_share,
     }
 
 

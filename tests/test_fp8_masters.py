@@ -74,6 +74,15 @@ def test_values_off_their_masters_are_counted_in_all_pieces(monkeypatch, piece):
     assert list(check.problems(LR)) == [difference(planned, live)]
 
 
+def test_codes_that_are_no_numbers_are_counted():
+    weight, master, check = one_scale()
+    master += LR
+    follow(weight, master)
+    weight._data.view(-1)[-1] = 0x7F
+    planned, live = "every value within one FP8 step of its master", f"1 of {master.numel():,} values are not"
+    assert list(check.problems(LR)) == [difference(planned, live)]
+
+
 def test_a_weight_that_stayed_as_it_was_is_told_where_it_must_have_changed():
     _, _, check = one_scale()
     assert list(check.problems(LR)) == [difference("changed", "the same codes as before")]

@@ -1,12 +1,13 @@
 """The proof of numbers: what emulated layers computed is compared with the plan, whatever they say about themselves."""
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.fp8.gemms import Role
+from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.spec.recipes import RECIPES, recipes_of
 from tests import sabotages
@@ -223,6 +224,15 @@ OF_A_LAYER = {
     "values that had been rounded before": (TENSORWISE, FC1, sabotages.round_beforehand, "input in forward"),
     "wgrad in high precision": (TENSORWISE, PROJ, sabotages.round_nothing_for_wgrad, "result of wgrad"),
     "another product": (DELAYED, FC1, sabotages.shift_products, "result of forward"),
+    **{
+        f"a {phase.value} product of zeros": (
+            TENSORWISE,
+            FC1,
+            partial(sabotages.drop_products, phase=phase),
+            f"result of {phase.value}",
+        )
+        for phase in Phase
+    },
     "another output": (BLOCKWISE, FC2, sabotages.add_to_output, "output"),
     "a microbatch without FP8": (DELAYED, FC1, sabotages.skip_microbatch, "forward products"),
     "a layer without FP8": (TENSORWISE, FC1, sabotages.leave_fp8, "forward"),
@@ -255,6 +265,15 @@ def test_one_layer_that_is_wrong_is_named(name):
     (row,) = [each for each in differences if each.what == what]
     assert row.planned != row.live
     assert all(text in str(error.value) for text in (f"{LAYER}.{kind}", what, row.planned, row.live))
+
+
+# A rounding to BF16, which has eight bits, moves a number by up to 2^-8 of it.
+@pytest.mark.parametrize(("roundings", "is_found"), [(0.9, False), (1.2, True)])
+def test_results_may_be_rounded_to_bf16_once_and_no_more(roundings, is_found):
+    with emulated_training(*TENSORWISE) as training:
+        sabotages.blur_products(layer_of(training, FC1), roundings * 2.0**-8)
+        with pytest.raises(ProofError) if is_found else nullcontext():
+            prove(training, step=1)
 
 
 def of_state(change, kind=FC1):

@@ -78,6 +78,13 @@ def test_data_parallel_ranks_have_the_weights_of_one_process_bit_for_bit(two_ran
     )
 
 
+def test_the_share_of_the_models_bytes_is_that_of_one_process(two_ranks, one_process):
+    stored = sum(weight["codes"].numel() for weight in one_process["weights"].values())
+    share = stored / (stored + 2 * one_process["num_plain"])
+    assert [seen["share"] for layout in LAYOUTS for seen in two_ranks[layout]] == [share] * 6
+    assert one_process["share"] == share
+
+
 def test_pipeline_stages_have_the_weights_of_one_process_bit_for_bit(two_ranks, one_process):
     names = [set(seen["weights"]) for seen in two_ranks["pp2"]]
     assert names[0] | names[1] == one_process["weights"].keys()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt_pretrain.kernels.infinity_triton import search_blocks
+from gpt_pretrain.kernels.fp8_codes_triton import search_blocks
 from gpt_pretrain.megatron.graphs import GraphedLayer, release_graphs
 from tests.sabotages import layer_of
 from tests.te_training import te_training

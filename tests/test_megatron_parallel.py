@@ -1,14 +1,26 @@
-"""What is not sent: groups of one rank open no communicator, which would take memory of the GPU for nothing."""
+"""Process groups: what a rank does while it waits for others, and what groups of one rank do not send."""
 
+import signal
 from unittest.mock import Mock, patch
 
+import pytest
 import torch
 
+from gpt_pretrain.launch.environment import INTERRUPTED, REQUEUE
 from gpt_pretrain.training.generation import generate_tokens
 from tests.emulated_training import build_training, emulated_training
+from tests.forked_runs import fork_ranks
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, REQUEUE), (signal.SIGUSR1, REQUEUE)]
+)
+def test_signals_end_a_rank_whose_other_ranks_do_not_come(number, code):
+    assert fork_ranks(1, ["tests/programs/waiting_rank.py", number.name], timeout_s=60).returncode == code
 
 
 def test_a_model_is_counted_and_continued_without_groups_of_one_rank():
+    """A communicator would take memory of the GPU for nothing."""
     with (
         emulated_training() as training,
         patch.object(torch.distributed, "all_reduce", Mock()) as all_reduce,

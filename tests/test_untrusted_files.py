@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, hash_files, read_manifest, write_manifest
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.megatron.pickles import harmless_state, restricted
+from gpt_pretrain.megatron.pickles import harmless_state, restricted, unreadable_told
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import as_if_written_so, hostile_pickles, plant_index, plant_object
 from tests.published_models import LLAMA
@@ -65,6 +65,15 @@ def test_none_runs_in_an_index_an_object_or_a_layers_state(shape, checkpoint, tm
     with pytest.raises(UserError, match=r"qkv\._extra_state in the checkpoint cannot be read"):
         harmless_state("qkv._extra_state", torch.frombuffer(bytearray(planted), dtype=torch.uint8))
     assert not canary.exists()
+
+
+def test_a_directory_named_after_gloo_is_a_directory(tmp_path):
+    checkpoint = tmp_path / "gloo" / "step_1"
+    with pytest.raises(UserError, match="cannot be read"), unreadable_told(checkpoint):
+        raise RuntimeError(f"{checkpoint} is garbled")
+    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="by peer"), unreadable_told(checkpoint):
+        raise lost
 
 
 def test_a_number_in_a_pickle_takes_no_memory(checkpoint):

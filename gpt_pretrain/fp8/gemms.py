@@ -18,6 +18,8 @@ from gpt_pretrain.spec.recipes import Fp8Settings
 
 # The type of the codes of each format.
 CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+# By how much a rounding to BF16, which has eight bits, moves a number at most, over its magnitude.
+BF16_ROUNDING = 2.0**-8
 
 
 def spread_over_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
@@ -103,8 +105,8 @@ class Product:
     """What the result has in it beside the product: one value per column (a bias), or one for each value."""
     part: int = 0
     """Of a call that computes several products, one for each expert with rows: which of them."""
-    result_error: float = 2e-3
-    """How far the result may be from the exact one, over its 2-norm. It is rounded once, to BF16 at worst: by 2^-9."""
+    result_error: float = BF16_ROUNDING
+    """How far the result may be from the exact one, over its 2-norm. It is rounded once, to BF16 at worst."""
     sum_error: float = 0.0
     """The same, over the 2-norm of the sums of the terms' magnitudes."""
 

@@ -103,7 +103,7 @@ def _amaxes(layers: Sequence[Any], direction: str) -> list[torch.Tensor]:
 @contextmanager
 def _search_blocks(found: torch.Tensor) -> Iterator[None]:
     """Searches what is cast in blocks inside; sets `found`, fp32 [1], to 1 where there is an infinity."""
-    from gpt_pretrain.kernels.infinity_triton import search_blocks
+    from gpt_pretrain.kernels.fp8_codes_triton import search_blocks
 
     def search(values: torch.Tensor, cast: Any) -> None:
         if not cast._is_2D_scaled and cast._rowwise_scale_inv is not None and values.numel():

@@ -17,13 +17,13 @@ import torch
 
 from gpt_pretrain.fp8.emulation.casts import Cast, Directions, Quantised
 from gpt_pretrain.fp8.emulation.delayed import LayerScaling
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, ProductListener, Role, role_format
+from gpt_pretrain.fp8.gemms import BF16_ROUNDING, OPERANDS, Operand, Phase, Product, ProductListener, Role, role_format
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import Fp8Settings
 
-# How far a result may be from the product of its codes (`gemms.Product.result_error`): summed in fp32 and rounded once,
-# to BF16 at worst; or summed by Hopper's tensor cores (`te_products`), where TorchAO may scale what was rounded.
-_RESULT_ERROR, _HARDWARE_ERROR = 2e-3, 1e-2
+# How far a result that Hopper's tensor cores summed may be from the product of its codes (`te_products`). TorchAO may
+# scale what was rounded. Emulated results are summed in fp32 and rounded once.
+_HARDWARE_ERROR = 1e-2
 
 
 class Multiply(Protocol):
@@ -168,9 +168,9 @@ class _Call:
             first, second = (
                 _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
             )
-            error = _RESULT_ERROR if self.settings.emulate else _HARDWARE_ERROR
+            error = BF16_ROUNDING if self.settings.emulate else _HARDWARE_ERROR
             # A second rounding is to BF16 at worst, too.
-            error += _RESULT_ERROR * (bias is not None and self.settings.recipe.adds_bias_rounded)
+            error += BF16_ROUNDING * (bias is not None and self.settings.recipe.adds_bias_rounded)
             listener(Product(phase=phase, operands=(first, second), output=output, added=bias, result_error=error))
 
 

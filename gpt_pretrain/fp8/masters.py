@@ -83,7 +83,8 @@ class _Shard:
             aim = master.float().clamp(-limit, limit)
             step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
             values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
-            off += ((values - aim).abs() > step).sum()
+            # A code that is no number is near nothing.
+            off += (~((values - aim).abs() <= step)).sum()
         return int(off)
 
 

@@ -6,8 +6,8 @@ scales, results, the state of delayed scaling) and computes each of them again f
 must be, and what cannot be seen.
 
 Each layer's three products are counted in every microbatch. One of each kind per type of layer is multiplied again, and
-what these layers pass on is that result. Ranks and steps take turns at microbatches, at layers, and at parts of tensors
-that are large, so that a proof takes seconds and megabytes whatever the model.
+the output that these layers pass on must be that result. Ranks and steps take turns at microbatches, at layers, and at
+parts of tensors that are large, so that a proof takes seconds and megabytes whatever the model.
 
 Local layers tell the values of all that they cast. Those of Transformer Engine's layers are unknown where the kernel
 that computes an activation casts it, and where ranks that split a sequence gather codes. A weight that is stored in FP8
@@ -222,8 +222,8 @@ class WatchedValues:
         if product.added is not None:
             added = product.added[..., slice(*columns)]
             found = result - (added if added.dim() == 1 else added[slice(*rows)]).float()
-        # What was added to the product has been rounded with it.
-        size = (found if output.dtype is torch.float32 else result).norm()
+        # What was added to the product has been rounded with it. A result of zeros has no size of its own.
+        size = torch.maximum((found if output.dtype is torch.float32 else result).norm(), again.norm())
         lost = product.sum_error * multiply(phase, *map(torch.abs, rounded)).norm() / size
         tolerance = product.result_error + lost
         away = (found - again).norm() / size

@@ -11,7 +11,9 @@ import logging
 import os
 import platform
 import signal
+import socket
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -129,6 +131,34 @@ def ended_while_importing() -> Iterator[None]:
     interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
     with _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1):
         yield
+
+
+@contextmanager
+def ended_while_waiting() -> Iterator[None]:
+    """While torch waits for other ranks, Ctrl-C and these signals end the process as it stands: nothing has been begun.
+
+    Python calls its handlers between two of its own instructions, and torch waits in C++ for up to half an hour. The
+    signal's number is written to a descriptor at once, where another thread reads it.
+    """
+    codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE}
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def listen() -> None:
+        while number := reader.recv(1):
+            if number[0] in codes:
+                os._exit(codes[signal.Signals(number[0])])
+
+    listener = threading.Thread(target=listen, name="end-by-signals", daemon=True)
+    listener.start()
+    before = signal.set_wakeup_fd(writer.fileno())
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()
+        listener.join()
+        reader.close()
 
 
 @contextmanager

@@ -240,31 +240,42 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
 def parameters_by_group(
     chunks: Sequence[GPTModel],
 ) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
-    """This rank's parameters with the ranks that share the model: those of experts, and those of all the rest."""
+    """This rank's parameters with the ranks that share the model: those of experts, and those of all the rest.
+
+    Over these ranks each counts once: replicas and copies of a tied embedding are left out on all but one of them.
+    """
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
-    for of_experts, group in (
-        (False, parallel_state.get_model_parallel_group()),
-        (True, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
-    ):
-        yield group, [parameter for name, parameter in named if (".experts." in name) is of_experts]
-
-
-def _count_parameters(chunks: Sequence[GPTModel]) -> int:
-    """Parameters of the whole model: shards count, replicas and shared embeddings do not."""
     copies = {
         id(parameter)
         for chunk in chunks
         for parameter in chunk.parameters()
         if getattr(parameter, "shared", False) and not chunk.pre_process
     }
-    ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-    count = 0
-    for rank, (group, parameters) in zip(ranks, parameters_by_group(chunks), strict=True):
-        own = sum(
-            parameter.numel()
-            for parameter in parameters
-            if id(parameter) not in copies and (rank == 0 or getattr(parameter, "tensor_model_parallel", False))
+    for of_experts, rank, group in (
+        (False, parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_model_parallel_group()),
+        (
+            True,
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+        ),
+    ):
+        yield (
+            group,
+            [
+                parameter
+                for name, parameter in named
+                if (".experts." in name) is of_experts
+                and id(parameter) not in copies
+                and (rank == 0 or getattr(parameter, "tensor_model_parallel", False))
+            ],
         )
+
+
+def _count_parameters(chunks: Sequence[GPTModel]) -> int:
+    """Parameters of the whole model."""
+    count = 0
+    for group, parameters in parameters_by_group(chunks):
+        own = sum(parameter.numel() for parameter in parameters)
         total = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
         sum_over(group, total)
         count += int(total.item())

@@ -29,6 +29,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.launch.environment import ended_while_waiting
 from gpt_pretrain.launch.limits import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.spec.platform import MULTICAST_OFF, USER_BUFFERS_WITHOUT, Platform
@@ -65,7 +66,10 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
         # Without a device here, torch opens NCCL's communicators when their groups are first used. With one, it opens a
         # communicator for every group. On four GPUs 14 of those 21 were for groups of one rank, which need none; with
         # 64 channels each they took over 5 GiB of every GPU (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
-        torch.distributed.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        with ended_while_waiting():
+            torch.distributed.init_process_group(
+                backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+            )
     try:
         # Before the groups are opened: ranks that disagree on these would wait for each other.
         check_ranks_agree(dict(flatten(config_to_dict(model), "model")))
