@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,11 @@ RULES = {
         "rotary_percentage model.kv_channels",
         offers="model.hidden_size=116,160",
     ),
+    "a share of a head without a pair at any width": Refused(
+        "model.kv_channels=64 model.rotary_percentage=0.0001",
+        told="model.kv_channels=64 model.rotary_percentage=0.0001 0 rotary_percentage",
+        legal="model.kv_channels=64 model.rotary_percentage=0.5",
+    ),
     "rotary percentage": Refused(
         "model.rotary_percentage=1.5", offers="model.rotary_percentage=1", legal="model.rotary_percentage=0.5"
     ),
@@ -84,6 +90,12 @@ RULES = {
         f"model.hidden_size=129 model.kv_channels=32 {TP2}",
         told=f"model.hidden_size=129 {TP2}",
         offers="model.hidden_size=128,130",
+    ),
+    "hidden, of which ffn is a multiple, over TP": Refused(
+        "model.hidden_size=129 model.kv_channels=32 model.ffn_hidden_size=null model.tensor_model_parallel_size=8 "
+        "model.num_attention_heads=8 model.num_query_groups=8",
+        told="model.hidden_size=129 model.tensor_model_parallel_size=8",
+        offers="model.hidden_size=128,136",
     ),
     "ffn over TP": Refused(f"model.ffn_hidden_size=383 {TP2}", offers="model.ffn_hidden_size=382,384"),
     "vocabulary over TP": Refused(
@@ -600,8 +612,9 @@ def heads_and_ranks(model, launch):
     ]
 
 
-def test_wandb_is_refused_where_it_is_not_installed(broken_rules, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_wandb_is_refused_where_only_a_folder_has_its_name(broken_rules, tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if "site-packages" not in path)])
     (problem,) = broken_rules("logging=wandb")
     assert problem.endswith(f"{how_to_install('wandb')}, or use logging.wandb=false")
 
@@ -620,7 +633,7 @@ def test_max_time_counts_days_hours_minutes_seconds(text, seconds):
     assert max_time_s(load_config([f"trainer.max_time='{text}'"]).trainer) == seconds
 
 
-@pytest.mark.parametrize("text", ["5", "00:24:00:00", "00:00:60:00", "-1:00:00:00", "1d", ""])
+@pytest.mark.parametrize("text", ["5", "00:24:00:00", "00:00:60:00", "-1:00:00:00", "1d", "", f"{'9' * 400}:00:00:00"])
 def test_other_times_are_refused(text):
     with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
         max_time_s(load_config([f"trainer.max_time='{text}'"]).trainer)
@@ -673,7 +686,14 @@ def test_contradicting_launcher_variables_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"), [("gpu[012-015,020],login1", "gpu012"), ("a1,b[1-2]", "a1"), ("node7", "node7")]
+    ("nodes", "host"),
+    [
+        ("gpu[012-015,020],login1", "gpu012"),
+        ("a1,b[1-2]", "a1"),
+        ("node7", "node7"),
+        ("rack[0-1]_blade[02-07,09],login1", "rack0_blade02"),
+        ("gpu[3,5]-ib", "gpu3-ib"),
+    ],
 )
 def test_the_first_host_of_a_slurm_list(nodes, host):
     assert first_host(nodes) == host

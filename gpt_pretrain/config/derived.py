@@ -176,7 +176,7 @@ def max_time_s(trainer: TrainerConfig) -> float | None:
     """
     if trainer.max_time is None:
         return None
-    match = re.fullmatch(r"(\d+):(\d\d?):([0-5]?\d):([0-5]?\d)", trainer.max_time)
+    match = re.fullmatch(r"(\d{1,6}):(\d\d?):([0-5]?\d):([0-5]?\d)", trainer.max_time)
     if match is None or int(match[2]) > 23:
         example = 'trainer.max_time="00:02:30:00" (in YAML in quotes)'
         problem = f"trainer.max_time={trainer.max_time!r} is not DD:HH:MM:SS"
