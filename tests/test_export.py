@@ -163,6 +163,9 @@ def test_nothing_is_overwritten(llama, tmp_path, capsys):
     assert "exists and is not empty" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     export(f"checkpoint={llama.path}", f"out={tmp_path / 'empty'}")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert main([f"checkpoint={llama.path}", f"out={tmp_path / 'link'}"]) == 2
+    assert f"out={tmp_path / 'link'} is a link" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["notes.txt"]
     assert (tmp_path / "empty" / "config.json").is_file()
 

@@ -157,6 +157,50 @@ def test_sharded_files_are_read_through_their_index(published, tmp_path):
     assert all(torch.equal(back[name], source[name]) for name in back)
 
 
+@pytest.fixture
+def changed(published, tmp_path):
+    """A published Llama in BF16 with some of its tensors changed; answers with its directory and the tensors."""
+
+    def change(suffix, values):
+        source = load_file(published / "llama" / "model.safetensors")
+        tensors = {name: values(each) if name.endswith(suffix) else each.bfloat16() for name, each in source.items()}
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        save_file(tensors, tmp_path / "hf" / "model.safetensors")
+        (tmp_path / "hf" / "config.json").write_bytes((published / "llama" / "config.json").read_bytes())
+        return tmp_path / "hf", tensors
+
+    return change
+
+
+def test_types_that_a_model_mixes_are_kept(changed, tmp_path, capsys):
+    path, tensors = changed("norm.weight", lambda norm: norm + 1e-6)
+    import_model(path, tmp_path / "ours")
+    assert export_main([f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}"]) == 0
+    assert "in bfloat16, float32" in capsys.readouterr().out
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert {tensor.dtype for tensor in back.values()} == {torch.bfloat16, torch.float32}
+    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+@pytest.mark.parametrize("suffix", ["layers.0.self_attn.k_proj.weight", "layers.1.mlp.down_proj.weight"])
+def test_types_that_one_tensor_would_mix_are_refused(suffix, changed, tmp_path, capsys):
+    path, _ = changed(suffix, lambda weight: weight)
+    assert main([f"path={path}", f"out={tmp_path / 'ours'}"]) == 2
+    told = capsys.readouterr().err
+    assert f"{suffix} in F32" in told
+    assert "in BF16" in told
+
+
+def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys):
+    path, _ = changed("layers.1.mlp.up_proj.weight", lambda weight: torch.full_like(weight, 2**17).bfloat16())
+    import_model(path, tmp_path / "ours")
+    arguments = [f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}"]
+    assert export_main([*arguments, "dtype=fp16"]) == 2
+    assert "layers.1.mlp.up_proj.weight has values up to 1.31e+05" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+    assert export_main([*arguments, "dtype=fp32"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
