@@ -14,6 +14,7 @@ Both end what a user can mend with `error: …` lines instead of a traceback. Ex
 Nothing here imports Hydra, OmegaConf or torch before a command needs them: the doctor answers where they are missing.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,6 +75,9 @@ def print_job(number: int, jobs: "Sequence[Job]") -> None:
 
 def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) -> int:
     """Runs a command in its place of the run, and returns its exit code; see `run_with_config` for the arguments."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As Python has it for errors: an output of another encoding than UTF-8 gets \u2026 for what it has no sign for.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ended_by_signals():
             launch = launch or read_launch()
