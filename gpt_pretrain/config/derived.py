@@ -136,7 +136,7 @@ def min_lr(optim: OptimConfig) -> float:
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
     """Training samples of the whole run, the same at each of its starts: data of several epochs depend on the number.
 
-    A rewind has those of an interval and the margin to pass over: the newest checkpoint to go back to is no older.
+    Each rewind may pass over the samples of an interval and the margin: the checkpoint it goes back to is no older.
 
     Args:
         config: The run; a resumed one may go on with another batch size.
