@@ -227,6 +227,18 @@ def test_what_was_left_of_a_killed_export_is_replaced(llama, tmp_path):
             "model.qkv_bias=true cannot be said by MistralForCausalLM, which has false",
         ),
         (
+            ["model=qwen2_5_7b", "model.num_query_groups=2"],
+            Architecture.llama,
+            "model.qkv_bias=true cannot be said by LlamaForCausalLM, which has biases in all of attention's "
+            "projections or in none (model.bias=false)",
+        ),
+        (
+            ["model=llama3_8b", "model.num_attention_heads=6", "model.num_query_groups=2", "model.kv_channels=16"],
+            None,
+            "model.hidden_size=64 cannot be said by LlamaForCausalLM, which takes multiples of "
+            "model.num_attention_heads=6",
+        ),
+        (
             ["model=qwen2_5_7b", "model.num_query_groups=2", "model.kv_channels=32"],
             None,
             "model.kv_channels=32 cannot be said by Qwen2ForCausalLM, whose heads are model.hidden_size / "

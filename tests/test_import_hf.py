@@ -12,7 +12,9 @@ from gpt_pretrain.checkpoint.load import load_weights
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.commands.export import main as export_main
 from gpt_pretrain.commands.import_hf import main
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.source import Source
+from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
@@ -256,6 +258,30 @@ def test_what_would_not_be_the_same_model_is_refused(  # noqa: PLR0917 - a table
     assert told.startswith("error: ")
     assert message in told
     assert not (tmp_path / "ours").exists()
+
+
+def read(values):
+    """The fields of a config.json, or why it is refused."""
+    try:
+        return from_hf_config(values, "config.json")[1]
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_a_field_that_is_left_out_means_what_transformers_takes_for_it(architecture):
+    # A window and weights that do not add up are refused.
+    whole = transformers.AutoConfig.for_model(architecture.name).to_dict() | {"norm_topk_prob": True}
+    whole |= {"sliding_window": None} if "sliding_window" in whole else {}
+    expected = read(whole)
+    for name in whole.keys() - {"model_type"}:
+        fields = read({key: value for key, value in whole.items() if key != name})
+        if isinstance(fields, str):
+            assert f"{name} is missing" in fields or f"{name}, left out, is " in fields
+            continue
+        if name == "head_dim" and expected["kv_channels"] is not None:
+            fields["kv_channels"] = fields["hidden_size"] // fields["num_attention_heads"]
+        assert fields == expected, name
 
 
 def test_directory_without_safetensors_is_told(published, tmp_path, capsys):
