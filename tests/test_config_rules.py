@@ -10,7 +10,7 @@ import yaml
 
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.launch.ranks import first_host, rank_zero_of, read_launch, without_launcher
+from gpt_pretrain.launch.ranks import rank_zero_of, read_launch
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
@@ -637,66 +637,6 @@ def test_max_time_counts_days_hours_minutes_seconds(text, seconds):
 def test_other_times_are_refused(text):
     with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
         max_time_s(load_config([f"trainer.max_time='{text}'"]).trainer)
-
-
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1234"}
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[012-013]",
-    "SLURM_NTASKS": "8",
-    "SLURM_NNODES": "2",
-    "SLURM_LOCALID": "1",
-    "SLURM_JOB_ID": "77",
-}
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, ("none", 0, 1, 0, 1, 1)),
-        (TORCHRUN, ("torchrun", 3, 8, 3, 4, 2)),
-        (SRUN, ("srun", 5, 8, 1, 4, 2)),
-        ({"SLURM_PROCID": "0"}, ("none", 0, 1, 0, 1, 1)),
-    ],
-)
-def test_the_launcher_is_read_from_its_variables(env, expected):
-    launch = read_launch(env)
-    shown = (launch.launcher, launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
-    assert (*shown, launch.num_nodes) == expected
-    alone = without_launcher({**env, "SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "x"})
-    assert read_launch(alone).launcher == "none"
-    assert alone["SLURM_JOB_ID"] == "77", "the job of a step is still the process's"
-    assert "TORCHELASTIC_RUN_ID" not in alone
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "rank 3 is not below the world size 2"),
-        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' in the environment is not a whole number"),
-        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x' in the environment is not a whole number"),
-        ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is not a whole number"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "the launcher states 0 processes on each node"),
-    ],
-)
-def test_contradicting_launcher_variables_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        read_launch({**TORCHRUN, **change})
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu[012-015,020],login1", "gpu012"),
-        ("a1,b[1-2]", "a1"),
-        ("node7", "node7"),
-        ("rack[0-1]_blade[02-07,09],login1", "rack0_blade02"),
-        ("gpu[3,5]-ib", "gpu3-ib"),
-    ],
-)
-def test_the_first_host_of_a_slurm_list(nodes, host):
-    assert first_host(nodes) == host
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "blockwise", "mxfp8"])
