@@ -67,7 +67,11 @@ def means_of_ten(losses: Sequence[float]) -> list[float]:
 
 def small_run_arguments(run_dir: Path, cache_dir: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Arguments of Python or torchrun for a small run on real text that no change of this repository changes."""
-    return ["-m", "gpt_pretrain", *SMALL_RUN, *small_corpus(cache_dir), f"run_dir={run_dir}", *overrides]
+    small = SMALL_RUN
+    if [each for each in overrides if "limit_val_batches=" in each][-1:] == ["trainer.limit_val_batches=0"]:
+        # Without validation its interval would be refused.
+        small = tuple(override for override in small if not override.startswith("trainer.val_check_interval="))
+    return ["-m", "gpt_pretrain", *small, *small_corpus(cache_dir), f"run_dir={run_dir}", *overrides]
 
 
 def small_corpus(cache_dir: Path) -> list[str]:

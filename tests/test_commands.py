@@ -169,6 +169,12 @@ def test_a_signal_ends_a_command_to_be_started_again(number):
     assert ended.value.code == 75
 
 
+def test_an_output_without_a_sign_for_a_character_gets_its_number():
+    done = run_ranks(1, ["-m", "gpt_pretrain", "--help"], env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\xd7" in done.stdout
+
+
 # What a run loads, and no answer needs.
 HEAVY = ("torch", "megatron", "transformer_engine", "numpy")
 

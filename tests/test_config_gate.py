@@ -328,6 +328,8 @@ def test_help_shows_groups_keys_values_and_fits_80_columns(capsys, monkeypatch):
     keys = [line for line in text.splitlines() if " = " in line and "(" in line]
     assert len(keys) > 90
     assert [line for line in text.splitlines() if len(line) > 80 and line not in keys] == []
+    monkeypatch.setenv("COLUMNS", "10")
+    assert main(["--help"]) == 0
 
 
 def test_other_ranks_are_silent(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.launch.ranks import first_host, rank_zero_of, read_launch, without_launcher
+from gpt_pretrain.launch.ranks import rank_zero_of, read_launch
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
@@ -77,6 +78,11 @@ RULES = {
         "rotary_percentage model.kv_channels",
         offers="model.hidden_size=116,160",
     ),
+    "a share of a head without a pair at any width": Refused(
+        "model.kv_channels=64 model.rotary_percentage=0.0001",
+        told="model.kv_channels=64 model.rotary_percentage=0.0001 0 rotary_percentage",
+        legal="model.kv_channels=64 model.rotary_percentage=0.5",
+    ),
     "rotary percentage": Refused(
         "model.rotary_percentage=1.5", offers="model.rotary_percentage=1", legal="model.rotary_percentage=0.5"
     ),
@@ -84,6 +90,12 @@ RULES = {
         f"model.hidden_size=129 model.kv_channels=32 {TP2}",
         told=f"model.hidden_size=129 {TP2}",
         offers="model.hidden_size=128,130",
+    ),
+    "hidden, of which ffn is a multiple, over TP": Refused(
+        "model.hidden_size=129 model.kv_channels=32 model.ffn_hidden_size=null model.tensor_model_parallel_size=8 "
+        "model.num_attention_heads=8 model.num_query_groups=8",
+        told="model.hidden_size=129 model.tensor_model_parallel_size=8",
+        offers="model.hidden_size=128,136",
     ),
     "ffn over TP": Refused(f"model.ffn_hidden_size=383 {TP2}", offers="model.ffn_hidden_size=382,384"),
     "vocabulary over TP": Refused(
@@ -600,8 +612,9 @@ def heads_and_ranks(model, launch):
     ]
 
 
-def test_wandb_is_refused_where_it_is_not_installed(broken_rules, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_wandb_is_refused_where_only_a_folder_has_its_name(broken_rules, tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if "site-packages" not in path)])
     (problem,) = broken_rules("logging=wandb")
     assert problem.endswith(f"{how_to_install('wandb')}, or use logging.wandb=false")
 
@@ -620,63 +633,10 @@ def test_max_time_counts_days_hours_minutes_seconds(text, seconds):
     assert max_time_s(load_config([f"trainer.max_time='{text}'"]).trainer) == seconds
 
 
-@pytest.mark.parametrize("text", ["5", "00:24:00:00", "00:00:60:00", "-1:00:00:00", "1d", ""])
+@pytest.mark.parametrize("text", ["5", "00:24:00:00", "00:00:60:00", "-1:00:00:00", "1d", "", f"{'9' * 400}:00:00:00"])
 def test_other_times_are_refused(text):
     with pytest.raises(ConfigError, match="DD:HH:MM:SS"):
         max_time_s(load_config([f"trainer.max_time='{text}'"]).trainer)
-
-
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1234"}
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "gpu[012-013]",
-    "SLURM_NTASKS": "8",
-    "SLURM_NNODES": "2",
-    "SLURM_LOCALID": "1",
-    "SLURM_JOB_ID": "77",
-}
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, ("none", 0, 1, 0, 1, 1)),
-        (TORCHRUN, ("torchrun", 3, 8, 3, 4, 2)),
-        (SRUN, ("srun", 5, 8, 1, 4, 2)),
-        ({"SLURM_PROCID": "0"}, ("none", 0, 1, 0, 1, 1)),
-    ],
-)
-def test_the_launcher_is_read_from_its_variables(env, expected):
-    launch = read_launch(env)
-    shown = (launch.launcher, launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
-    assert (*shown, launch.num_nodes) == expected
-    alone = without_launcher({**env, "SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "x"})
-    assert read_launch(alone).launcher == "none"
-    assert alone["SLURM_JOB_ID"] == "77", "the job of a step is still the process's"
-    assert "TORCHELASTIC_RUN_ID" not in alone
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "rank 3 is not below the world size 2"),
-        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' in the environment is not a whole number"),
-        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x' in the environment is not a whole number"),
-        ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is not a whole number"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "the launcher states 0 processes on each node"),
-    ],
-)
-def test_contradicting_launcher_variables_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        read_launch({**TORCHRUN, **change})
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"), [("gpu[012-015,020],login1", "gpu012"), ("a1,b[1-2]", "a1"), ("node7", "node7")]
-)
-def test_the_first_host_of_a_slurm_list(nodes, host):
-    assert first_host(nodes) == host
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "blockwise", "mxfp8"])

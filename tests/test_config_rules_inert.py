@@ -70,6 +70,30 @@ def jobs(*arguments):
             (),
         ),
         (
+            "model.rotary_base=5",
+            "model.rotary_base=5 model.position_embedding_type=learned_absolute",
+            ("model=gpt2_124m",),
+            ("model=gpt2_124m", "model.position_embedding_type=rope"),
+        ),
+        (
+            "model.rotary_percentage=0.5",
+            "model.rotary_percentage=0.5 model.position_embedding_type=learned_absolute",
+            ("model=gpt2_124m",),
+            ("model=gpt2_124m", "model.position_embedding_type=rope"),
+        ),
+        (
+            "trainer.val_check_interval=5",
+            "trainer.val_check_interval=5 trainer.limit_val_batches=0",
+            ("trainer.limit_val_batches=0",),
+            (),
+        ),
+        (
+            "trainer.validate_at_start=true",
+            "trainer.validate_at_start=true trainer.limit_val_batches=0",
+            ("trainer.limit_val_batches=0",),
+            (),
+        ),
+        (
             "trainer.spike_margin=50",
             "trainer.spike_margin=50 trainer.max_spike_rewinds=null",
             (),

@@ -177,11 +177,11 @@ def test_a_configuration_written_as_yaml_reads_back_the_same(tmp_path):
             "model.data.data_prefix=[0.7,web,0.3,'2024']",
             "model.activations_checkpoint_granularity=full",
             "trainer.max_time='01:02:03:04'",
-            r"sample.prompt='a \${b} : # c '",
+            r"sample.prompt='a \${b} : # c \\\${d} \\'",
             "run_dir='1e-3'",
         ]
     )
-    assert config.sample.prompt == "a ${b} : # c "
+    assert config.sample.prompt == "a ${b} : # c \\${d} \\"
     path = tmp_path / "config.yaml"
     path.write_text(config_to_yaml(config))
     assert load_saved_config(path) == config

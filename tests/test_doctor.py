@@ -170,6 +170,14 @@ def test_the_table_has_its_version_or_what_its_absence_costs(capsys, flash, row)
     assert row in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_recipes_that_run_without_transformer_engine_are_told_beside_its_absence(capsys):
+    facts = replace(HEALTHY, transformer_engine=MISSING, torchao=TORCHAO)
+    print_verdict(facts, give_verdict(facts))
+    answer = capsys.readouterr().out.partition("exit code")[0]
+    assert "does not work with Transformer Engine" in answer
+    assert "torchao_tensorwise" in answer
+
+
 @pytest.mark.parametrize("flash", [MISSING, FLASH, Failure(problem="OSError: x", version="4.0.0b36")])
 def test_a_laptop_trains_small_models_without_fp8(flash):
     verdict = give_verdict(replace(LAPTOP, flash_attention=flash))

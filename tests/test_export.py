@@ -163,6 +163,9 @@ def test_nothing_is_overwritten(llama, tmp_path, capsys):
     assert "exists and is not empty" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     export(f"checkpoint={llama.path}", f"out={tmp_path / 'empty'}")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert main([f"checkpoint={llama.path}", f"out={tmp_path / 'link'}"]) == 2
+    assert f"out={tmp_path / 'link'} is a link" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["notes.txt"]
     assert (tmp_path / "empty" / "config.json").is_file()
 
@@ -222,6 +225,18 @@ def test_what_was_left_of_a_killed_export_is_replaced(llama, tmp_path):
             ["model=qwen2_5_7b", "model.num_query_groups=2"],
             Architecture.mistral,
             "model.qkv_bias=true cannot be said by MistralForCausalLM, which has false",
+        ),
+        (
+            ["model=qwen2_5_7b", "model.num_query_groups=2"],
+            Architecture.llama,
+            "model.qkv_bias=true cannot be said by LlamaForCausalLM, which has biases in all of attention's "
+            "projections or in none (model.bias=false)",
+        ),
+        (
+            ["model=llama3_8b", "model.num_attention_heads=6", "model.num_query_groups=2", "model.kv_channels=16"],
+            None,
+            "model.hidden_size=64 cannot be said by LlamaForCausalLM, which takes multiples of "
+            "model.num_attention_heads=6",
         ),
         (
             ["model=qwen2_5_7b", "model.num_query_groups=2", "model.kv_channels=32"],

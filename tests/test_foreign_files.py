@@ -10,6 +10,7 @@ from gpt_pretrain.commands.benchmark import draw_picture as picture
 from gpt_pretrain.commands.import_hf import main as import_hf
 from gpt_pretrain.commands.train import main as train
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.foreign import read_foreign_text
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.data.tokenizer import load_tokenizer
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics
@@ -64,6 +65,16 @@ def test_a_hostile_file_is_told_in_a_line_by_who_reads_it(kind, tmp_path, capsys
     assert len(rest) <= 12, "a line for each field that is missing"
     (line, *_) = told_by(picture, [f"path={manifest}", f"out={tmp_path}/out.png"], capsys)
     assert str(manifest) in line
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "not UTF-8"])
+def test_a_file_that_is_refused_is_closed(kind, tmp_path):
+    HOSTILE[kind](tmp_path / "file")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(UserError):
+            read_foreign_text(tmp_path / "file")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("kind", [os.mkfifo, zero])

@@ -32,7 +32,7 @@ from gpt_pretrain.data.token_files import check_token_file
 from gpt_pretrain.data.tokenizer import load_tokenizer
 from tests.checkpoint_files import publish
 from tests.launching import REPOSITORY
-from tests.published_models import LLAMA
+from tests.saved_models import PUBLISHED_LLAMA
 from tests.token_files import write_token_file
 
 LIMIT_S = 10.0
@@ -239,10 +239,10 @@ def test_a_text_file_is_read_or_refused(content, suffix):
 
 
 @pytest.mark.usefixtures("no_launcher")
-@fuzz(changes=st.dictionaries(st.sampled_from(sorted(LLAMA)), JSON, max_size=2), index=st.none() | JSON)
+@fuzz(changes=st.dictionaries(st.sampled_from(sorted(PUBLISHED_LLAMA)), JSON, max_size=2), index=st.none() | JSON)
 def test_a_hugging_face_directory_is_refused(changes, index):
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA | changes))
+        Path(folder, "config.json").write_text(json.dumps(PUBLISHED_LLAMA | changes))
         if index is not None:
             Path(folder, "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
         assert judged(lambda: import_hf([f"path={folder}", f"out={folder}/out"])) == 2

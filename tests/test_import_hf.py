@@ -12,7 +12,9 @@ from gpt_pretrain.checkpoint.load import load_weights
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.commands.export import main as export_main
 from gpt_pretrain.commands.import_hf import main
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.source import Source
+from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
@@ -157,6 +159,50 @@ def test_sharded_files_are_read_through_their_index(published, tmp_path):
     assert all(torch.equal(back[name], source[name]) for name in back)
 
 
+@pytest.fixture
+def changed(published, tmp_path):
+    """A published Llama in BF16 with some of its tensors changed; answers with its directory and the tensors."""
+
+    def change(suffix, values):
+        source = load_file(published / "llama" / "model.safetensors")
+        tensors = {name: values(each) if name.endswith(suffix) else each.bfloat16() for name, each in source.items()}
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        save_file(tensors, tmp_path / "hf" / "model.safetensors")
+        (tmp_path / "hf" / "config.json").write_bytes((published / "llama" / "config.json").read_bytes())
+        return tmp_path / "hf", tensors
+
+    return change
+
+
+def test_types_that_a_model_mixes_are_kept(changed, tmp_path, capsys):
+    path, tensors = changed("norm.weight", lambda norm: norm + 1e-6)
+    import_model(path, tmp_path / "ours")
+    assert export_main([f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}"]) == 0
+    assert "in bfloat16, float32" in capsys.readouterr().out
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert {tensor.dtype for tensor in back.values()} == {torch.bfloat16, torch.float32}
+    assert all(torch.equal(back[name], tensors[name]) and back[name].dtype == tensors[name].dtype for name in tensors)
+
+
+@pytest.mark.parametrize("suffix", ["layers.0.self_attn.k_proj.weight", "layers.1.mlp.down_proj.weight"])
+def test_types_that_one_tensor_would_mix_are_refused(suffix, changed, tmp_path, capsys):
+    path, _ = changed(suffix, lambda weight: weight)
+    assert main([f"path={path}", f"out={tmp_path / 'ours'}"]) == 2
+    told = capsys.readouterr().err
+    assert f"{suffix} in F32" in told
+    assert "in BF16" in told
+
+
+def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys):
+    path, _ = changed("layers.1.mlp.up_proj.weight", lambda weight: torch.full_like(weight, 2**17).bfloat16())
+    import_model(path, tmp_path / "ours")
+    arguments = [f"checkpoint={tmp_path / 'ours'}", f"out={tmp_path / 'back'}"]
+    assert export_main([*arguments, "dtype=fp16"]) == 2
+    assert "layers.1.mlp.up_proj.weight has values up to 1.31e+05" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+    assert export_main([*arguments, "dtype=fp32"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
@@ -212,6 +258,30 @@ def test_what_would_not_be_the_same_model_is_refused(  # noqa: PLR0917 - a table
     assert told.startswith("error: ")
     assert message in told
     assert not (tmp_path / "ours").exists()
+
+
+def read(values):
+    """The fields of a config.json, or why it is refused."""
+    try:
+        return from_hf_config(values, "config.json")[1]
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("architecture", Architecture)
+def test_a_field_that_is_left_out_means_what_transformers_takes_for_it(architecture):
+    # A window and weights that do not add up are refused.
+    whole = transformers.AutoConfig.for_model(architecture.name).to_dict() | {"norm_topk_prob": True}
+    whole |= {"sliding_window": None} if "sliding_window" in whole else {}
+    expected = read(whole)
+    for name in whole.keys() - {"model_type"}:
+        fields = read({key: value for key, value in whole.items() if key != name})
+        if isinstance(fields, str):
+            assert f"{name} is missing" in fields or f"{name}, left out, is " in fields
+            continue
+        if name == "head_dim" and expected["kv_channels"] is not None:
+            fields["kv_channels"] = fields["hidden_size"] // fields["num_attention_heads"]
+        assert fields == expected, name
 
 
 def test_directory_without_safetensors_is_told(published, tmp_path, capsys):

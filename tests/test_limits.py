@@ -103,21 +103,41 @@ def test_too_few_descriptors_and_too_little_memory_are_told(limit, cause, way_ou
         assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("command", [["--help"], ["--cfg", "job"]])
-def test_an_output_that_nothing_takes_is_told(command):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "gpt_pretrain", *command],
-            cwd=REPOSITORY,
-            env=clean_environment(None),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+def full_disk():
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def unread_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "cause"),
+    [
+        (["gpt_pretrain", "--help"], full_disk, errno.ENOSPC),
+        (["gpt_pretrain", "--cfg", "job"], unread_pipe, errno.EPIPE),
+        # So little that it is written as the process ends.
+        (["gpt_pretrain.export", "--help"], full_disk, errno.ENOSPC),
+        (["gpt_pretrain.export", "--help"], unread_pipe, errno.EPIPE),
+    ],
+)
+def test_an_output_that_nothing_takes_is_told(command, output, cause):
+    environment = {name: value for name, value in clean_environment(None).items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=output(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1
-    told(done.stderr, os.strerror(errno.ENOSPC))
+    assert len(done.stderr.splitlines()) == 1
+    told(done.stderr, os.strerror(cause))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch import run_dir as module
 from gpt_pretrain.launch.run_dir import check_run_lock, lock_path, run_lock, this_process
+from tests.checkpoint_files import file_size_limit
 from tests.launching import REPOSITORY, clean_environment, run_ranks
 from tests.runs import small_run_arguments
 
@@ -74,6 +75,13 @@ def test_the_lock_is_there_for_as_long_as_the_run(tmp_path):
     with pytest.raises(RuntimeError), run_lock(tmp_path):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == [], "an error gives it back, too"
+
+
+def test_a_lock_that_the_disk_does_not_take_is_in_nobodys_way(tmp_path):
+    with pytest.raises(OSError, match="File too large"), file_size_limit(10), run_lock(tmp_path):
+        pass
+    with run_lock(tmp_path) as note:
+        assert note is None
 
 
 def test_a_living_process_is_named_and_its_lock_stays(tmp_path, hold):

@@ -20,8 +20,8 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.megatron.pickles import harmless_state, restricted, unreadable_told
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import as_if_written_so, hostile_pickles, plant_index, plant_object
-from tests.published_models import LLAMA
 from tests.runs import SAVED, run_small, small_run_arguments
+from tests.saved_models import PUBLISHED_LLAMA
 
 SHAPES = tuple(hostile_pickles(Path("canary")))
 STEP = "step_00000002"
@@ -221,7 +221,7 @@ def in_fp8(tmp_path_factory, cache_dir):
     """A run with scales in its checkpoint, its cache inside, and a Hugging Face model's configuration beside it."""
     run_dir = tmp_path_factory.mktemp("in_fp8") / "run"
     run_small(1, run_dir, cache_dir, [*SAVED, *IN_FP8, f"model.data.cache_dir={run_dir / 'cache'}"])
-    (run_dir / "config.json").write_text(json.dumps(LLAMA))
+    (run_dir / "config.json").write_text(json.dumps(PUBLISHED_LLAMA))
     return run_dir
 
 

@@ -23,6 +23,8 @@ from gpt_pretrain.config.errors import ConfigError, read_value, written
 from gpt_pretrain.config.keys import Key, did_you_mean, is_known, nearest_name, schema_sections, section_keys
 
 _BOLD, _DIM, _CYAN = 1, 2, 36
+# A narrower terminal breaks lines itself: the names of groups leave no room to wrap in.
+_NARROWEST = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,7 @@ def print_help(
 
     `values` has no open values. `groups` and `choices` are None for a command that composes no configuration.
     """
-    width = shutil.get_terminal_size().columns
+    width = max(_NARROWEST, shutil.get_terminal_size().columns)
     text = f"{program.about}\n{_heading('Examples', program.examples)}"
     if groups is None:
         text += _heading("Keys: give each as KEY=VALUE or --KEY VALUE; those without a value here are needed")

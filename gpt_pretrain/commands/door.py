@@ -14,6 +14,8 @@ Both end what a user can mend with `error: …` lines instead of a traceback. Ex
 Nothing here imports Hydra, OmegaConf or torch before a command needs them: the doctor answers where they are missing.
 """
 
+import io
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,10 +75,15 @@ def print_job(number: int, jobs: "Sequence[Job]") -> None:
 
 def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) -> int:
     """Runs a command in its place of the run, and returns its exit code; see `run_with_config` for the arguments."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As Python has it for errors: an output of another encoding than UTF-8 gets \u2026 for what it has no sign for.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ended_by_signals():
             launch = launch or read_launch()
-            return command(launch) or 0
+            code = command(launch) or 0
+            sys.stdout.flush()
+            return code
     except (UserError, RunError) as error:
         # Every rank finds the same; one of them tells.
         if launch is None or launch.is_rank_zero:
@@ -86,10 +93,21 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         return INTERRUPTED
     except Exception as error:
         problem = limit_met(error)
+        if isinstance(error, BrokenPipeError):
+            problem = f"{error.strerror}: what reads the output has ended"
         if problem is None:
             raise
+        _drop_output()
         print_error(RunError(problem), of_rank(launch))
         return CRASH
+
+
+def _drop_output() -> None:
+    """Lets go of what could not be written: Python would try it again as it ends, and tell of it itself."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_with_config(

@@ -11,9 +11,9 @@ PROGRAM = Program(
     about="""\
 gpt_pretrain.export: a checkpoint as a directory that transformers loads.
 
-It reads GPT-2, Llama, Mistral and Qwen2.5 models from checkpoints of any
-parallel layout, on any machine, with the memory of one layer. Every file of
-the checkpoint is checked against its SHA-256 first.
+It reads GPT-2, Llama, Mistral, Qwen2.5, Qwen3, Phi-4, Mixtral and Qwen3-MoE
+models from checkpoints of any parallel layout, on any machine, with the memory
+of one layer. Every file of the checkpoint is checked against its SHA-256 first.
 
 Exit codes: 0 written; 2 a mistake in what was given, or a damaged checkpoint;
 1 a crash; 130 Ctrl-C.""",
@@ -30,10 +30,9 @@ def export(arguments: ExportArguments) -> None:
 
     done = export_hf(arguments)
     files = "1 file" if done.num_shards == 1 else f"{done.num_shards} files"
-    dtype = str(done.dtype).removeprefix("torch.")
     sys.stdout.write(
         f"written: {done.path}\n"
-        f"  {done.architecture.value}, {done.num_parameters:,} parameters in {dtype}, "
+        f"  {done.architecture.value}, {done.num_parameters:,} parameters in {done.dtype}, "
         f"{done.num_bytes:,} bytes in {files}\n"
     )
     if not done.has_tokenizer:

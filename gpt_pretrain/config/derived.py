@@ -136,7 +136,7 @@ def min_lr(optim: OptimConfig) -> float:
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
     """Training samples of the whole run, the same at each of its starts: data of several epochs depend on the number.
 
-    A rewind has those of an interval and the margin to pass over: the newest checkpoint to go back to is no older.
+    Each rewind may pass over the samples of an interval and the margin: the checkpoint it goes back to is no older.
 
     Args:
         config: The run; a resumed one may go on with another batch size.
@@ -176,7 +176,7 @@ def max_time_s(trainer: TrainerConfig) -> float | None:
     """
     if trainer.max_time is None:
         return None
-    match = re.fullmatch(r"(\d+):(\d\d?):([0-5]?\d):([0-5]?\d)", trainer.max_time)
+    match = re.fullmatch(r"(\d{1,6}):(\d\d?):([0-5]?\d):([0-5]?\d)", trainer.max_time)
     if match is None or int(match[2]) > 23:
         example = 'trainer.max_time="00:02:30:00" (in YAML in quotes)'
         problem = f"trainer.max_time={trainer.max_time!r} is not DD:HH:MM:SS"

@@ -47,7 +47,7 @@ def read_foreign_text(path: Path) -> str:
     """
     try:
         # A pipe that nobody writes to is opened at once, and refused.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ForeignFileError(f"{path} cannot be read: it is no regular file")

@@ -3,6 +3,7 @@
 It is read leaf by leaf, so that every wrong value is reported rather than the first.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -127,8 +128,9 @@ def config_to_dict(value: Any) -> Any:
         return [config_to_dict(item) for item in value]
     if isinstance(value, dict):
         return {name: config_to_dict(item) for name, item in value.items()}
-    # A literal ${…} in a prompt must not become an interpolation when the file is read again.
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    # A literal ${…} in a prompt must not become an interpolation when the file is read again; backslashes in front of
+    # one are then read in pairs.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def config_to_yaml(config: Config) -> str:

@@ -117,7 +117,7 @@ class OptimConfig:
     main_params_dtype: MainParamsDtype
     """Masters: fp32, or fp16, to which updates are rounded at random."""
     store_param_remainders: bool
-    """Of an fp32 master of a BF16 weight, keeps the 16 bits that the weight has not: 2 bytes, and nothing is lost."""
+    """Of an fp32 master keep only the 16 bits that its BF16 weight lacks: 2 bytes instead of 4, and nothing is lost."""
     exp_avg_dtype: MomentDtype
     """Adam's first moment: fp32, bf16, fp16 or fp8."""
     exp_avg_sq_dtype: MomentDtype
@@ -198,7 +198,7 @@ class ModelConfig:
     moe_permute_fusion: bool | None
     """Sort tokens by expert, and back, in TE's fused kernels; null: with Transformer Engine layers, which it needs."""
     moe_router_padding_for_quantization: bool
-    """Route tokens of weight zero, until the number of each expert suits FP8; false: pad each expert's input."""
+    """Route more tokens, of weight zero, until each expert's number suits FP8; false: pad each expert's input."""
 
     encoder_seq_length: int
     """Tokens of a training sample."""
@@ -351,8 +351,9 @@ class TrainerConfig:
     """Warn of a step whose loss is above the median of up to 64 before it by more than this many standard deviations
     (1.4826 times their median absolute deviation); null: no warnings."""
     max_spike_rewinds: int | None
-    """Go back to the newest checkpoint before such a step, and on with the samples after it, so often in the whole run;
-    the next spike ends it, with exit code 1 and a file in RUN_DIR/dumps. null: a spike is trained on."""
+    """How often in the whole run such a step sends it back to the newest checkpoint before the step, and on with the
+    samples after it; the next spike ends the run, with exit code 1 and a file in RUN_DIR/dumps. null: a spike is
+    trained on."""
     spike_margin: int
     """Steps that must lie between a spike and a checkpoint to go back to, on either side: what ruined the weights came
     before the loss shows it. A spike that no such checkpoint lies before is trained on."""
@@ -380,8 +381,8 @@ class CheckpointConfig:
     async_save: bool
     """Train on while a checkpoint is written; the run stands still only while its state is copied to host memory."""
     keep_last: int | None
-    """Checkpoints that stay: so many of those saved last; older ones go once a new one is complete. null: all but those
-    of save_interval_minutes."""
+    """How many of the newest checkpoints stay; the oldest goes once a new one is complete. null: all stay but those of
+    save_interval_minutes."""
     keep_every: int | None
     """Checkpoints of steps that this divides stay for ever, whatever keep_last says; null: none."""
     on_save_error: OnSaveError

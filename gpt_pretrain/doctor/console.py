@@ -128,6 +128,9 @@ def _answer(verdict: Verdict) -> Panel:
         grid.add_row("training", Text("does not work", _BAD))
     if verdict.trains_in_fp8:
         grid.add_row("FP8", Text.assemble(("works", _GOOD), f": {', '.join(usable)}"))
+    elif verdict.trains and usable:
+        text = f" with Transformer Engine; model.fp8_backend=torchao works: {', '.join(usable)}"
+        grid.add_row("FP8", Text.assemble(("does not work", _HALF), text))
     else:
         grid.add_row("FP8", Text("does not work", _HALF if verdict.trains else _BAD))
     grid.add_row("exit code", str(verdict.exit_code))

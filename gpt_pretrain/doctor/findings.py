@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from gpt_pretrain.config.errors import install_command
 from gpt_pretrain.doctor.facts import Blocks, Driver, Facts, Failure, Finding, Requirement, Torch
-from gpt_pretrain.spec.platform import MULTICAST_OFF, NO_MULTICAST, leading_version
+from gpt_pretrain.spec.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST, leading_version
 
 # The first driver of each CUDA major version (CUDA compatibility guide, minor version compatibility).
 _FIRST_DRIVER = {11: "450 or newer", 12: "525 or newer", 13: "580 or newer"}
@@ -21,7 +21,6 @@ _REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 _INSTALL = "python -m pip install"
 # Docker gives a container 64 MiB unless told otherwise; NCCL's ranks of a node exchange buffers there.
 _SHARED_MEMORY_GIB = 1.0
-_BLACKWELL = (10, 0)
 # Names the processes that hold a GPU.
 _WHO_HAS_IT = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
 _TE = "Transformer Engine"
@@ -338,7 +337,7 @@ def _surroundings(facts: Facts) -> Iterator[Finding]:
             Blocks.nothing,
         )
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if connections not in (None, "1") and torch.gpus[0].compute_capability < _BLACKWELL:
+    if connections not in (None, "1") and torch.gpus[0].compute_capability < BLACKWELL:
         yield Finding(
             f"CUDA_DEVICE_MAX_CONNECTIONS={connections}",
             "costs tensor and context parallel runs the overlap of communication with matrix products, which needs 1; "

@@ -68,6 +68,8 @@ _WITH_EXPERTS = (Architecture.mixtral, Architecture.qwen3_moe)
 _FIXED_HEADS = (Architecture.gpt2, Architecture.qwen2, Architecture.phi3)
 # Key/value heads where a config.json is silent; of other classes, as many as query heads.
 _GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_moe: 4}
+# The epsilon of the norms likewise; of other classes 1e-6.
+_EPSILONS = {Architecture.phi3: 1e-5, Architecture.mixtral: 1e-5}
 # What megatron-core's rescaling of rope has fixed (RotaryEmbedding._apply_scaling): Llama 3.1's.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -111,6 +113,17 @@ def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[s
         if value not in values:
             has = " or ".join(show(possible) for possible in values)
             yield f"model.{name}={show(value)} cannot be said by {architecture.value}, which has {has}"
+    if architecture is Architecture.llama and model.qkv_bias and not model.bias:
+        yield (
+            f"model.qkv_bias=true cannot be said by {architecture.value}, which has biases in all of attention's "
+            "projections or in none (model.bias=false)"
+        )
+    if architecture is Architecture.llama and model.hidden_size % model.num_attention_heads:
+        # LlamaConfig of `transformers` 5 refuses it, whatever head_dim says; Mistral's class does not.
+        yield (
+            f"model.hidden_size={model.hidden_size} cannot be said by {architecture.value}, which takes multiples of "
+            f"model.num_attention_heads={model.num_attention_heads}"
+        )
     if architecture in _WITH_EXPERTS and model.num_moe_experts is None:
         yield f"model.num_moe_experts=null cannot be said by {architecture.value}, which has experts"
     if architecture is Architecture.gpt2 and num_query_groups(model) != model.num_attention_heads:
@@ -240,8 +253,11 @@ class _HfConfig:
         self._origin = origin
         self.problems: list[str] = []
 
-    def refuse(self, name: str, why: str) -> None:
-        self.problems.append(f"{self._origin}: {name}={show(self._values.get(name))} cannot be imported: {why}")
+    def refuse(self, name: str, why: str, default: Any = None) -> None:
+        """`default` is what the field means where it is left out."""
+        is_given = name in self._values
+        told = f"{name}={show(self._values[name])}" if is_given else f"{name}, left out, is {show(default)} and"
+        self.problems.append(f"{self._origin}: {told} cannot be imported: {why}")
 
     def integer(self, name: str, default: int | None = None) -> int:
         return int(self._number(name, default, whole=True))
@@ -263,7 +279,7 @@ class _HfConfig:
 
     def _expect(self, name: str, default: Any, expected: Any, why: str) -> None:
         if self._values.get(name, default) != expected:
-            self.refuse(name, why)
+            self.refuse(name, why, default)
 
     def gpt2(self) -> dict[str, Any]:
         """GPT2Config."""
@@ -302,7 +318,7 @@ class _HfConfig:
         has_no_switch = architecture in (Architecture.mistral, Architecture.phi3, Architecture.mixtral)
         is_window_on = self.boolean("use_sliding_window", has_no_switch)
         if is_window_on and self._values.get("sliding_window", default) is not None:
-            self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3")
+            self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3", default)
         if architecture in (Architecture.qwen3, Architecture.qwen3_moe):
             self._expect("attention_bias", False, False, "its class has biases in all of attention's projections then")
         rope = self._rope(architecture)
@@ -320,7 +336,7 @@ class _HfConfig:
             "position_embedding_type": PositionEmbedding.rope.name,
             **rope,
             "normalization": Normalization.rmsnorm.name,
-            "layernorm_epsilon": self.number("rms_norm_eps", 1e-5 if architecture is Architecture.mixtral else 1e-6),
+            "layernorm_epsilon": self.number("rms_norm_eps", _EPSILONS.get(architecture, 1e-6)),
             "activation": Activation.swiglu.name,
             "bias": bias,
             "qkv_bias": architecture is Architecture.qwen2,

@@ -61,8 +61,10 @@ def check_new_directory(path: Path) -> None:
     """Refuses a place where no directory can be made.
 
     Raises:
-        UserError: Something is there already, or its parent is a file.
+        UserError: Something is there already, or its parent is no directory.
     """
+    if path.is_symlink():
+        raise UserError(f"out={path} is a link, and a directory takes its name when it is finished; give its target")
     if path.is_dir():
         if any(path.iterdir()):
             raise UserError(f"out={path} exists and is not empty; nothing is overwritten: give another directory")

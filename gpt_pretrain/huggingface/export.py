@@ -63,7 +63,8 @@ class Exported:
 
     path: Path
     architecture: Architecture
-    dtype: torch.dtype
+    dtype: str
+    """Of the weights, by torch's name; several where the checkpoint mixes them."""
     num_parameters: int
     num_bytes: int
     """Of the weights."""
@@ -76,7 +77,8 @@ def export_hf(arguments: ExportArguments) -> Exported:
 
     Raises:
         UserError: The checkpoint is damaged, no class of `transformers` computes what the model does, the directory
-            holds something already, or the disk has no room.
+            holds something already, the disk has no room, or the type that is asked for has no number as large as a
+            weight.
     """
     if not arguments.max_shard_gib > 0:
         raise UserError(f"max_shard_gib={arguments.max_shard_gib} leaves no room for a tensor; use more than 0")
@@ -89,8 +91,12 @@ def export_hf(arguments: ExportArguments) -> Exported:
     tensors = CheckpointTensors(saved.path)
     rules = tensor_rules(saved.config.model, architecture)
     _check_tensors(saved, tensors, rules)
-    dtype = tensors.dtype(rules[0].key) if arguments.dtype is None else getattr(torch, arguments.dtype.value)
-    specs = [TensorSpec(name=name, shape=shape, dtype=dtype) for rule in rules for name, shape in rule.parts()]
+    asked: torch.dtype | None = None if arguments.dtype is None else getattr(torch, arguments.dtype.value)
+    specs = [
+        TensorSpec(name=name, shape=shape, dtype=asked or tensors.dtype(rule.key))
+        for rule in rules
+        for name, shape in rule.parts()
+    ]
     num_bytes = sum(spec.num_bytes for spec in specs)
     check_disk_space(out, num_bytes + _SMALL_FILES_BYTES)
     saved.check_files()
@@ -98,7 +104,8 @@ def export_hf(arguments: ExportArguments) -> Exported:
     config = to_hf_config(
         saved.config.model,
         architecture,
-        torch_dtype=str(dtype).removeprefix("torch."),
+        # One for the whole model: the embedding's, where a checkpoint mixes them.
+        torch_dtype=_torch_name(specs[0].dtype),
         end_token_id=None if saved.tokenizer is None else saved.tokenizer.eod,
     )
     with out_directory(out) as directory:
@@ -111,12 +118,16 @@ def export_hf(arguments: ExportArguments) -> Exported:
     return Exported(
         path=out,
         architecture=architecture,
-        dtype=dtype,
+        dtype=", ".join(sorted({_torch_name(spec.dtype) for spec in specs})),
         num_parameters=sum(prod(spec.shape) for spec in specs),
         num_bytes=num_bytes,
         num_shards=len(shards),
         has_tokenizer=saved.tokenizer is not None,
     )
+
+
+def _torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_tensors(saved: SavedModel, tensors: CheckpointTensors, rules: Sequence[Rule]) -> None:
@@ -178,6 +189,7 @@ def write_shards(
 
     Raises:
         OSError: The disk does not take them.
+        UserError: A finite value would be infinite in the type that it is written in.
     """
     stream = iter(tensors)
     for file_name, specs in shards.items():
@@ -186,7 +198,13 @@ def write_shards(
             for spec in specs:
                 name, tensor = next(stream)
                 assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), "tensors come in the order of the plan"
-                file.write(tensor.to(spec.dtype).contiguous().view(torch.uint8).numpy())
+                converted = tensor.to(spec.dtype)
+                if converted.dtype != tensor.dtype and (converted.isinf() & tensor.isfinite()).any():
+                    raise UserError(
+                        f"{name} has values up to {tensor.abs().max().item():.3g}, which {_torch_name(spec.dtype)} "
+                        "does not reach; use dtype=bf16 or fp32"
+                    )
+                file.write(converted.contiguous().view(torch.uint8).numpy())
     if len(shards) > 1:
         total = sum(spec.num_bytes for specs in shards.values() for spec in specs)
         weight_map = {spec.name: file_name for file_name, specs in shards.items() for spec in specs}

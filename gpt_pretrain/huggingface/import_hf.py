@@ -185,7 +185,10 @@ def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
 
 
 def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], rules: Sequence[Rule]) -> None:
-    """Whether the files hold exactly the tensors of the model, in their shapes and in types that weights have."""
+    """Whether the files hold exactly the tensors of the model, in their shapes and in types that weights have.
+
+    What becomes one tensor, such as the same matrix of all layers, has one type.
+    """
     expected = dict(part for rule in rules for part in rule.parts())
     problems = [f"lacks {name}" for name in expected if name not in names]
     # Tied embeddings are one tensor, and some files hold it twice.
@@ -195,6 +198,16 @@ def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], r
             problems.append(f"has {name} as {list(files.shape(names[name]))} instead of {list(shape)}")
         if name in names and files.type_name(names[name]) not in WEIGHT_TYPES:
             problems.append(f"has {name} in {files.type_name(names[name])} instead of {', '.join(WEIGHT_TYPES)}")
+    by_key: dict[str, dict[str, str]] = {}
+    for rule in rules:
+        for name in rule.names:
+            if name in names:
+                by_key.setdefault(rule.key, {}).setdefault(files.type_name(names[name]), name)
+    problems += [
+        f"has {' and '.join(f'{name} in {kind}' for kind, name in mixed.items())}, which are parts of one tensor here"
+        for mixed in by_key.values()
+        if len(mixed) > 1
+    ]
     if problems:
         shown = ", ".join(problems[:20]) + (", …" if len(problems) > 20 else "")
         raise UserError(f"{source} does not hold the model of its config.json: it {shown}")
@@ -250,7 +263,7 @@ def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
 def _write_experiment(path: Path, source: Path, fields: Mapping[str, Any], config: Config, out: Path) -> None:
     tokenizer = {"library": config.model.tokenizer.library.name, "model": config.model.tokenizer.model}
     model = {**fields, **({} if tokenizer["model"] is None else {"tokenizer": tokenizer})}
-    values = OmegaConf.create({"model": model, "checkpoint": {"init_from": str(out)}})
+    values = OmegaConf.create(config_to_dict({"model": model, "checkpoint": {"init_from": str(out)}}))
     path.parent.mkdir()
     path.write_text(
         "# @package _global_\n"

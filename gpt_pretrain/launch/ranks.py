@@ -81,11 +81,11 @@ def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list: `gpu[012-015,020],login1` gives `gpu012` (sbatch(1), SLURM_JOB_NODELIST)."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodelist)
+    """First host of a Slurm node list: `rack[0-1]_blade[02-07,09],login1` gives `rack0_blade02` (slurm.conf(5))."""
+    match = re.match(r"(?:[^\[,]|\[\w[^\]]*\])+", nodelist)
     if match is None:
-        raise ConfigError([f"SLURM_JOB_NODELIST={nodelist!r} names no host; set MASTER_ADDR"])
-    return match.group(1) + (match.group(2) or "")
+        raise ConfigError([f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR"])
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:

@@ -28,7 +28,7 @@ from typing import Literal, Self
 from filelock import FileLock, Timeout
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import named
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 
 RENEW_S = 20.0
@@ -243,12 +243,9 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
     with _judging(path):
         with suppress(FileNotFoundError):
             note = f"took over {_check_left_over(path, this_process())}"
-            # A new file: the process that wrote the old one may live after all, and renews and deletes its own alone.
-            path.unlink()
-        with named(path):
-            path.write_text(this_process().to_json() + "\n", encoding="utf-8")
+        # A new file: the process that wrote the old one may live after all, and renews and deletes its own alone.
+        write_file(path, this_process().to_json() + "\n")
         file = os.open(path, os.O_RDWR)
-        os.fsync(file)
     released = threading.Event()
 
     def renew() -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import (
-    ffn_hidden_size,
     kv_channels,
     model_parallel_size,
     num_query_groups,
@@ -152,11 +151,13 @@ def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[
     else:
         cause = f"model.kv_channels={channels}"
         legal = (width for width in _multiples(channels, 1) if _rotates_pairs(model, width))
-        way = f"use {one_of(_nearest(model, 'kv_channels', legal, accepts))}"
+        near = _nearest(model, "kv_channels", legal, accepts)
+        # Of a tiny share, no head within reach has a pair.
+        way = f"use {one_of(near)}" if near else ""
     if model.rotary_percentage < 1:
         share = f"model.rotary_percentage={model.rotary_percentage}"
         cause += f", of which {share} rotates {_rotated_channels(model, channels)}"
-        way += ", or another rotary_percentage"
+        way = f"{way}, or another rotary_percentage" if way else "use another rotary_percentage"
     yield f"{cause}, and rope rotates pairs of channels; {way}"
 
 
@@ -164,8 +165,9 @@ def widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts = _whatever) -
     """Matrices and embedding rows that tensor-parallel ranks share."""
     tp = model.tensor_model_parallel_size
     widths = [("hidden_size", model.hidden_size)]
-    # Experts have ranks of their own (`rules.experts`).
-    widths += [("ffn_hidden_size", ffn_hidden_size(model))] if model.num_moe_experts is None else []
+    # Experts have ranks of their own (`rules.experts`), and null is a multiple of hidden_size.
+    if model.num_moe_experts is None and model.ffn_hidden_size is not None:
+        widths.append(("ffn_hidden_size", model.ffn_hidden_size))
     for name, value in widths:
         if value % tp:
             near = _nearest(model, name, _multiples(value, tp), accepts)

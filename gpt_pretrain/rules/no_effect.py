@@ -82,6 +82,7 @@ def _unless(key: str, needed: object, because: str = "") -> Callable[[Resolved],
 _without_experts = _with("model.num_moe_experts", None)
 _without_full_recomputation = _unless("model.activations_checkpoint_granularity", RecomputeGranularity.full)
 _with_graphs = _with("model.cuda_graph_impl", CudaGraphImpl.local, ": a replay reports none of its products")
+_without_rope = _unless("model.position_embedding_type", PositionEmbedding.rope)
 _with_plain_states = _with("model.optim.use_precision_aware_optimizer", False)
 _with_random_tokens = _with("model.data.data_impl", DataImpl.mock, ", whose random tokens come from no file")
 _without_tokenizer = _with("model.tokenizer.library", TokenizerLibrary.none, ": no text can be sampled")
@@ -165,6 +166,10 @@ def _without_saves(run: Resolved) -> str:
     if saves.save_at_end or saves.save_interval is not None or saves.save_interval_minutes is not None:
         return ""
     return "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)"
+
+
+def _without_validation(run: Resolved) -> str:
+    return "" if run.config.trainer.limit_val_batches else "trainer.limit_val_batches=0"
 
 
 def _without_sample(run: Resolved) -> str:
@@ -270,11 +275,8 @@ def _table() -> tuple[NoEffect, ...]:
             )
             for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform"))
         ),
-        NoEffect(
-            key="model.rope_scaling_factor",
-            why=_unless("model.position_embedding_type", PositionEmbedding.rope),
-            instead="null, or position_embedding_type=rope",
-        ),
+        NoEffect(key="model.rope_scaling_factor", why=_without_rope, instead="null, or position_embedding_type=rope"),
+        *(NoEffect(key=f"model.rotary_{name}", why=_without_rope) for name in ("percentage", "base")),
         NoEffect(
             key="model.ddp_bucket_size",
             why=_with("model.overlap_grad_reduce", False),
@@ -350,6 +352,10 @@ def _table() -> tuple[NoEffect, ...]:
             )
         ),
         # The loop, and what it leaves.
+        *(
+            NoEffect(key=f"trainer.{name}", why=_without_validation, silent=(silent,))
+            for name, silent in (("val_check_interval", None), ("validate_at_start", False))
+        ),
         NoEffect(key="trainer.spike_margin", why=_with("trainer.max_spike_rewinds", None)),
         NoEffect(key="sample.max_new_tokens", why=_without_tokenizer, silent=(0,)),
         *(NoEffect(key=f"sample.{name}", why=_without_sample) for name in ("prompt", "temperature")),

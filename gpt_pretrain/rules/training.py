@@ -3,7 +3,7 @@
 Each rule yields one message: the keys and values in conflict, the rule, and legal values.
 """
 
-import importlib.util
+import importlib.metadata
 import math
 import os
 import re
@@ -193,7 +193,8 @@ def start(section: CheckpointConfig) -> Iterator[str]:
 
 def reports(config: Config) -> Iterator[str]:
     """Logging and the text sample."""
-    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
+    # A folder wandb/, as W&B leaves where it runs, could be imported, too.
+    if config.logging.wandb and not list(importlib.metadata.distributions(name="wandb")):
         yield (
             "logging.wandb=true needs the package wandb, which is not installed; "
             f"{how_to_install('wandb')}, or use logging.wandb=false"

@@ -96,7 +96,8 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         # The fused GELU adds the bias itself and computes the tanh form; SwiGLU has no such limits.
         bias_activation_fusion=choose(
             model.bias_activation_fusion,
-            fuses and (model.activation.value == "swiglu" or (model.activation.value == "gelu_tanh" and model.bias)),
+            fuses
+            and (model.activation is Activation.swiglu or (model.activation is Activation.gelu_tanh and model.bias)),
         ),
         activation_cast_fusion=choose(
             model.activation_cast_fusion,
