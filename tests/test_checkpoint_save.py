@@ -229,8 +229,9 @@ def saved_steps(directory):
 )
 def test_a_checkpoint_of_the_clocks_gives_way_to_the_next(training, tmp_path, overrides, kept):
     config = build_training(*emulate("delayed"), *overrides).config
-    with CheckpointSaver(tmp_path, training.trainable, config, DATA) as saver:
-        for step, by_clock in enumerate((True, True, False, True, False, False), start=1):
+    for step, by_clock in enumerate((True, True, False, True, False, False), start=1):
+        # Also where the process that saved it was killed.
+        with CheckpointSaver(tmp_path, training.trainable, config, DATA) as saver:
             (outcome,) = [*saver.save(at(step), by_clock=by_clock), *saver.wait()]
             assert outcome.problem is None
             assert saved_steps(tmp_path) == kept[step - 1]

@@ -113,6 +113,7 @@ NO_RUN = {
     "time_unix": [1e300, -1, "now"],
     "step": [-1, 2**70, True],
     "given_up": [[[1]], [["a", "b"]], 3],
+    "gives_way": [1, "no", None],
     "passed_over": [[[1, 2, 3]], [[1.5, 2]]],
     "losses": [["a"], [None]],
     "versions": [{"torch": 3}],

@@ -1,5 +1,6 @@
 """How a run ends early: a checkpoint of the present step, and an exit code that says what to do next."""
 
+import contextlib
 import os
 import select
 import signal
@@ -155,6 +156,34 @@ def test_a_run_whose_terminal_closes_saves(tmp_path, cache_dir):
     assert (summary.end_reason, summary.exit_code) == ("terminated", 75)
     assert saved_step(run_dir) == summary.step
     assert not (run_dir / "stacks").exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), (None, 75)], ids=["Ctrl-C ends tee, too", "tee is killed"])
+def test_a_run_whose_output_nobody_reads_any_more_saves(name, code, parent, tmp_path, cache_dir):
+    pipe = tmp_path / "pipe.0"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, SMALL)
+    run = parent.start(arguments[2:], tmp_path / "pipe")
+    try:
+        shown, deadline = b"", time.monotonic() + 120
+        while b"\nstep 3/" not in shown:
+            assert not run.poll(), shown
+            assert time.monotonic() < deadline, shown
+            with contextlib.suppress(BlockingIOError):
+                shown += os.read(reader, 65536)
+            time.sleep(0.01)
+        os.close(reader)
+        if name is not None:
+            run.signal(0, getattr(signal, name))
+        while not run.poll():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        run.kill()
+    assert run.codes == {0: code}
+    summary = load_metrics(tmp_path / "run").summary
+    assert (summary.exit_code, saved_step(tmp_path / "run")) == (code, summary.step)
 
 
 def test_time_that_is_used_up_asks_to_be_started_again(run, tmp_path):

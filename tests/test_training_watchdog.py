@@ -4,13 +4,16 @@ Nobody watches the ranks here, as under srun: what ends them is the watchdog alo
 """
 
 import re
+import shutil
+import signal
 import socket
 import time
 
 import pytest
 
+from gpt_pretrain.commands.door import ALONE
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.training.watchdog import EXIT_CODE
+from gpt_pretrain.training.watchdog import EXIT_CODE, Watchdog
 from tests.runs import small_run_arguments
 
 SIGKILL = -9
@@ -54,13 +57,41 @@ def stacks(folder, rank):
     return path.read_text() if path.exists() else ""
 
 
+def store_in_rank_zero():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free.getsockname()[1])}
+
+
 @pytest.fixture(params=["the launcher has the store", "rank 0 has it"])
 def env(request):
     """As torchrun starts ranks, or srun."""
-    if request.param == "the launcher has the store":
-        return {}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free.getsockname()[1])}
+    return {} if request.param == "the launcher has the store" else store_in_rank_zero()
+
+
+# Serves a store as torchrun does, and lives on without its ranks.
+LAUNCHER = """
+import os, pathlib, sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+unfinished = pathlib.Path(sys.argv[0] + ".unfinished")
+unfinished.write_text(str(store.port))
+unfinished.rename(sys.argv[0] + ".port")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def launcher(parent, tmp_path):
+    """A process with the ranks' store, and the port."""
+    program, output = tmp_path / "launcher.py", tmp_path / "launcher.0"
+    program.write_text(LAUNCHER)
+    process = parent.start_program([str(program)], [(output, output)], {}, {})
+    port, deadline = tmp_path / "launcher.py.port", time.monotonic() + WAIT_S
+    while not port.exists():
+        assert time.monotonic() < deadline, process.text()
+        time.sleep(0.02)
+    yield process, port.read_text()
+    process.kill()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -104,22 +135,31 @@ def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(s
         assert run.text().count("in hang_in_python") == 1
 
 
-# Stopped, and in C: what its own stack shows.
-SILENT = {"stop_at_step": "", "hold_interpreter_at_step": "in hang_in_c"}
+SILENT = r"watchdog: rank \d on \S+ has given no sign of life for 8 s"
+UNANSWERED = r"watchdog: the store .* of rank 0 on \S+ or its launcher, has given no answer for 8 s"
 
 
 def test_a_rank_that_falls_silent_ends_the_others(start, tmp_path):
-    runs = {fault: start(num_ranks=2, faults={1: [fault, 3]}, folder=tmp_path / fault) for fault in SILENT}
+    # Which rank, its fault, where the store is, what the other says, and what its own stack shows.
+    cases = {
+        "stopped": (1, "stop_at_step", {}, SILENT, ""),
+        "in C": (1, "hold_interpreter_at_step", {}, SILENT, "in hang_in_c"),
+        "stopped with the store": (0, "stop_at_step", store_in_rank_zero(), UNANSWERED, ""),
+    }
+    runs = {
+        name: start(num_ranks=2, faults={rank: [fault, 3]}, folder=tmp_path / name.replace(" ", "_"), env=env)
+        for name, (rank, fault, env, _, _) in cases.items()
+    }
     deadline = time.monotonic() + WAIT_S
-    for fault, run in runs.items():
-        while 0 not in run.codes:
+    for name, (rank, _, _, told, own) in cases.items():
+        run, folder = runs[name], tmp_path / name.replace(" ", "_")
+        while 1 - rank not in run.codes:
             assert time.monotonic() < deadline, run.text()
-            assert not run.poll(), "rank 1 cannot end itself"
+            assert not run.poll(), "the silent rank cannot end itself"
             time.sleep(0.05)
-        assert run.codes[0] == EXIT_CODE
-        told = r"watchdog: rank 1 on \S+ has given no sign of life for 8 s"
-        assert re.search(told, stacks(tmp_path / fault, 0))
-        assert SILENT[fault] in stacks(tmp_path / fault, 1)
+        assert run.codes[1 - rank] == EXIT_CODE
+        assert re.search(told, stacks(folder, 1 - rank))
+        assert own in stacks(folder, rank)
 
 
 def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):
@@ -141,11 +181,31 @@ def test_a_single_process_that_hangs_ends(start, tmp_path):
     assert "in hang_in_python" in stacks(tmp_path, 0)
 
 
-def test_a_healthy_run_is_left_alone_also_when_it_was_suspended(start, tmp_path):
-    run = start(faults={0: ["pause_at_step", LEARNT, 10]}, max_steps=LEARNT + 5)
-    assert run.wait(WAIT_S) == [0], run.text()
-    assert load_metrics(tmp_path / "run").summary.end_reason == "max_steps"
-    assert not stacks(tmp_path, 0)
+def test_a_healthy_run_is_left_alone_also_when_it_or_its_launcher_was_suspended(start, launcher, tmp_path):
+    """Ctrl-Z stops torchrun, and not the ranks, which have sessions of their own."""
+    alone = start(faults={0: ["pause_at_step", LEARNT, 10]}, max_steps=LEARNT + 5, folder=tmp_path / "alone")
+    process, port = launcher
+    launched = start(num_ranks=2, env={"MASTER_PORT": port})
+    deadline = time.monotonic() + WAIT_S
+    wait_for_step(tmp_path, 3, deadline)
+    process.signal(0, signal.SIGSTOP)
+    # Longer than a rank may be silent.
+    time.sleep(10)
+    assert not launched.poll(), launched.text()
+    process.signal(0, signal.SIGCONT)
+    launched.signal(0, signal.SIGTERM)
+    assert launched.wait(WAIT_S) == [75, 75], launched.text()
+    assert not (tmp_path / "run" / "stacks").exists()
+    assert alone.wait(WAIT_S) == [0], alone.text()
+    assert load_metrics(tmp_path / "alone" / "run").summary.end_reason == "max_steps"
+    assert not stacks(tmp_path / "alone", 0)
+
+
+def wait_for_step(folder, step, deadline):
+    metrics = folder / "run" / "metrics.jsonl"
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_healthy_run_of_two_ranks_leaves_no_stacks(env, start, tmp_path):
@@ -159,6 +219,11 @@ def test_a_healthy_run_of_two_ranks_leaves_no_stacks(env, start, tmp_path):
     )
     assert run.wait(WAIT_S) == [0, 0], run.text()
     assert not (tmp_path / "run" / "stacks").exists()
+
+
+def test_a_directory_of_stacks_may_be_removed_meanwhile(tmp_path):
+    with Watchdog(1800.0, learning_steps=20, launch=ALONE, run_dir=tmp_path):
+        shutil.rmtree(tmp_path / "stacks")
 
 
 def test_without_a_timeout_nothing_is_watched(start, tmp_path):

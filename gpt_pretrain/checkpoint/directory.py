@@ -77,6 +77,13 @@ def _saved_at(path: Path) -> float:
         return 0.0
 
 
+def _gives_way(path: Path) -> bool:
+    try:
+        return read_manifest(path).gives_way
+    except UserError:
+        return False
+
+
 def _is_step(name: str) -> bool:
     return name.startswith("step_") and name.removeprefix("step_").isdecimal()
 
@@ -209,8 +216,6 @@ class Destination:
     """The run's checkpoints, `RUN_DIR/checkpoints`."""
     step: int
     retention: Retention
-    replaces: Path | None = None
-    """A checkpoint that goes when this one is complete, whatever the retention says."""
 
     @property
     def path(self) -> Path:
@@ -235,7 +240,8 @@ class Destination:
     def publish(self) -> None:
         """Gives the complete checkpoint its name, makes `latest` name it, and removes those that it supersedes.
 
-        What has its name already is replaced.
+        What has its name already is replaced. Those that give way to the next one (`Manifest.gives_way`) go, whatever
+        the retention says.
 
         Raises:
             OSError: A name cannot be changed; `latest` names a complete checkpoint in any case.
@@ -245,10 +251,10 @@ class Destination:
         publish_directory(self.unfinished, self.path)
         write_file(self.directory / POINTER, self.path.name + "\n")
         # The new one is the last, whatever a clock that was set back says.
-        others = [other for other in complete_checkpoints(self.directory) if other not in (self.path, self.replaces)]
-        superseded = self.retention.superseded([*others, self.path])
-        if self.replaces is not None and self.replaces.exists() and self.replaces != self.path:
-            superseded.append(self.replaces)
+        others = [other for other in complete_checkpoints(self.directory) if other != self.path]
+        superseded = [other for other in others if _gives_way(other)]
+        stay = [other for other in others if other not in superseded]
+        superseded += self.retention.superseded([*stay, self.path])
         for left in filter(None, [replaced, *(out_of_the_way(old) for old in superseded)]):
             # A file that cannot be removed now is tried again at the next save.
             shutil.rmtree(left, ignore_errors=True)

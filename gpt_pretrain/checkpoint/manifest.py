@@ -89,6 +89,8 @@ class Manifest:
     given_up: Sequence[Sequence[float]] = ()
     """Which checkpoints of the directory belong to attempts that the run was taken back from: pairs of a step and a
     time, for those of that step or a later one that were saved before that time (`directory.is_given_up`)."""
+    gives_way: bool = False
+    """Whether the next checkpoint of the run takes its place: only the clock asked for it."""
 
     @property
     def num_bytes(self) -> int:
@@ -136,6 +138,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
     if kind is int:
         return type(value) is int and 0 <= value <= _LARGEST
+    if kind is bool:
+        return type(value) is bool
     if kind is float:
         return type(value) in (int, float)
     # Files are read by `FileDigest.of`, the configuration by its schema.

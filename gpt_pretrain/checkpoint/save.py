@@ -132,7 +132,6 @@ class _Running:
     """A save that is being written."""
 
     progress: Progress
-    is_stopgap: bool
     began: float
     stall_s: float
     written: "Future[tuple[int, float]]"
@@ -154,7 +153,6 @@ class CheckpointSaver:
         # A checkpoint by the clock only guards against a crash before the next: the disk need not hold them all, and
         # they must not push out those of every so many steps, which a rewind may need.
         self._has_stopgaps = config.checkpoint.keep_last is None or config.checkpoint.save_interval is not None
-        self._stopgap: Path | None = None
         self._described: dict[str, Any] = {
             "versions": installed_versions(),
             "config": config_to_dict(config),
@@ -209,8 +207,8 @@ class CheckpointSaver:
             directory=self.directory,
             step=progress.step,
             retention=KEEP_ALL if is_stopgap else self._retention,
-            replaces=self._stopgap,
         )
+        gives_way = is_stopgap and not self._retention.keeps_for_ever(destination.path)
         share = self._plan(progress)
         problem = self._begin(destination, share)
         if problem is not None:
@@ -219,15 +217,16 @@ class CheckpointSaver:
         staged = self._staged(share)
         written: Future[tuple[int, float]] = Future()
         thread = threading.Thread(
-            target=self._write, args=(destination, progress, staged, written), name="checkpoint writer", daemon=True
+            target=self._write,
+            args=(destination, progress, gives_way, staged, written),
+            name="checkpoint writer",
+            daemon=True,
         )
         thread.start()
         if not self._config.async_save:
             thread.join()
         stall_s = time.monotonic() - began
-        self._running = _Running(
-            progress=progress, is_stopgap=is_stopgap, began=began, stall_s=stall_s, written=written, thread=thread
-        )
+        self._running = _Running(progress=progress, began=began, stall_s=stall_s, written=written, thread=thread)
         return [] if self._config.async_save else self.wait()
 
     def poll(self) -> list[SaveOutcome]:
@@ -267,9 +266,6 @@ class CheckpointSaver:
             num_bytes, ended = running.written.result()
         except Exception as error:  # whatever the writer died of
             problem = str(error) if isinstance(error, SaveProblem) else f"{type(error).__name__}: {error}"
-        else:
-            path = checkpoint_path(self.directory, running.progress.step)
-            self._stopgap = path if running.is_stopgap and not self._retention.keeps_for_ever(path) else None
         return [
             self._outcome(
                 running.progress,
@@ -315,11 +311,16 @@ class CheckpointSaver:
             return f"rank {torch.distributed.get_rank()} has no {share.num_bytes:,} bytes of host memory: {error}"
 
     def _write(
-        self, destination: Destination, progress: Progress, share: Share | str, written: "Future[tuple[int, float]]"
+        self,
+        destination: Destination,
+        progress: Progress,
+        gives_way: bool,
+        share: Share | str,
+        written: "Future[tuple[int, float]]",
     ) -> None:
         try:
             now = time_after(destination.directory, progress.given_up)
-            manifest = Manifest(time_unix=now, files={}, **asdict(progress), **self._described)
+            manifest = Manifest(time_unix=now, files={}, gives_way=gives_way, **asdict(progress), **self._described)
             num_bytes = write_checkpoint(destination, share, manifest, self._writers)
         except BaseException as error:  # it is raised again by `wait`, in the loop's thread
             written.set_exception(error)

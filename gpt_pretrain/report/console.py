@@ -7,6 +7,7 @@ redraw timer would wake up the thread that launches the GPU's kernels.
 """
 
 import math
+import signal
 from collections.abc import Mapping
 from typing import Self
 
@@ -43,11 +44,25 @@ def print_line(out: Console, line: str) -> None:
     out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
+class _Output(Console):
+    """Standard output; where nobody reads it any more, the run stops as for a terminal that has closed."""
+
+    def on_broken_pipe(self) -> None:
+        """What rich calls then: Ctrl-C, for one, ends the `tee` behind a run, too."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            # It is silent from here on. To end here would lose what was trained, unless nothing was.
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+                raise
+            signal.raise_signal(signal.SIGHUP)
+
+
 class RunConsole:
     """Everything that a run prints; as a context manager it restores the terminal however the run ends."""
 
     def __init__(self, *, max_steps: int, start_step: int = 0, output: Console | None = None) -> None:
-        self._out = Console(highlight=False, emoji=False) if output is None else output
+        self._out = _Output(highlight=False, emoji=False) if output is None else output
         self._max_steps = max_steps
         self._step = start_step
         self._record: TrainRecord | None = None

@@ -1,11 +1,11 @@
 """What signals and clocks ask of a run, answered on all ranks after the same step: to end early, or to save.
 
-Ctrl-C, SIGTERM, SIGHUP (the terminal has closed), SIGUSR1 (which Slurm sends ahead of a time limit: `sbatch
---signal=USR1@300`) and `trainer.max_time` reach the ranks at different moments. At each step's end every rank tells the
-others what it knows through an asynchronous all-reduce of two numbers between the processors (gloo), and reads the
-answer one step later: all ranks see the same answer at the same step, and no rank waits for its GPU. An end has an exit
-code that says what to do next. The second number is rank 0's alone: whether `checkpoint.save_interval_minutes` are over
-by its clock.
+Ctrl-C, SIGTERM, SIGHUP (the terminal has closed, or nobody reads the output any more), SIGUSR1 (which Slurm sends ahead
+of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time` reach the ranks at different moments. At each step's
+end every rank tells the others what it knows through an asynchronous all-reduce of two numbers between the processors
+(gloo), and reads the answer one step later: all ranks see the same answer at the same step, and no rank waits for its
+GPU. An end has an exit code that says what to do next. The second number is rank 0's alone: whether
+`checkpoint.save_interval_minutes` are over by its clock.
 
 A checkpoint follows, so between a signal and the checkpoint lie at most the present step, the next one, and the save.
 Signals that come later, in whatever order, change nothing: launchers repeat them, and a save must not be broken off.
@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Self
 
@@ -83,7 +84,9 @@ class StopRequest:
             self._leave_terminal()
         # A launcher repeats the terminal's Ctrl-C to its workers: a second signal must not break off the save.
         if self._signalled is None and self._announces:
-            os.write(2, b"\nstopping after this step\n")
+            # Ctrl-C has reached the other end of a pipe, too.
+            with suppress(OSError):
+                os.write(2, b"\nstopping after this step\n")
         self._signalled = self._signalled or _SIGNALS[number]
 
     def _leave_terminal(self) -> None:

@@ -1,23 +1,21 @@
 """The watchdog: a rank that dies or hangs ends the run on all ranks within a minute, with every rank's stack traces.
 
 Without it the others wait in a collective for a rank that will not come, until its timeout of half an hour, and a
-scheduler bills them. Two threads run beside each rank's loop. `Peers` beats in the launcher's store, torch's own, and
-reads the beats of other ranks; what a store cannot tell, that a process is gone rather than silent, it asks the host.
-`Watchdog` judges whether the others live and whether this rank makes progress: the loop marks each step, and says when
-it does something longer. When the run must end, each rank writes the stacks of all its threads to
-RUN_DIR/stacks/rank_N.txt and to the terminal and leaves with exit code 71, without a checkpoint: what hangs could not
-be saved, and a signal handler's polite stop would never be reached.
+scheduler bills them. Two threads run beside each rank's loop. One hears and tells how the ranks are (`peers.Peers`).
+The other judges whether they live and whether this rank makes progress: the loop marks each step, and says when it does
+something longer. When the run must end, each rank writes the stacks of all its threads to RUN_DIR/stacks/rank_N.txt and
+to the terminal and leaves with exit code 71, without a checkpoint: what hangs could not be saved, and a signal
+handler's polite stop would never be reached.
 
 A mark is an attribute that is set: the loop waits neither for a thread nor for the GPU. C code that keeps Python's
 interpreter to itself stops the threads, too. Then the others hear nothing of this rank, and those on its host send it
-SIGUSR2: faulthandler's handler, which needs no interpreter, writes its stacks. faulthandler's timer would do without
-the others, but it also fires when a suspended process goes on, and reading the stacks of threads that run ends the
-process with a segmentation fault.
+SIGUSR2: faulthandler's handler, which needs no interpreter, writes its stacks. To read the stacks of threads that run
+may end the process with a segmentation fault, so only a rank that is known to be stuck is asked. faulthandler's own
+timer knows nothing: it also fires when a suspended process goes on.
 """
 
 import faulthandler
 import os
-import signal
 import threading
 import time
 import traceback
@@ -25,27 +23,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import token_hex
 from types import TracebackType
 from typing import Self, TextIO
 
-import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed import DistError
-
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.run_dir import Process, this_process
-from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.launch.run_dir import this_process
+from gpt_pretrain.training.peers import STACKS_SIGNAL, Peers
 
 EXIT_CODE = 71
 TICK_S = 1.0
-# A rank says this often that it lives …
-BEAT_S = 1.0
-# … and after this long without a beat it counts as hung: C code may hold the interpreter while it loads a library.
-SILENT_S = 40.0
-# Where one rank ends with an error, the others find the same one or wait for it for ever.
-FOLLOW_S = 15.0
 # A step counts as hung after this many times the longest one so far, though not before so many seconds …
 STEP_FACTOR = 10
 STEP_FLOOR_S = 40.0
@@ -53,159 +40,6 @@ STEP_FLOOR_S = 40.0
 LEARNING_STEPS = 20
 # Between the stack traces and the end: for the other ranks' traces, and for an error that is just being raised.
 GRACE_S = 5.0
-# Has a rank that cannot run Python write its stacks.
-STACKS_SIGNAL = signal.SIGUSR2
-# The last beat of a rank that has ended, well or with an error.
-_LEFT = "left"
-
-
-@dataclass(kw_only=True, slots=True)
-class _Peer:
-    """Another rank, as this one knows it."""
-
-    rank: int
-    process: Process
-    beat: str | None = None
-    silent_s: float = 0.0
-    gone_at: int | None = None
-    """The newest round of beats that had begun when its process was found to be gone."""
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} on {self.process.host}"
-
-
-class Peers:
-    """What this rank knows of others: rank 0 of all, the others of rank 0 and of those on their own host.
-
-    A thread of its own talks to the store, as any answer may take for ever where the store's process hangs. That looks
-    as if nobody beat any more, and needs no care of its own.
-
-    Args:
-        launch: This process's place in the run; torch.distributed is open, and every rank builds one.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        self._rank = launch.rank
-        self._me = this_process()
-        self._peers: list[_Peer] = []
-        self._beats: dict[int, str] = {}
-        self._own_end = self._own_failure = self._end = ""
-        self.failure = ""
-        """Which rank was the first that ended with an error, and with which; empty as long as none has."""
-        self._followed_s = 0.0
-        self._rounds_begun = self._rounds_done = 0
-        self._cut_off = False
-        self._leave_by: float | None = None
-        self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        if launch.world_size == 1:
-            return
-        processes: list[Process] = [self._me] * launch.world_size
-        torch.distributed.all_gather_object(processes, self._me)
-        self._peers = [
-            _Peer(rank=rank, process=process)
-            for rank, process in enumerate(processes)
-            if rank != launch.rank and (0 in (rank, launch.rank) or self._me.can_see(process))
-        ]
-        # The store may have served an earlier start by torchrun, or an earlier job of a sweep.
-        token = on_rank_zero(lambda: token_hex(8))
-        store = TCPStore(launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False)
-        self._store = PrefixStore(f"watchdog/{token}", store)
-        self._thread = threading.Thread(target=self._talk, name="peers", daemon=True)
-        self._thread.start()
-
-    def _talk(self) -> None:
-        try:
-            while not self._beat():
-                self._wake.wait(BEAT_S if self._leave_by is None else BEAT_S / 10)
-                self._wake.clear()
-        except DistError:
-            self._cut_off = True
-
-    def _beat(self) -> bool:
-        """One round: says what this rank has to say, and reads what others have said; true after the last one."""
-        self._rounds_begun += 1
-        leave_by = self._leave_by
-        self._store.set(f"beat/{self._rank}", str(self._rounds_begun) if leave_by is None else _LEFT)
-        # The first to say something is heard. An empty string changes nothing and answers what there is.
-        self.failure = self._store.compare_set("failure", "", self._own_failure).decode()
-        self._end = self._store.compare_set("end", "", self._own_end).decode()
-        beats = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])
-        self._beats = {peer.rank: beat.decode() for peer, beat in zip(self._peers, beats, strict=True)}
-        self._rounds_done = self._rounds_begun
-        if leave_by is None:
-            return False
-        # The store may live in rank 0, whose end would cut off the others before they have left, too.
-        return self._rank != 0 or set(self._beats.values()) == {_LEFT} or time.monotonic() > leave_by
-
-    def check(self, passed_s: float) -> str | None:
-        """Why the run must end, as far as this rank knows; waits for nothing.
-
-        Args:
-            passed_s: Seconds since the last call in which this process ran.
-        """
-        if self._end:
-            return self._end
-        for peer in self._peers:
-            beat = self._beats.get(peer.rank)
-            peer.silent_s = peer.silent_s + passed_s if beat == peer.beat else 0.0
-            peer.beat = beat
-            if beat == _LEFT:
-                continue
-            if self._has_died(peer):
-                return f"{peer.name} died"
-            if self._cut_off and peer.rank == 0:
-                return f"{peer.name} died, or its launcher: the store that connects the ranks is gone"
-            if peer.silent_s > SILENT_S:
-                self._ask_for_stacks(peer)
-                return f"{peer.name} has given no sign of life for {SILENT_S:.0f} s"
-        if self.failure:
-            self._followed_s += passed_s
-            if self._followed_s > FOLLOW_S:
-                return f"{self.failure}, and other ranks did not"
-        return None
-
-    def _has_died(self, peer: _Peer) -> bool:
-        if not self._me.can_see(peer.process) or not peer.process.has_ended():
-            return False
-        if peer.gone_at is None:
-            peer.gone_at = self._rounds_begun
-            self._wake.set()
-        # It may have left: a round that began after its end has read its last beat.
-        return self._cut_off or self._rounds_done > peer.gone_at
-
-    def _ask_for_stacks(self, peer: _Peer) -> None:
-        if self._me.can_see(peer.process):
-            # It may end at this moment.
-            with suppress(ProcessLookupError):
-                os.kill(peer.process.process, STACKS_SIGNAL)
-
-    def news(self) -> str | None:
-        """What has happened to another rank, if anything has; what is on its way has a moment to arrive."""
-        until = time.monotonic() + 2 * BEAT_S
-        while (why := self.failure or self.check(0.0)) is None and self._peers and time.monotonic() < until:
-            time.sleep(BEAT_S / 20)
-        return why
-
-    def end_run(self, why: str) -> None:
-        """Tells all ranks why the run ends."""
-        self._own_end = " ".join(why.split())
-        self._wake.set()
-
-    def leave(self, failure: str | None) -> None:
-        """Says that this rank has ended; on rank 0 waits a little for the others to end, too.
-
-        Args:
-            failure: What it ended with; None if it was done.
-        """
-        if self._thread is None:
-            return
-        if failure is not None:
-            self._own_failure = f"rank {self._rank} on {self._me.host} ended with {' '.join(failure.split())[:500]}"
-        self._leave_by = time.monotonic() + (FOLLOW_S if failure is None else 2 * BEAT_S)
-        self._wake.set()
-        self._thread.join(FOLLOW_S + GRACE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +121,10 @@ class Watchdog:
         faulthandler.unregister(STACKS_SIGNAL)
         with suppress(OSError):
             self._file.close()
-        if self._path.stat().st_size == 0:
-            self._path.unlink()
-            # The last of the ranks succeeds.
-            with suppress(OSError):
+        # Somebody may have removed them; and of the ranks the last removes the directory.
+        with suppress(OSError):
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
                 self._path.parent.rmdir()
 
     def step_begins(self, step: int) -> None:
@@ -330,9 +164,10 @@ class Watchdog:
             # stopped with it.
             now = time.monotonic()
             passed_s, looked_at = min(now - looked_at, 2 * TICK_S), now
-            why, mark = self._peers.check(passed_s), self._mark
+            mark = self._mark
             idle_s = idle_s + passed_s if mark is seen else 0.0
             seen = mark
+            why = self._peers.check(passed_s, idle_s)
             if why is None and idle_s > self._limit_s(mark):
                 why = (
                     f"{self._name} has made no progress for {self._limit_s(mark):.0f} s in {mark.doing} "
