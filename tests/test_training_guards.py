@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import count, pairwise
@@ -532,3 +533,14 @@ def test_too_many_end_the_run_and_name_the_first_bad_tensor(case, run, tmp_path)
     assert str(path) in text
     newest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
     assert newest == ("step_00000002\n" if phase == "weight" else "step_00000004\n"), "a bad state was saved"
+
+
+def test_the_first_bad_tensor_is_told_where_no_file_can_be(run, tmp_path):
+    dumps = tmp_path / "run" / "dumps"
+    dumps.parent.mkdir()
+    dumps.write_text("a file in the place of the folder")
+    num_ranks, overrides, faults, _, module = DUMPS["NaN on the second rank, DP2"]
+    codes, text = run(*overrides, "trainer.max_skipped_steps=3", num_ranks=num_ranks, faults=faults)
+    assert codes == [1] * num_ranks, text
+    told = rf"the first bad tensor is .*{module}.*all that was found: it could not be written \({dumps}: File exists\)"
+    assert re.search(told, text)

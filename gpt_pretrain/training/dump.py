@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 
 from gpt_pretrain.checkpoint.state import Trainable
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
@@ -214,6 +215,8 @@ class Dump:
 
     path: Path
     finding: str
+    problem: str | None
+    """Why it could not be written, as on a full disk."""
 
 
 def write_dump(
@@ -253,13 +256,18 @@ def write_dump(
         path.parent.mkdir(exist_ok=True)
         write_file(path, json.dumps(to_json_value(content), indent=2, allow_nan=False) + "\n")
 
-    on_rank_zero(write)
+    problem = None
+    try:
+        on_rank_zero(write)
+    except UserError as error:
+        # What ends the run is what was found.
+        problem = str(error)
     finding = (
         "all tensors were finite when its batch was computed once more"
         if first is None
         else f"the first bad tensor is {first}"
     )
-    return Dump(path=path, finding=finding)
+    return Dump(path=path, finding=finding, problem=problem)
 
 
 def _describe(first: BadTensor, bad: BadStep, spec: RunSpec) -> dict[str, Any]:

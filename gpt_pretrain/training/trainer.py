@@ -268,7 +268,8 @@ class Trainer:
                 trainable=self._trainable,
                 iterators=self._batches_from(error.bad_step.first_sample),
             )
-        return f"{error}; {dump.finding}. No checkpoint was written of it; all that was found: {dump.path}"
+        rest = str(dump.path) if dump.problem is None else f"it could not be written ({dump.problem})"
+        return f"{error}; {dump.finding}. No checkpoint was written of it; all that was found: {rest}"
 
     def _log_fp8(self) -> None:
         """Statistics of the steps observed since the last logged one."""
