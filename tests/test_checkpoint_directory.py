@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,15 @@ from gpt_pretrain.checkpoint.directory import (
     latest_checkpoint,
     time_after,
 )
-from gpt_pretrain.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest, check_files, deal, read_manifest
+from gpt_pretrain.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    Manifest,
+    check_files,
+    deal,
+    read_manifest,
+    write_manifest,
+)
 from gpt_pretrain.config.errors import UserError
 from tests.checkpoint_files import KEEP_ALL, file_size_limit, manifest, publish
 
@@ -275,12 +284,15 @@ def test_who_names_a_runs_directory_is_told_its_newest_checkpoint(tmp_path, name
         read_manifest(tmp_path / named)
 
 
-def test_a_manifest_of_another_version_says_which_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt_pretrain.checkpoint.manifest.FORMAT_VERSION", FORMAT_VERSION + 1)
+@pytest.mark.parametrize(("changes", "said"), [({}, "0.1.0"), ({"versions": 3}, "it does not say which")])
+def test_a_manifest_of_another_version_says_which_reads_it(tmp_path, monkeypatch, changes, said):
     path = publish(tmp_path, 10)
+    changed = replace(read_manifest(path), **changes)
+    monkeypatch.setattr("gpt_pretrain.checkpoint.manifest.FORMAT_VERSION", FORMAT_VERSION + 1)
+    write_manifest(path, changed)
     monkeypatch.undo()
     assert json.loads((path / MANIFEST).read_text())["format_version"] == FORMAT_VERSION + 1
-    with pytest.raises(UserError, match=r"is of format version 2, and this version of gpt_pretrain reads 1; .*0\.1\.0"):
+    with pytest.raises(UserError, match=rf"is of format version 2, and this version of .* reads 1; .* it: {said}$"):
         read_manifest(path)
 
 

@@ -199,9 +199,11 @@ def read_manifest(path: Path) -> Manifest:
     if saved_hash != _hash_of(values):
         raise UserError(f"{file} has changed since it was written: it is not what its own SHA-256 says; {_ANOTHER}")
     if values["format_version"] != FORMAT_VERSION:
+        versions = values.get("versions")
+        wrote = versions.get("gpt_pretrain") if isinstance(versions, dict) else None
         raise UserError(
             f"{file} is of format version {values['format_version']}, and this version of gpt_pretrain reads "
-            f"{FORMAT_VERSION}; use the version that wrote it: {values.get('versions', {}).get('gpt_pretrain')}"
+            f"{FORMAT_VERSION}; use the version that wrote it: {wrote or 'it does not say which'}"
         )
     try:
         return Manifest.from_json(values)
