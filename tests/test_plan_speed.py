@@ -187,7 +187,7 @@ def test_speed_of_layouts(overrides, measured):
     assert plan_of(*overrides).speed.run.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.06)
 
 
-# One GPU, four microbatches of 2 × 4,096 tokens (benchmarks/experts_1gpu.md).
+# One GPU, four microbatches of 2 × 4,096 tokens (benchmarks/experts.md).
 ON_ONE = ("model.micro_batch_size=2", "model.global_batch_size=8", "plan.num_gpus=1")
 SEPARATE = ("model.moe_permute_fusion=false", "model.moe_grouped_kernel=transformer_engine")
 QWEN_ONE_KERNEL = ("model=qwen3_30b_a3b", "model.num_layers=4", *ON_ONE)

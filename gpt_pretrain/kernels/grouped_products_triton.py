@@ -11,6 +11,7 @@ Sums have a fixed order, so that results repeat to the bit.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,15 +19,17 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-# The tile of the result that a program computes: of one expert's rows, or of a weight's, and columns.
+# The tile of the result that a program computes: of one expert's rows, or of a weight's, and columns. Rows times weights
+# took 1.3 times as long in tiles half as wide (benchmarks/experts.md).
 ROWS = 128
-_COLUMNS = 128
-# Terms of each sum that are loaded at a time.
+_COLUMNS = 256
+# Terms of each sum that are loaded at a time, …
 _DEPTH = 64
+# … and how many such loads may be on their way, if shared memory holds them.
+_STAGES = 4
 # Tiles of rows that are computed for all columns before the next ones, so that what both read stays in L2.
 _GROUP = 8
 _WARPS = 8
-_STAGES = 3
 
 # Triton's interpreter takes the bits of BF16 for integers when it multiplies.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -212,6 +215,14 @@ def _grouped_wgrad_gemm_kernel(
         tl.atomic_add(targets, total, mask=inside, sem="relaxed")
 
 
+@cache
+def _stages(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    of_one = (ROWS + _COLUMNS) * _DEPTH * torch.bfloat16.itemsize
+    return min(_STAGES, torch.cuda.get_device_properties(device).shared_memory_per_block_optin // of_one)
+
+
 def _multiply(
     values: torch.Tensor, weights: Table, rows: ExpertRows, width: int, steps: tuple[int, int]
 ) -> torch.Tensor:
@@ -242,7 +253,7 @@ def _multiply(
             _GROUP,
             weights.alignment,
             num_warps=_WARPS,
-            num_stages=_STAGES,
+            num_stages=_stages(values.device),
         )
     return result
 
@@ -275,7 +286,7 @@ def _accumulate_weight_gradients(
         _GROUP,
         main_grads.alignment,
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=_stages(inputs.device),
     )
 
 

@@ -20,7 +20,7 @@ from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
 BUSIEST_EXPERT = 2.0
 CALIBRATED_ON = (
     "four runs of two layers of Mixtral 8x7B on four H200s (benchmarks/mixtral_8x7b_2layers_4xh200.md), and five of "
-    "these and four of four layers of Qwen3-30B-A3B on one GPU (benchmarks/experts_1gpu.md)"
+    "these and four of four layers of Qwen3-30B-A3B on one GPU (benchmarks/experts.md)"
 )
 # Of its two linear layers, forward and backward.
 PRODUCTS_OF_EXPERT = 6

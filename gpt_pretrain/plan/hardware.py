@@ -167,7 +167,7 @@ EFFICIENCY = Efficiency(
     host_s_per_fp8_layer=6.4e-3,
     host_s_per_graphed_layer=2.1e-3,
     # Two layers of Mixtral (BF16 and tensorwise, on an H200 and an H100) and four of Qwen3-30B-A3B with one kernel for
-    # all experts (an H100), all on one GPU, ask for 3 to 7 ms (benchmarks/experts_1gpu.md).
+    # all experts (an H100), all on one GPU, ask for 3 to 7 ms (benchmarks/experts.md).
     count_wait_s_per_layer=4e-3,
     # Two layers of Mixtral, twice a step: without head, optimizer and data parallelism, steps took 26.7 and 26.9 ms a
     # layer in BF16 and 28.5 and 28.2 in tensorwise scaling (EP 2 and 4). That is the same whatever the GPU has to do,
