@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-# The tile of the result that a program computes: of one expert's rows, or of a weight's, and columns. Rows times weights
-# took 1.3 times as long in tiles half as wide (benchmarks/experts.md).
+# The tile of the result that a program computes: of one expert's rows, or of a weight's, and columns. In tiles half as
+# wide rows times weights took 1.3 times as long (benchmarks/experts.md).
 ROWS = 128
 _COLUMNS = 256
 # Terms of each sum that are loaded at a time, …
@@ -220,7 +220,8 @@ def _stages(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     of_one = (ROWS + _COLUMNS) * _DEPTH * torch.bfloat16.itemsize
-    return min(_STAGES, torch.cuda.get_device_properties(device).shared_memory_per_block_optin // of_one)
+    shared: int = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return min(_STAGES, shared // of_one)
 
 
 def _multiply(
