@@ -217,6 +217,7 @@ def _grouped_wgrad_gemm_kernel(
 
 @cache
 def _stages(device: torch.device) -> int:
+    """Loads that may be on their way: four take 192 KiB, which Hopper has and smaller GPUs have not."""
     if device.type != "cuda":
         return 1
     of_one = (ROWS + _COLUMNS) * _DEPTH * torch.bfloat16.itemsize
