@@ -3,7 +3,13 @@
 import torch
 
 from gpt_pretrain.kernels import grouped_products_triton
-from gpt_pretrain.kernels.grouped_products_triton import ROWS, Addresses, GroupedWeights, multiply_by_experts
+from gpt_pretrain.kernels.grouped_products_triton import (
+    ROWS,
+    Addresses,
+    GroupedWeights,
+    RowPlaces,
+    multiply_by_experts,
+)
 
 # Experts without rows at either end and between, one row, whole tiles, and parts of tiles.
 UNEVEN = (0, ROWS + 2, 1, 0, 2 * ROWS, 60, 0)
@@ -41,12 +47,12 @@ def check_products(device, counts=UNEVEN, *, out_features=96, in_features=80, su
     expected = []
     for weight in weights:
         weight.main_grad = torch.randn(out_features, in_features, generator=generator).to(device)
-        weight.grad_added_to_main_grad = False
         expected.append((weight.main_grad.double(), weight.main_grad.double().abs()))
-    places = GroupedWeights()
+    kept, announced = GroupedWeights(RowPlaces()), []
+    kept.gradients_added = announced.append
     for _ in range(2):
         inputs, gradient = draw(sum(counts), in_features).requires_grad_(), draw(sum(counts), out_features)
-        product = multiply_by_experts(inputs, counts, weights, places)
+        product = multiply_by_experts(inputs, counts, weights, kept)
         product.backward(gradient)
         parts = zip(inputs.detach().double().split(counts), gradient.double().split(counts), strict=True)
         results = zip(product.detach().split(counts), inputs.grad.split(counts), strict=True)
@@ -60,8 +66,8 @@ def check_products(device, counts=UNEVEN, *, out_features=96, in_features=80, su
         assert _close(weight.main_grad, total, terms)
         # Without a row nothing is added, not even a rounding.
         assert count or torch.equal(weight.main_grad.double(), total)
-        assert weight.grad_added_to_main_grad
-        assert weight.grad is not None
+        assert weight.grad is None
+    assert announced == [weights, weights]
 
 
 def check_sabotages_are_caught(device):
@@ -91,12 +97,12 @@ def check_sabotages_are_caught(device):
 def check_moved_tensors_are_found(device):
     """A weight that gets other memory, as a loaded checkpoint may do, is read from there."""
     weights = [torch.nn.Parameter(torch.eye(32, device=device, dtype=torch.bfloat16)) for _ in range(2)]
-    places, inputs = GroupedWeights(), torch.ones(3, 32, device=device, dtype=torch.bfloat16)
+    kept, inputs = GroupedWeights(RowPlaces()), torch.ones(3, 32, device=device, dtype=torch.bfloat16)
     for factor in (1, 2, 4):
-        kept = weights[1].data
+        before = weights[1].data
         weights[1].data = factor * torch.eye(32, device=device, dtype=torch.bfloat16)
-        assert kept.data_ptr() != weights[1].data_ptr()
-        product = multiply_by_experts(inputs, [1, 2], weights, places)
+        assert before.data_ptr() != weights[1].data_ptr()
+        product = multiply_by_experts(inputs, [1, 2], weights, kept)
         assert product.tolist() == [[1.0] * 32, [factor] * 32, [factor] * 32]
 
 
@@ -104,10 +110,39 @@ def check_no_rows(device):
     """A rank whose experts got no token computes nothing, and its gradients are as complete as any."""
     weights = [torch.nn.Parameter(torch.ones(32, 16, device=device, dtype=torch.bfloat16)) for _ in range(2)]
     for weight in weights:
-        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(32, 16, device=device), False
+        weight.main_grad = torch.ones(32, 16, device=device)
     inputs = torch.empty(0, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
-    product = multiply_by_experts(inputs, [0, 0], weights, GroupedWeights())
+    kept, announced = GroupedWeights(RowPlaces()), []
+    kept.gradients_added = announced.append
+    product = multiply_by_experts(inputs, [0, 0], weights, kept)
     assert product.shape == (0, 32)
     product.sum().backward()
     assert inputs.grad.shape == (0, 16)
-    assert all(weight.grad_added_to_main_grad and weight.main_grad.eq(1).all() for weight in weights)
+    assert all(weight.main_grad.eq(1).all() for weight in weights)
+    assert announced == [weights]
+
+
+def check_frozen_weights(device):
+    """Weights that are not trained leave their main gradients alone, and the inputs get gradients all the same."""
+    weights = [torch.eye(32, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    inputs = torch.ones(3, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
+    multiply_by_experts(inputs, [1, 2], weights, GroupedWeights(RowPlaces())).sum().backward()
+    assert inputs.grad.eq(1).all()
+
+
+def check_weights_are_trained_on_inputs_that_are_not(device):
+    """Inputs that need no gradient, as those of a frozen embedding, do not keep the weights from theirs."""
+    weights = [torch.nn.Parameter(torch.eye(32, device=device, dtype=torch.bfloat16)) for _ in range(2)]
+    for weight in weights:
+        weight.main_grad = torch.zeros(32, 32, device=device)
+    inputs = torch.ones(3, 32, device=device, dtype=torch.bfloat16)
+    multiply_by_experts(inputs, [1, 2], weights, GroupedWeights(RowPlaces())).sum().backward()
+    assert [weight.main_grad.unique().tolist() for weight in weights] == [[1.0], [2.0]]
+
+
+def check_rows_are_placed_once(device):
+    """Products of the same counts share their places; other counts get others."""
+    rows = RowPlaces()
+    first, again, other = (rows.of(counts, torch.device(device)) for counts in ([3, 1], [3, 1], [1, 3]))
+    assert again is first
+    assert other.starts.tolist() == [0, 1, 4]

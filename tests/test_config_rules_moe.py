@@ -9,6 +9,7 @@ MOE = "model=moe_small"
 FP8 = f"{MOE} fp8=tensorwise"
 # Sixteen experts, each with few rows.
 MANY = "model.num_moe_experts=16"
+ALL_GATHER = "model.moe_token_dispatcher_type=allgather"
 PADDING = "model.moe_router_padding_for_quantization=true"
 
 RULES = {
@@ -102,6 +103,13 @@ RULES = {
         told="model.moe_grouped_gemm=true model.transformer_engine=false",
         offers="model.moe_grouped_gemm=null",
         legal=f"{MOE} model.moe_grouped_gemm=false model.transformer_engine=false",
+    ),
+    "fused permutation on ranks that gather all tokens": Refused(
+        f"{MOE} {ALL_GATHER} model.moe_permute_fusion=true parallelism=ep2",
+        told=f"model.moe_permute_fusion=true {ALL_GATHER} model.expert_model_parallel_size=2",
+        offers="model.moe_permute_fusion=null",
+        legal=f"{MOE} {ALL_GATHER} parallelism=ep2",
+        world_size=2,
     ),
     "fused permutation of local layers": Refused(
         f"{MOE} model.moe_permute_fusion=true model.transformer_engine=false",

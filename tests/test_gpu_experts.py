@@ -5,7 +5,7 @@ import torch
 
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.kernels.grouped_products_triton import GroupedWeights, multiply_by_experts
+from gpt_pretrain.kernels.grouped_products_triton import GroupedWeights, RowPlaces, multiply_by_experts
 from tests import grouped_products
 from tests.emulated_training import emulated_training
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
@@ -89,6 +89,9 @@ def test_one_kernel_is_checked_and_finds_moved_weights_and_no_rows():
     grouped_products.check_sabotages_are_caught("cuda")
     grouped_products.check_moved_tensors_are_found("cuda")
     grouped_products.check_no_rows("cuda")
+    grouped_products.check_frozen_weights("cuda")
+    grouped_products.check_weights_are_trained_on_inputs_that_are_not("cuda")
+    grouped_products.check_rows_are_placed_once("cuda")
 
 
 @pytest.mark.gpu
@@ -115,12 +118,11 @@ def test_one_kernel_computes_what_transformer_engine_does_and_repeats_to_the_bit
         rows.grad = None
         product = multiply()
         product.backward(gradient)
-        assert all(weight.grad_added_to_main_grad for weight in weights)
         return [product.detach(), rows.grad, *(weight.main_grad for weight in weights)]
 
-    places = GroupedWeights()
+    kept = GroupedWeights(RowPlaces())
     of_te = results(lambda: layer(rows, counts))
-    own, again = (results(lambda: multiply_by_experts(rows, counts, weights, places)) for _ in range(2))
+    own, again = (results(lambda: multiply_by_experts(rows, counts, weights, kept)) for _ in range(2))
     assert all(map(torch.equal, own, again))
     for each, expected in zip(own, of_te, strict=True):
         # Both are rounded to BF16, or summed in fp32 in another order.
@@ -144,6 +146,19 @@ def test_one_kernel_trains_and_resumes_as_transformer_engine_does(tmp_path, cach
         for run_dir, kernel in ((one, OF_TE), (of_te, ONE_KERNEL))
     ]
     assert losses(resumed[0]) == pytest.approx(losses(resumed[1]), rel=1e-2)
+
+
+@pytest.mark.gpu(count=2)
+@pytest.mark.parametrize("layout", ["dp", "ep2"])
+def test_gradients_of_one_kernel_are_exchanged_behind_the_backward_pass(layout, tmp_path, cache_dir):
+    short = [*MANY, "trainer.max_steps=10", f"parallelism={layout}"]
+    one, of_te = (
+        run_small(2, tmp_path / kernel, cache_dir, [*short, kernel], on_gpus=True) for kernel in (ONE_KERNEL, OF_TE)
+    )
+    assert losses(one) == pytest.approx(losses(of_te), rel=1e-2)
+    assert [record.grad_norm for record in one.train[:3]] == pytest.approx(
+        [record.grad_norm for record in of_te.train[:3]], rel=3e-2
+    )
 
 
 @pytest.mark.gpu

@@ -21,6 +21,9 @@ CHECKS = {
     "sabotages": "check_sabotages_are_caught('cpu')",
     "moved weights": "check_moved_tensors_are_found('cpu')",
     "no rows": "check_no_rows('cpu')",
+    "frozen weights": "check_frozen_weights('cpu')",
+    "frozen inputs": "check_weights_are_trained_on_inputs_that_are_not('cpu')",
+    "rows placed once": "check_rows_are_placed_once('cpu')",
 }
 QWEN = ("model=qwen3_30b_a3b", "data=mock")
 OF_TE = "model.moe_grouped_kernel=transformer_engine"

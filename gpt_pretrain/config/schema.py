@@ -196,7 +196,8 @@ class ModelConfig:
     """What computes the grouped product: transformer_engine (cuBLAS, expert by expert) or triton (one BF16 kernel; FP8
     leaves the experts out); null: triton for many small experts on a rank."""
     moe_permute_fusion: bool | None
-    """Sort tokens by expert, and back, in TE's fused kernels; null: with Transformer Engine layers, which it needs."""
+    """Sort tokens by expert, and back, in TE's fused kernels; null: with Transformer Engine layers, which it needs,
+    unless each rank of experts gathers all tokens."""
     moe_router_padding_for_quantization: bool
     """Route more tokens, of weight zero, until each expert's number suits FP8; false: pad each expert's input."""
 

@@ -9,11 +9,12 @@ Sums have a fixed order, so that results repeat to the bit.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -74,17 +75,32 @@ class ExpertRows:
 
 def place_rows(counts: Sequence[int], device: torch.device) -> ExpertRows:
     """Cuts the rows of experts, `counts` of each, into tiles; does not wait for the device."""
-    of_expert = torch.tensor(counts)
-    starts = torch.nn.functional.pad(of_expert.cumsum(0), (1, 0))
+    of_expert = np.array(counts)
+    starts = np.concatenate([[0], of_expert.cumsum()])
     num_tiles = (of_expert + ROWS - 1) // ROWS
-    experts = torch.repeat_interleave(num_tiles)
-    before = (num_tiles.cumsum(0) - num_tiles)[experts]
-    first = starts[experts] + (torch.arange(len(experts)) - before) * ROWS
+    experts = np.repeat(np.arange(len(of_expert)), num_tiles)
+    before = (num_tiles.cumsum() - num_tiles)[experts]
+    first = starts[experts] + (np.arange(len(experts)) - before) * ROWS
     # One copy for both.
-    flat = torch.cat([starts, torch.stack([experts, first, starts[experts + 1]], dim=1).flatten()]).to(torch.int32)
+    tiles = np.stack([experts, first, starts[experts + 1]], axis=1)
+    flat = torch.from_numpy(np.concatenate([starts, tiles.ravel()]).astype(np.int32))
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
     return ExpertRows(starts=flat[: len(starts)], tiles=flat[len(starts) :].view(-1, 3))
+
+
+class RowPlaces:
+    """The rows of each expert, placed once for the products of a pass that have the same."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] | None = None
+        self._rows: ExpertRows | None = None
+
+    def of(self, counts: Sequence[int], device: torch.device) -> ExpertRows:
+        """The places of `counts` rows of each expert, always on the same device."""
+        if self._rows is None or list(counts) != self._counts:
+            self._counts, self._rows = list(counts), place_rows(counts, device)
+        return self._rows
 
 
 @triton.jit
@@ -293,69 +309,71 @@ def _accumulate_weight_gradients(
 
 
 class GroupedWeights:
-    """Where the weights of one layer and their main gradients are; kept from one pass to the next."""
+    """What one layer's products keep from one pass to the next.
 
-    def __init__(self) -> None:
+    Args:
+        rows: Shared with the layers whose rows are the same.
+    """
+
+    def __init__(self, rows: RowPlaces) -> None:
+        self.rows = rows
         self.weights = Addresses()
         self.main_grads = Addresses()
+        self.gradients_added: Callable[[Sequence[torch.Tensor]], None] | None = None
+        """Called with the weights whenever their gradients have been added to the main gradients."""
+        # Autograd meets this in place of the weights: a node for each of 128 experts and the hook of data parallelism
+        # behind it took more of the host's time than the kernels take of the GPU's.
+        self.stand_in = torch.empty(0, requires_grad=True)
 
 
 def multiply_by_experts(
-    inputs: torch.Tensor, counts: Sequence[int], weights: Sequence[torch.Tensor], places: GroupedWeights
+    inputs: torch.Tensor, counts: Sequence[int], weights: Sequence[torch.Tensor], kept: GroupedWeights
 ) -> torch.Tensor:
     """Each row times the transposed weight of its expert, [rows, out] in BF16.
 
-    The gradient of a weight is added to its attribute `main_grad` ([out, in] in fp32, contiguous). Autograd gets an
-    unwritten tensor in its place where the weight has the attribute `grad_added_to_main_grad`, as data parallelism
-    expects of a fused accumulation, and nothing otherwise.
+    The gradient of a weight is added to its attribute `main_grad` ([out, in] in fp32, contiguous). Autograd does not
+    see the weights, and calls no hook of theirs; `kept.gradients_added` is called instead.
 
     Args:
         inputs: [rows, in] in BF16, sorted by expert.
         counts: Rows of each expert.
-        weights: [out, in] in BF16, contiguous, one of each expert.
-        places: Of this layer.
+        weights: [out, in] in BF16, contiguous, one of each expert; all of them are trained, or none.
+        kept: Of this layer.
     """
-    product: torch.Tensor = _GroupedProducts.apply(inputs, counts, places, *weights)  # type: ignore[no-untyped-call]
+    stand_in = kept.stand_in if weights[0].requires_grad else None
+    product: torch.Tensor = _GroupedProducts.apply(inputs, stand_in, counts, weights, kept)  # type: ignore[no-untyped-call]
     return product
 
 
 class _GroupedProducts(torch.autograd.Function):
-    # Weights are inputs one by one, because data parallelism waits for the gradient of each.
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, counts: Sequence[int], places: GroupedWeights, *weights: torch.Tensor
+        ctx: Any,
+        inputs: torch.Tensor,
+        stand_in: torch.Tensor | None,
+        counts: Sequence[int],
+        weights: Sequence[torch.Tensor],
+        kept: GroupedWeights,
     ) -> torch.Tensor:
         inputs = inputs.contiguous()
-        rows = place_rows(counts, inputs.device)
+        rows = kept.rows.of(counts, inputs.device)
         ctx.save_for_backward(inputs)
-        # Saved tensors would come back without their attributes.
-        ctx.weights, ctx.places, ctx.rows = weights, places, rows
+        ctx.weights, ctx.kept, ctx.rows = weights, kept, rows
         out_features, in_features = weights[0].shape
-        return _multiply(inputs, places.weights.of(weights), rows, out_features, (in_features, 1))
+        return _multiply(inputs, kept.weights.of(weights), rows, out_features, (in_features, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inputs,), weights, places, rows = ctx.saved_tensors, ctx.weights, ctx.places, ctx.rows
+        (inputs,), weights, kept, rows = ctx.saved_tensors, ctx.weights, ctx.kept, ctx.rows
         gradient = gradient.contiguous()
         input_gradient = None
         if ctx.needs_input_grad[0]:
             in_features = inputs.shape[1]
-            input_gradient = _multiply(gradient, places.weights.of(weights), rows, in_features, (1, in_features))
-        given: list[torch.Tensor | None] = [None] * len(weights)
-        if ctx.needs_input_grad[3]:
-            main_grads = places.main_grads.of([weight.main_grad for weight in weights])
+            input_gradient = _multiply(gradient, kept.weights.of(weights), rows, in_features, (1, in_features))
+        if ctx.needs_input_grad[1]:
+            main_grads = kept.main_grads.of([weight.main_grad for weight in weights])
             _accumulate_weight_gradients(gradient, inputs, main_grads, rows)
-            given = _stand_ins(weights)
-        return input_gradient, None, None, *given
-
-
-def _stand_ins(weights: Sequence[Any]) -> list[torch.Tensor | None]:
-    """What autograd gets for gradients that are in main gradients already."""
-    if not hasattr(weights[0], "grad_added_to_main_grad"):
-        return [None] * len(weights)
-    for weight in weights:
-        weight.grad_added_to_main_grad = True
-    # One memory for all; of a tensor that is given twice, autograd would make copies.
-    unwritten = torch.empty_like(weights[0], requires_grad=False)
-    return [unwritten.detach() for _ in weights]
+            if kept.gradients_added is not None:
+                kept.gradients_added(weights)
+        return input_gradient, None, None, None, None

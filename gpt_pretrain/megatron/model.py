@@ -20,7 +20,7 @@ from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from gpt_pretrain.config.choices import CrossEntropyFusion
+from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel
 from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.megatron.compiled_layers import CompiledLayers
 from gpt_pretrain.megatron.fused_layers import (
@@ -221,6 +221,10 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = None
     if spec.model.overlap_grad_reduce:
+        if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
+            from gpt_pretrain.megatron.expert_layers import announce_gradients
+
+            announce_gradients(chunks)
         no_sync = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = no_sync[0] if len(chunks) == 1 else no_sync
         if len(chunks) > 1:

@@ -11,7 +11,7 @@ from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hid
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.experts import grouped_kernel_obstacles
+from gpt_pretrain.spec.experts import grouped_kernel_obstacles, permutation_obstacles
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
 
@@ -65,12 +65,14 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
                 f"model.moe_grouped_kernel=triton cannot be combined with {setting}: {why}; use null or "
                 "transformer_engine"
             )
-    for key in ("moe_grouped_gemm", "moe_permute_fusion"):
-        if getattr(model, key) and model.transformer_engine is False:
-            yield (
-                f"model.{key}=true needs Transformer Engine's layers, and model.transformer_engine=false; "
-                f"use {key}=null"
-            )
+    if model.moe_permute_fusion:
+        for setting, why in permutation_obstacles(model):
+            yield f"model.moe_permute_fusion=true cannot be combined with {setting}: {why}; use moe_permute_fusion=null"
+    if model.moe_grouped_gemm and model.transformer_engine is False:
+        yield (
+            "model.moe_grouped_gemm=true needs Transformer Engine's layers, and model.transformer_engine=false; "
+            "use moe_grouped_gemm=null"
+        )
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:

@@ -5,7 +5,7 @@ Follows from the configuration alone, because it decides which layers FP8 covers
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, MoeGroupedKernel
+from gpt_pretrain.config.choices import Activation, MoeGroupedKernel, MoeTokenDispatcher
 from gpt_pretrain.config.derived import moe_ffn_hidden_size
 from gpt_pretrain.config.schema import ModelConfig
 
@@ -38,6 +38,18 @@ def grouped_kernel(model: ModelConfig) -> MoeGroupedKernel:
         return model.moe_grouped_kernel
     suits = _has_many_small_experts(model) and not any(grouped_kernel_obstacles(model))
     return MoeGroupedKernel.triton if suits else MoeGroupedKernel.transformer_engine
+
+
+def permutation_obstacles(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Settings that exclude `model.moe_permute_fusion`, and why."""
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "its kernels are Transformer Engine's"
+    if model.moe_token_dispatcher_type is MoeTokenDispatcher.allgather and model.expert_model_parallel_size > 1:
+        yield (
+            f"model.moe_token_dispatcher_type=allgather and model.expert_model_parallel_size="
+            f"{model.expert_model_parallel_size}",
+            "Transformer Engine 2.12 returns no tokens at all on a rank whose experts got none, and the run would end",
+        )
 
 
 def leaves_experts_out(model: ModelConfig) -> bool:

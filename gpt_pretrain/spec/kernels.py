@@ -17,7 +17,7 @@ from gpt_pretrain.config.choices import (
 )
 from gpt_pretrain.config.derived import kv_channels, matmul_parameters_per_layer, num_query_groups
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.experts import grouped_kernel
+from gpt_pretrain.spec.experts import grouped_kernel, permutation_obstacles
 from gpt_pretrain.spec.platform import APEX_PARTS, Platform
 from gpt_pretrain.spec.products import FC1, FC2, Resolved
 from gpt_pretrain.spec.recipes import Fp8Settings, local_layers
@@ -137,7 +137,9 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=grouped,
         moe_grouped_kernel=grouped_kernel(model) if grouped else None,
-        moe_permute_fusion=choose(model.moe_permute_fusion, te and model.num_moe_experts is not None),
+        moe_permute_fusion=choose(
+            model.moe_permute_fusion, te and model.num_moe_experts is not None and not any(permutation_obstacles(model))
+        ),
         cuda_graph_impl=graphs,
     )
 
