@@ -153,7 +153,8 @@ def test_one_kernel_trains_and_resumes_as_transformer_engine_does(tmp_path, cach
 def test_gradients_of_one_kernel_are_exchanged_behind_the_backward_pass(layout, tmp_path, cache_dir):
     short = [*MANY, "trainer.max_steps=10", f"parallelism={layout}"]
     one, of_te = (
-        run_small(2, tmp_path / kernel, cache_dir, [*short, kernel], on_gpus=True) for kernel in (ONE_KERNEL, OF_TE)
+        run_small(2, tmp_path / name, cache_dir, [*short, kernel], on_gpus=True)
+        for name, kernel in (("one", ONE_KERNEL), ("te", OF_TE))
     )
     assert losses(one) == pytest.approx(losses(of_te), rel=1e-2)
     assert [record.grad_norm for record in one.train[:3]] == pytest.approx(

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.transformer.moe import token_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.megatron import model as megatron_model
 from gpt_pretrain.plan.stages import plan_stages
 from gpt_pretrain.training.watches import ExpertWatch
 from tests.emulated_training import emulated_training
@@ -135,6 +137,26 @@ def test_run_logs_its_experts_and_writes_a_sample(tmp_path, cache_dir):
         assert record.idlest_expert < 1 < record.busiest_expert < 4 / 2 + 1e-9
         assert (record.idle_experts == 0) is (record.idlest_expert > 0)
     assert metrics.summary.sample_text
+
+
+def test_rows_that_no_other_rank_sends_are_not_sorted_again(monkeypatch):
+    sort, calls = token_dispatcher.sort_chunks_by_idxs, []
+    monkeypatch.setattr(
+        token_dispatcher, "sort_chunks_by_idxs", lambda *args, **names: calls.append(1) or sort(*args, **names)
+    )
+
+    def run():
+        calls.clear()
+        with emulated_training(*EXPERTS) as training:
+            return training.step(), training.gradients(), len(calls)
+
+    loss, gradients, sorts = run()
+    monkeypatch.setattr(megatron_model, "leave_sorted", lambda chunk: None)
+    expected_loss, expected, upstream_sorts = run()
+    assert (sorts, loss) == (0, expected_loss)
+    assert upstream_sorts > 0
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
 class HostReads(TorchDispatchMode):

@@ -26,6 +26,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -128,6 +129,19 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
 
     def attach(self, chunk: MegatronModule) -> None:
         """Called with each model chunk built from these layers, for layers that follow its passes."""
+
+
+def leave_sorted(chunk: torch.nn.Module) -> None:
+    """Lets rows of a rank that exchanges none with others go to its experts as they are, sorted by expert already.
+
+    megatron-core 0.19 sorts the parts that all ranks have sent by expert, and copies all rows in doing so, also where
+    the only parts are the rank's own.
+    """
+    for layer in chunk.modules():
+        dispatcher = getattr(layer, "token_dispatcher", None)
+        if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size * dispatcher.tp_size == 1:
+            # What it sorts for are several experts; nothing else in it asks for their number.
+            dispatcher.num_local_experts = 1
 
 
 def build_layer_spec(

@@ -30,7 +30,7 @@ from gpt_pretrain.megatron.fused_layers import (
     install_weight_gradients,
 )
 from gpt_pretrain.megatron.graphs import prepare_graphs
-from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec
+from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
 from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
@@ -139,6 +139,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
                 vp_stage=stage,
             )
         apply_quantization_overrides(chunk)
+        leave_sorted(chunk)
         local_layers.attach(chunk)
         chunks.append(chunk.to(platform.device))
     initialize_weights(chunks, model)

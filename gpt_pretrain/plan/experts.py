@@ -89,7 +89,7 @@ class Passage:
     exchanged: bool
     """Whether other ranks have some of these experts; otherwise what is sent is what is received."""
     sorted: bool
-    """Whether rows are put into the order of the rank's experts, which copies them."""
+    """Whether what several ranks have sent is put into the order of the rank's experts, which copies it."""
     padded: bool
     """Whether each expert's rows are copied once more, between zeros: FP8 without padded routing."""
 
@@ -114,7 +114,7 @@ def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
         sent=qkv.local_tokens * model.moe_router_topk,
         received=fc1.tokens * fc1.count,
         exchanged=exchanges_rows(model),
-        sorted=fc1.count > 1,
+        sorted=fc1.count > 1 and exchanges_rows(model),
         padded=fc1.precision == "fp8" and not model.moe_router_padding_for_quantization,
     )
 

@@ -10,7 +10,13 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, MainParamsDtype, Precision, RecomputeGranularity
+from gpt_pretrain.config.choices import (
+    CrossEntropyFusion,
+    MainParamsDtype,
+    MoeGroupedKernel,
+    Precision,
+    RecomputeGranularity,
+)
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.activations import LayerActivations, Storage, layer_activations
@@ -18,7 +24,7 @@ from gpt_pretrain.plan.experts import on_rank, rank_load
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
-from gpt_pretrain.spec.products import ROUTER, chunk_tokens
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, chunk_tokens
 from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -200,9 +206,13 @@ def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
 
     Transformer Engine gives autograd these, and keeps them (TE 2.12, `get_dummy_wgrad` of module/base.py).
     """
-    if not (spec.kernels.gradient_accumulation_fusion and spec.kernels.transformer_engine):
+    kernels = spec.kernels
+    if not (kernels.gradient_accumulation_fusion and kernels.transformer_engine):
         return 0.0
-    of_layers = [linear for linear in stage.linears if linear.layer >= 0 and linear.kind != ROUTER]
+    without = {ROUTER}
+    if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
+        without |= {EXPERT_FC1, EXPERT_FC2}
+    of_layers = [linear for linear in stage.linears if linear.layer >= 0 and linear.kind not in without]
     return sum(2.0 * rows * columns for rows, columns in {(each.out_features, each.in_features) for each in of_layers})
 
 
