@@ -275,13 +275,13 @@ def _interpreting_parent() -> RunParent:
     return parent
 
 
-def interpret_kernels(program: str) -> None:
-    """Runs a program whose Triton kernels are interpreted on the CPU and fails with it; skips without Triton."""
+def interpret_kernels(program: str, *, num_ranks: int = 1) -> None:
+    """Runs a program whose Triton kernels are interpreted on CPUs and fails with it; skips without Triton."""
     pytest.importorskip("triton")
     with TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(program)
-        done = _interpreting_parent().complete(1, [str(file)], 120, {})
+        done = _interpreting_parent().complete(num_ranks, [str(file)], 120, {})
     assert done.returncode == 0, done.stderr[-4000:]
 
 

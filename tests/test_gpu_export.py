@@ -38,7 +38,7 @@ def test_weights_of_an_fp8_run_go_out_in_bf16(recipe, fp8_params, tmp_path):
         values = (weight.dequantize() if fp8_params else weight).detach().to(torch.bfloat16).cpu()
     assert export_main([f"checkpoint={saved.path}", f"out={tmp_path / 'hf'}"]) == 0
     exported = load_file(tmp_path / "hf" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
-    assert exported.dtype == "bfloat16"
+    assert exported.dtype is torch.bfloat16
     assert torch.equal(exported, values)
     (text,) = continuations(**asdict(GenerateArguments(checkpoint=str(saved.path), prompt="def", max_new_tokens=4)))
     assert text

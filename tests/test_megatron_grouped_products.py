@@ -1,5 +1,7 @@
 """Products of many small experts in one kernel, interpreted, and when that is chosen; on a GPU: test_gpu_experts.py."""
 
+from pathlib import Path
+
 import pytest
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
@@ -25,6 +27,7 @@ CHECKS = {
     "frozen inputs": "check_weights_are_trained_on_inputs_that_are_not('cpu')",
     "rows placed once": "check_rows_are_placed_once('cpu')",
 }
+PROGRAMS = Path(__file__).parent / "programs"
 QWEN = ("model=qwen3_30b_a3b", "data=mock")
 OF_TE = "model.moe_grouped_kernel=transformer_engine"
 ONE_KERNEL = "model.moe_grouped_kernel=triton"
@@ -33,6 +36,10 @@ ONE_KERNEL = "model.moe_grouped_kernel=triton"
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_kernels_interpreted_compute_what_single_products_do(check):
     interpret_kernels(f"from tests.grouped_products import *\n{CHECKS[check]}")
+
+
+def test_gradients_are_exchanged_behind_the_backward_pass():
+    interpret_kernels((PROGRAMS / "exchanged_experts.py").read_text(), num_ranks=2)
 
 
 def spec_for(*overrides, platform=H200):
