@@ -57,7 +57,7 @@ def _gpu_marks(item):
 
 @pytest.fixture(autouse=True)
 def _no_model_outlives_its_test():
-    """Threads of gloo look for messages a hundred times a second, as long as anything refers to a model's groups."""
+    """Its process groups keep their threads and sockets as long as anything refers to it."""
     yield
     module = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
     if module is not None:

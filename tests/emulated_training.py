@@ -1,6 +1,5 @@
 """A tiny GPT in this process: what the application builds, with emulated FP8 or other layers, and batches to learn."""
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,15 +199,10 @@ def observed_training(training: Training, num_steps: int = 3) -> dict[str, Any]:
 
 
 def lay_out_anew(config: Config) -> None:
-    """Opens the groups of another layout in processes whose groups are open, and closes those of the layout before.
-
-    A group of gloo's has threads that look for messages a hundred times a second until nothing refers to it, so that
-    nothing that was built in the former layout may be used any more.
-    """
+    """Opens the groups of another layout in processes whose groups are open, and closes those of the layout before."""
     parallel_state.destroy_model_parallel()
     # Its cache refers to the last 32 models.
     RotaryEmbedding.forward.cache_clear()
-    gc.collect()
     for group in list(distributed_c10d._world.pg_map):
         if group != torch.distributed.GroupMember.WORLD:
             torch.distributed.destroy_process_group(group)

@@ -88,7 +88,7 @@ def test_an_index_of_samples_that_the_disk_does_not_take_is_told(run, cache_dir,
 @pytest.mark.parametrize(
     ("limit", "cause", "way_out"),
     [
-        (["NOFILE", 24], errno.EMFILE, "ulimit -n 4096"),
+        (["NOFILE", 12], errno.EMFILE, "ulimit -n 4096"),
         # Less than it has already.
         (["AS", 1 << 30], errno.ENOMEM, "ulimit -v is 1048576"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 
 from gpt_pretrain.config.schema import Config
@@ -36,6 +36,15 @@ def groups() -> Iterator[Config]:
     config = load_config(["data=mock"])
     with process_groups(config.model, read_launch({}), detect_platform()):
         yield config
+
+
+def test_groups_look_for_messages_in_one_thread(groups: Config) -> None:
+    def devices(group: Any) -> list[Any]:
+        return list(group._get_backend(torch.device("cpu")).options._devices)
+
+    (first,) = devices(torch.distributed.group.WORLD)
+    assert devices(parallel_state.get_tensor_model_parallel_group()) == [first]
+    assert devices(torch.distributed.new_group(backend="gloo")) == [first]
 
 
 @pytest.mark.parametrize(

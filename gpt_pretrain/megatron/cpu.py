@@ -9,10 +9,13 @@ it is on.
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
+from torch._C._distributed_c10d import Store
 from torch._dynamo import trace_rules
 from torch.overrides import TorchFunctionMode
 
@@ -99,6 +102,25 @@ def _gather_bytes(output: torch.Tensor, input: torch.Tensor, **options: Any) -> 
     return torch.distributed.all_gather_into_tensor(output.view(torch.uint8), input.view(torch.uint8), **options)
 
 
+class _SharingGroup(torch.distributed.ProcessGroupGloo):
+    """A group of gloo's that looks for messages in the thread that the first group of the process has started."""
+
+    _process_and_devices: ClassVar[tuple[int, Any]] = (0, None)
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        process, devices = self._process_and_devices
+        # A forked process has none of its parent's threads.
+        if process != os.getpid():
+            super().__init__(store, rank, size, timeout)
+            own: Any = self.options
+            _SharingGroup._process_and_devices = os.getpid(), own._devices
+            return
+        gloo: Any = torch.distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._timeout = devices, timeout
+        super().__init__(store, rank, size, options)
+
+
 _installed = False
 
 
@@ -127,6 +149,7 @@ def install_cpu_device() -> None:
         set_rng_state=_set_random_state,
         manual_seed=torch.manual_seed,
     )
+    patch(patches.CPU_GROUPS, ProcessGroupGloo=_SharingGroup)
     patch(patches.CPU_RANDOM_STATE, get_rng_state=_random_state)
     patch(patches.CPU_TRACKED_STATE, _set_cuda_rng_state=_set_random_state)
     # It warns that the CPU generator changed inside a forked state: here that is the point.

@@ -129,6 +129,14 @@ CPU_RECOMPUTATION = _without_cuda(
     "recomputed activations enter a function mode of their own: torch switches a mode off while its handler runs, and "
     "a backward pass runs inside of one",
 )
+CPU_GROUPS = Patch(
+    place="torch.distributed.distributed_c10d",
+    names={"ProcessGroupGloo": None},
+    what="all groups of a process look for messages in one thread",
+    why="torch 2.11 starts a thread for each of gloo's groups that looks for messages 100 times a second, idle or not: "
+    "of megatron-core's 20 groups these threads took 2% of a core on each rank, and their wake-ups slowed the others",
+    until="torch hands a group's options on to ProcessGroupGloo, or gloo's threads wait for messages",
+)
 CPU_DISPATCHER = _without_cuda(
     "megatron.core.transformer.moe.token_dispatcher",
     {"maybe_move_tensor_to_cpu": ("tensor", "as_numpy", "record_stream")},

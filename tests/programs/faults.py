@@ -43,7 +43,9 @@ def speak_soon():
 
 
 def limit(name, amount):
-    """As `ulimit` in a job's script: NOFILE descriptors, AS bytes of addresses, FSIZE bytes of a file."""
+    """As `ulimit` in a job's script: AS bytes of addresses, FSIZE of a file, NOFILE descriptors beside those open."""
+    if name == "NOFILE":
+        amount += max(int(number) for number in os.listdir("/proc/self/fd"))
     resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (amount, amount))
 
 
