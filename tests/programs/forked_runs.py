@@ -18,6 +18,7 @@ import runpy
 import sys
 import threading
 import traceback
+import weakref
 
 
 def run(order):
@@ -93,6 +94,9 @@ def serve():
         # A child's collector would touch, and so copy, every page of what it will never free.
         gc.collect()
         gc.freeze()
+        # Nor need it take torch's operators apart at its end, which touches seven thousand pages.
+        for finalizer in weakref.finalize._registry:
+            finalizer.atexit = False
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
