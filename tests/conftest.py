@@ -16,6 +16,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # torch.compile does not try the instruction sets that the CPU has: each process would compile, and import torch twice.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
+# Processes that wake up do not interrupt those that run. A thread of gloo's looks again and again for a message while
+# another one holds the lock of the connection, and where ranks outnumber cores, the holder had been interrupted by the
+# very process it had written to: a sum over two ranks on two cores took five times as long.
+if sys.platform == "linux":
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
