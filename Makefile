@@ -20,8 +20,7 @@ train: $(INSTALLED) ## train; without ARGS a small GPT on Python's own sources, 
 	@$(PYTHON_IN_VENV) -m gpt_pretrain $(ARGS)
 
 # Tests and package are kept compiled, whatever the environment asks for: pytest and interpreters that tests start spend
-# seconds on it each. A third process on two cores made the whole suite slower: tests of several ranks get in each
-# other's way.
+# seconds on it each. A third process on two cores saves 4% where Slurm is there to be waited for.
 test: $(INSTALLED) ## all tests that need no GPU and are not marked slow
 	@env -u PYTHONDONTWRITEBYTECODE $(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(ARGS)
 
