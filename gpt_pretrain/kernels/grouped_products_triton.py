@@ -98,8 +98,9 @@ class RowPlaces:
 
     def of(self, counts: Sequence[int], device: torch.device) -> ExpertRows:
         """The places of `counts` rows of each expert, always on the same device."""
-        if self._rows is None or list(counts) != self._counts:
-            self._counts, self._rows = list(counts), place_rows(counts, device)
+        asked = list(counts)
+        if self._rows is None or asked != self._counts:
+            self._counts, self._rows = asked, place_rows(asked, device)
         return self._rows
 
 

@@ -11,6 +11,7 @@ from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hid
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.kernels import refusals
 from gpt_pretrain.spec.experts import grouped_kernel_obstacles, permutation_obstacles
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
@@ -60,14 +61,11 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
             "proven: each router would balance only its part of a sequence; use context_parallel_size=1"
         )
     if model.moe_grouped_kernel is MoeGroupedKernel.triton:
-        for setting, why in grouped_kernel_obstacles(model):
-            yield (
-                f"model.moe_grouped_kernel=triton cannot be combined with {setting}: {why}; use null or "
-                "transformer_engine"
-            )
+        yield from refusals(
+            "model.moe_grouped_kernel=triton", grouped_kernel_obstacles(model), "null or transformer_engine"
+        )
     if model.moe_permute_fusion:
-        for setting, why in permutation_obstacles(model):
-            yield f"model.moe_permute_fusion=true cannot be combined with {setting}: {why}; use moe_permute_fusion=null"
+        yield from refusals("model.moe_permute_fusion=true", permutation_obstacles(model), "moe_permute_fusion=null")
     if model.moe_grouped_gemm and model.transformer_engine is False:
         yield (
             "model.moe_grouped_gemm=true needs Transformer Engine's layers, and model.transformer_engine=false; "

@@ -52,8 +52,8 @@ _NOT_COMPILED: dict[str, dict[str, str | None]] = {
 }
 
 
-def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
-    """A problem for each obstacle."""
+def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
+    """A problem for each obstacle to what was asked for, with what to use instead."""
     for setting, why in obstacles:
         yield f"{asked} cannot be combined with {setting}: {why}; use {instead}"
 
@@ -61,7 +61,7 @@ def _refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterat
 def graph_problems(run: Resolved) -> Iterator[str]:
     """Settings that exclude CUDA graphs, where graphs are requested."""
     if run.model.cuda_graph_impl is CudaGraphImpl.local:
-        yield from _refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
+        yield from refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
 
 
 def compile_problems(run: Resolved) -> Iterator[str]:
@@ -73,16 +73,16 @@ def compile_problems(run: Resolved) -> Iterator[str]:
         why = "it is for layers without FP8"
         if run.fp8.backend is Fp8Backend.torchao:
             why += ", and TorchAO's casts and products are compiled already"
-        yield from _refusals(asked, [("model.fp8=true", why)], "compile=false")
+        yield from refusals(asked, [("model.fp8=true", why)], "compile=false")
     if run.config.trainer.deterministic:
-        yield from _refusals(asked, [("trainer.deterministic=true", "not tested")], "compile=false")
+        yield from refusals(asked, [("trainer.deterministic=true", "not tested")], "compile=false")
     for why, keys in _NOT_COMPILED.items():
         for key, instead in keys.items():
             value = getattr(model, key)
             shown = value.name if isinstance(value, Enum) else show(value)
             if value and shown not in (instead, CudaGraphImpl.none.name):
                 ways = "compile=false" if instead is None else f"compile=false, or {key}={instead}"
-                yield from _refusals(asked, [(f"model.{key}={shown}", why)], ways)
+                yield from refusals(asked, [(f"model.{key}={shown}", why)], ways)
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
@@ -99,7 +99,7 @@ def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     }
     for key, obstacles in found.items():
         if getattr(model, key):
-            yield from _refusals(f"model.{key}=true", obstacles, "null or false")
+            yield from refusals(f"model.{key}=true", obstacles, "null or false")
 
 
 def gradients(model: ModelConfig) -> Iterator[str]:
