@@ -3,8 +3,7 @@
 Read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` with and without their
 fused kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer Engine 2.12
 (`_GroupedLinear` and `_Fp8Padding` of pytorch/module); `model.moe_token_dispatcher_type=allgather` is taken to cost the
-same. `BUSIEST_EXPERT` here and the host's times in `hardware.EFFICIENCY` were fitted to the runs that `CALIBRATED_ON`
-names.
+same. The loads here and the host's times in `hardware.EFFICIENCY` were fitted to the runs that `CALIBRATED_ON` names.
 """
 
 import math
@@ -15,12 +14,14 @@ from gpt_pretrain.config.derived import expert_tensor_parallel_size
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
 
-# Rows of the busiest expert over the mean of a layer's experts: 1.8 to 2.4 in the first steps, when a router has not
-# yet learned to balance. The peaks of the four runs ask for 1.91 to 2.01.
-BUSIEST_EXPERT = 2.0
+# Rows of the busiest expert over the mean of a layer's experts. In the first steps, before a router has learned to
+# balance, it is 1.8 to 2.4, and peaks of four runs of Mixtral ask for 1.91 to 2.01: memory is forecast for it.
+BUSIEST_EXPERT_AT_FIRST = 2.0
+# From step 100 on it was 1.2 (benchmarks/experts.md#losses-over-200-steps): speed is forecast for it.
+BUSIEST_EXPERT = 1.2
 CALIBRATED_ON = (
-    "four runs of two layers of Mixtral 8x7B on four H200s (benchmarks/mixtral_8x7b_2layers_4xh200.md), and five of "
-    "these and four of four layers of Qwen3-30B-A3B on one GPU (benchmarks/experts.md)"
+    "runs of two layers of Mixtral 8x7B and four of Qwen3-30B-A3B on one and two GPUs (benchmarks/experts.md), for "
+    "memory also on four runs of two layers of Mixtral (benchmarks/mixtral_8x7b_2layers_4xh200.md)"
 )
 # Of its two linear layers, forward and backward.
 PRODUCTS_OF_EXPERT = 6
@@ -37,18 +38,22 @@ ROUTING_KERNELS = 80
 ROUTING_BYTES = 160
 
 
-def rank_load(model: ModelConfig) -> float:
-    """Rows of the fullest rank over the mean of all ranks that share experts out; 1 without experts or sharing.
+def rank_load(model: ModelConfig, busiest: float) -> float:
+    """Rows of the fullest rank over the mean of all ranks that share experts; 1 without experts or sharing.
 
     The busiest expert says how far loads spread. A rank has the mean of n of the E experts, which spreads less, by the
     factor of a sample mean drawn without replacement, sqrt((E − n) / ((E − 1) n)): by all of it where each rank has
     one expert, not at all where it has all of them.
+
+    Args:
+        model: The checked configuration.
+        busiest: Rows of the busiest expert over the mean.
     """
     if model.num_moe_experts is None:
         return 1.0
     experts = model.num_moe_experts
     own = experts // model.expert_model_parallel_size
-    return 1 + (BUSIEST_EXPERT - 1) * math.sqrt((experts - own) / ((experts - 1) * own))
+    return 1 + (busiest - 1) * math.sqrt((experts - own) / ((experts - 1) * own))
 
 
 def exchanges_rows(model: ModelConfig) -> bool:

@@ -7,7 +7,7 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.checkpoints import CheckpointForecast, forecast_checkpoint
 from gpt_pretrain.plan.effective import Setting, effective_settings
-from gpt_pretrain.plan.experts import CALIBRATED_ON, rank_load
+from gpt_pretrain.plan.experts import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, CALIBRATED_ON, rank_load
 from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
 from gpt_pretrain.plan.machine import planned_platform
@@ -94,17 +94,20 @@ def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
         model: A model with experts.
         run: The predicted step; None where no speed is predicted.
     """
-    load = rank_load(model)
+    at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
     told = [f"forecasts are calibrated on {CALIBRATED_ON} alone, and no other model or machine"]
-    told.append(f"the fullest rank is taken to have {load:.2f} times the mean number of rows" if load > 1 else "")
+    if at_first > 1:
+        told.append(
+            f"the fullest rank is taken to have {at_first:.2f} times the mean number of rows at first, for its memory, "
+            f"and {later:.2f} times once routers balance, for speed"
+        )
     waits = 0.0 if run is None else run.seconds.get("waiting for the host", 0.0)
     if run is not None and waits:
         alone = run.tokens_per_s_per_gpu * run.step_s / (run.step_s - waits)
         told.append(
-            f"{_ms(waits)} of a step are waits for a host as busy as theirs was, and without them a GPU would reach "
-            f"{alone:,.0f} tokens/s"
+            f"{_ms(waits)} of a step are waits for the host, and without them a GPU would reach {alone:,.0f} tokens/s"
         )
-    return f"Experts: {'; '.join(filter(None, told))}."
+    return f"Experts: {'; '.join(told)}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

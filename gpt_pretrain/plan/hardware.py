@@ -135,10 +135,6 @@ class Efficiency:
     count_wait_s_per_layer: float
     """How long the GPU idles in one layer with experts, forward and backward, since the host waits for the counts of
     their tokens in the middle of its forward pass, and cannot run ahead."""
-    host_s_per_expert_layer: float
-    """What such a layer takes at least where ranks share experts out."""
-    host_s_per_fp8_expert_layer: float
-    """The same with FP8's casts and scales."""
     host_s_per_expert_product: float
     """What the host needs to launch one product of one expert, where experts are multiplied one by one."""
     host_s_per_fp8_expert_product: float
@@ -167,14 +163,9 @@ EFFICIENCY = Efficiency(
     host_s_per_fp8_layer=6.4e-3,
     host_s_per_graphed_layer=2.1e-3,
     # Two layers of Mixtral (BF16 and tensorwise, on an H200 and an H100) and four of Qwen3-30B-A3B with one kernel for
-    # all experts (an H100), all on one GPU, ask for 3 to 7 ms (benchmarks/experts.md).
+    # all experts (an H100), on one GPU, and both on two H100s (EP 2 and DP 2), ask for 2 to 7 ms
+    # (benchmarks/experts.md).
     count_wait_s_per_layer=4e-3,
-    # Two layers of Mixtral, twice a step: without head, optimizer and data parallelism, steps took 26.7 and 26.9 ms a
-    # layer in BF16 and 28.5 and 28.2 in tensorwise scaling (EP 2 and 4). That is the same whatever the GPU has to do,
-    # so it is taken to be the host's, on a machine with other jobs; nobody profiled it
-    # (benchmarks/mixtral_8x7b_2layers_4xh200.md).
-    host_s_per_expert_layer=26.8e-3,
-    host_s_per_fp8_expert_layer=28.3e-3,
     # Four layers of Qwen3-30B-A3B, four microbatches of 2 × 4,096 tokens a step, on one H200: 983 ms a step in BF16 and
     # 1,179 in tensorwise scaling, of which kernels ran for 368 and 462. LM head, loss and optimizer are taken off, and
     # a dense layer's time; 768 products of each layer share the rest.

@@ -18,7 +18,6 @@ from gpt_pretrain.plan.experts import (
     ROUTING_BYTES,
     ROUTING_KERNELS,
     WEIGHTED_ACTIVATION_BYTES,
-    exchanges_rows,
     passage,
 )
 from gpt_pretrain.plan.hardware import Efficiency, Gpu
@@ -205,8 +204,6 @@ def host_layer_s(machine: Machine, spec: RunSpec) -> float:
     each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
     if spec.model.num_moe_experts is not None:
         each += _expert_products_s(machine, spec, spec.model.num_moe_experts)
-        if exchanges_rows(spec.model):
-            each = max(each, own.host_s_per_expert_layer if spec.fp8 is None else own.host_s_per_fp8_expert_layer)
     each += own.host_s_per_tp_layer if layout.tp > 1 else 0.0
     return each + (own.host_s_per_cp_layer if layout.cp > 1 else 0.0)
 

@@ -20,7 +20,7 @@ from gpt_pretrain.config.choices import (
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.activations import LayerActivations, Storage, layer_activations
-from gpt_pretrain.plan.experts import on_rank, rank_load
+from gpt_pretrain.plan.experts import BUSIEST_EXPERT_AT_FIRST, on_rank, rank_load
 from gpt_pretrain.plan.hardware import Gpu
 from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
@@ -220,7 +220,7 @@ def _stage_memory(spec: RunSpec, stage: Stage, storage: Storage, gpu: Gpu) -> St
     model = spec.model
     items = _parameter_items(spec, stage, storage, gpu)
     kept, passing = _passing_peak(spec, stage, storage, load=1.0)
-    uneven_kept, uneven_passing = _passing_peak(spec, stage, storage, load=rank_load(model))
+    uneven_kept, uneven_passing = _passing_peak(spec, stage, storage, load=rank_load(model, BUSIEST_EXPERT_AT_FIRST))
     peak = kept + sum(passing.values())
     copies = 0.0
     if storage.element == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):

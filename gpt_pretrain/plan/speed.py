@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import exchanges_rows, on_rank, rank_load
+from gpt_pretrain.plan.experts import BUSIEST_EXPERT, on_rank, rank_load
 from gpt_pretrain.plan.kernels import (
     Machine,
     add,
@@ -160,13 +160,13 @@ def _transformer_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *
 def _expert_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, recomputed: bool) -> dict[str, float]:
     """The same of a layer with experts: all ranks wait for the fullest one, and each layer for the host."""
     seconds = _transformer_layer_s(machine, spec, on_rank(layer, 1.0), recomputed=recomputed)
-    uneven = _transformer_layer_s(machine, spec, on_rank(layer, rank_load(spec.model)), recomputed=recomputed)
+    load = rank_load(spec.model, BUSIEST_EXPERT)
+    uneven = _transformer_layer_s(machine, spec, on_rank(layer, load), recomputed=recomputed)
     seconds["uneven experts"] = sum(uneven.values()) - sum(seconds.values())
     whole = spec.model.activations_checkpoint_granularity is RecomputeGranularity.full
     again = machine.efficiency.host_forward if recomputed and whole else 0.0
     host = host_layer_s(machine, spec) * (1 + again)
-    least = 0.0 if exchanges_rows(spec.model) else machine.efficiency.count_wait_s_per_layer
-    seconds["waiting for the host"] = max(least, host - sum(seconds.values()))
+    seconds["waiting for the host"] = max(machine.efficiency.count_wait_s_per_layer, host - sum(seconds.values()))
     return seconds
 
 
