@@ -54,6 +54,7 @@ MODELS: dict[str, Sequence[str]] = {
         "model.moe_router_topk=4",
         "model.micro_batch_size=4",
     ),
+    "fp8_bf16": (*emulate("tensorwise"), "trainer.precision=bf16"),
     "allgather": ("model.moe_token_dispatcher_type=allgather",),
     "recomputed": _FULL_RECOMPUTATION,
     # So that two stages can have two chunks each.
@@ -63,6 +64,7 @@ MODELS: dict[str, Sequence[str]] = {
 LAYOUTS: dict[str, Sequence[str]] = {
     "ep2": ("parallelism=ep2",),
     "ep2_halves": ("parallelism=ep2", "model.micro_batch_size=2"),
+    "ep2_overlapped": ("parallelism=ep2", "model.overlap_moe_expert_parallel_comm=true"),
     # Norms of experts and of the rest are added up over other ranks.
     "ep2_plain": ("parallelism=single", "model.expert_model_parallel_size=2"),
     "pp2": ("parallelism=pp2",),

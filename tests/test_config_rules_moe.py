@@ -10,6 +10,7 @@ FP8 = f"{MOE} fp8=tensorwise"
 # Sixteen experts, each with few rows.
 MANY = "model.num_moe_experts=16"
 ALL_GATHER = "model.moe_token_dispatcher_type=allgather"
+OVERLAP = "model.overlap_moe_expert_parallel_comm=true"
 PADDING = "model.moe_router_padding_for_quantization=true"
 
 RULES = {
@@ -96,6 +97,48 @@ RULES = {
         told="model.context_parallel_size=2 model.num_moe_experts",
         offers="model.context_parallel_size=1",
         legal=f"{MOE} parallelism=ep2",
+        world_size=2,
+    ),
+    "overlap without experts": Refused(
+        OVERLAP,
+        told=f"{OVERLAP} model.num_moe_experts=null",
+        offers="model.overlap_moe_expert_parallel_comm=false",
+        legal=f"{MOE} parallelism=ep2 {OVERLAP}",
+        world_size=2,
+    ),
+    "overlap without an exchange": Refused(
+        f"{MOE} {OVERLAP}",
+        told=f"{OVERLAP} model.expert_model_parallel_size=1",
+        offers="model.overlap_moe_expert_parallel_comm=false",
+    ),
+    "overlap where all ranks gather": Refused(
+        f"{MOE} parallelism=ep2 {OVERLAP} {ALL_GATHER}",
+        told=f"{OVERLAP} {ALL_GATHER}",
+        offers="model.overlap_moe_expert_parallel_comm=false",
+        world_size=2,
+    ),
+    "overlap in a pipeline": Refused(
+        f"{MOE} parallelism=pp2 model.expert_model_parallel_size=2 {OVERLAP}",
+        told=f"{OVERLAP} model.pipeline_model_parallel_size=2",
+        offers="model.overlap_moe_expert_parallel_comm=false",
+        world_size=4,
+    ),
+    "overlap with recomputed layers": Refused(
+        f"{MOE} parallelism=ep2 {OVERLAP} model.activations_checkpoint_granularity=selective",
+        told=f"{OVERLAP} model.activations_checkpoint_granularity=selective",
+        offers="model.overlap_moe_expert_parallel_comm=false",
+        world_size=2,
+    ),
+    "overlap in fp32": Refused(
+        f"{MOE} parallelism=ep2 {OVERLAP} trainer.precision=fp32",
+        told=f"{OVERLAP} trainer.precision=fp32",
+        offers="model.overlap_moe_expert_parallel_comm=false",
+        world_size=2,
+    ),
+    "overlap with no other microbatch": Refused(
+        f"{MOE} parallelism=ep2 {OVERLAP} model.micro_batch_size=1 model.global_batch_size=2",
+        told=f"{OVERLAP} model.global_batch_size=2 model.micro_batch_size=1",
+        offers="model.overlap_moe_expert_parallel_comm=false",
         world_size=2,
     ),
     "grouped local layers": Refused(

@@ -362,6 +362,11 @@ ROWS = [
         context=(EXPERTS,),
         transformer={"moe_token_dispatcher_type": "allgather"},
     ),
+    Row(
+        override="model.overlap_moe_expert_parallel_comm=true",
+        context=(EXPERTS, "model.expert_model_parallel_size=2", "trainer.precision=bf16"),
+        transformer={"overlap_moe_expert_parallel_comm": True},
+    ),
     Row(override="model.moe_grouped_gemm=true", context=(EXPERTS,), transformer={"moe_grouped_gemm": True}),
     Row(
         override="model.moe_permute_fusion=true",

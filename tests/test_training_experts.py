@@ -15,14 +15,18 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron import model as megatron_model
 from gpt_pretrain.plan.stages import plan_stages
 from gpt_pretrain.training.watches import ExpertWatch
-from tests.emulated_training import emulated_training
+from tests.emulated_training import emulate, emulated_training
 from tests.expert_training import EXPERTS, LAYOUTS, MODELS, SPOILT, STEPS, config_of, run_cases
 from tests.forked_runs import fork_ranks
 from tests.platforms import spec_of
 from tests.rounding import fp8_anew_tolerance, fp8_loss_tolerance, gradient_tolerance, loss_tolerance
 from tests.runs import run_small
 
-CASES = [f"{'deep' if layout == 'pp2_vp2' else 'plain'}.{layout}" for layout in LAYOUTS if layout != "ep2_halves"]
+CASES = [
+    f"{'deep' if layout == 'pp2_vp2' else 'plain'}.{layout}"
+    for layout in LAYOUTS
+    if layout not in ("ep2_halves", "ep2_overlapped")
+]
 CASES += [
     "seq.tp2_sp",
     "masked.ep2",
@@ -31,6 +35,8 @@ CASES += [
     "recomputed.ep2",
 ]
 FP8_CASES = ["fp8.ep2_halves", "fp8.tp2_sp_ep2"]
+# With the case that they equal to the bit.
+OVERLAPPED = {"bf16.ep2_overlapped": "bf16.ep2", "fp8_bf16.ep2_overlapped": "fp8_bf16.ep2"}
 # Dispatchers and recomputation change no number.
 SAME_AS_PLAIN = ("allgather", "recomputed")
 
@@ -46,7 +52,7 @@ def one_process(tmp_path_factory):
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     # Those of one layout follow each other.
-    cases = sorted([*CASES, *FP8_CASES], key=lambda case: case.partition(".")[2])
+    cases = sorted({*CASES, *FP8_CASES, *OVERLAPPED, *OVERLAPPED.values()}, key=lambda case: case.partition(".")[2])
     done = fork_ranks(2, ["tests/programs/expert_layouts.py", str(folder), *cases])
     assert done.returncode == 0, done.stderr[-6000:]
     return {case: [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(2)] for case in cases}
@@ -97,6 +103,31 @@ def test_plan_knows_what_each_rank_has(case, two_ranks):
     stages = plan_stages(spec_of(config, launch=launch))
     for rank, seen in enumerate(two_ranks[case]):
         assert seen["own_parameters"] == stages[rank if len(stages) > 1 else 0].num_parameters
+
+
+@pytest.mark.parametrize(("overlapped", "in_turn"), OVERLAPPED.items(), ids=OVERLAPPED)
+def test_overlapped_exchange_changes_no_bit(overlapped, in_turn, two_ranks):
+    """Layers of two microbatches take turns, and each computes what it does by itself."""
+    assert two_ranks[overlapped] == two_ranks[in_turn]
+
+
+def test_fp8_is_proven_beside_an_overlapped_exchange(tmp_path, cache_dir):
+    overrides = [
+        "model.num_moe_experts=4",
+        "parallelism=ep2",
+        "model.overlap_moe_expert_parallel_comm=true",
+        "model.micro_batch_size=2",
+        "trainer.precision=bf16",
+        *emulate("tensorwise"),
+        "trainer.max_steps=3",
+        "trainer.limit_val_batches=0",
+        "logging.fp8_statistics_interval=2",
+    ]
+    metrics = run_small(2, tmp_path / "run", cache_dir, overrides)
+    # Without the experts' products it would be below a half.
+    assert metrics.fp8_coverage.gemm_flops_share > 0.6
+    assert not metrics.fp8_coverage.layers_kept_out
+    assert metrics.train[-1].skipped_steps == 0
 
 
 @pytest.mark.parametrize("model", SAME_AS_PLAIN)

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, Part, kernel_kind
 from gpt_pretrain.config.choices import CrossEntropyFusion
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.environment import ask_driver, library_versions
@@ -68,14 +68,19 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
         ConfigError: See `run_bare_loop`.
     """
     config, platform = spec.config, spec.platform
-    chunks, context = config.model.virtual_pipeline_model_parallel_size, config.model.context_parallel_size
-    if chunks or context > 1:
-        raise ConfigError(
-            [
-                f"the bare loop cannot run model.virtual_pipeline_model_parallel_size={chunks or 'null'} with "
-                f"model.context_parallel_size={context}; use null and 1, or leave `bare` out of benchmark.variants"
-            ]
-        )
+    lacks = {
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "overlap_moe_expert_parallel_comm": False,
+    }
+    problems = [
+        f"the bare loop cannot run model.{name}={show(value)}; use {show(without)}, or leave `bare` out of "
+        "benchmark.variants"
+        for name, without in lacks.items()
+        if (value := getattr(config.model, name)) != without
+    ]
+    if problems:
+        raise ConfigError(problems)
     kernels = spec.kernels
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
         kernels = replace(kernels, cross_entropy_loss_fusion=CrossEntropyFusion.native if platform.cuda else None)

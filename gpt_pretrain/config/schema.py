@@ -190,6 +190,9 @@ class ModelConfig:
     """Weight of the router's z-loss, the mean squared logsumexp of its scores; null: none."""
     moe_token_dispatcher_type: MoeTokenDispatcher
     """How tokens reach the ranks of their experts: alltoall (each goes where it has to), allgather (all go to all)."""
+    overlap_moe_expert_parallel_comm: bool
+    """Exchange rows between ranks of experts while the layers of another microbatch compute: the forward pass of each
+    microbatch runs beside the backward pass of the one before. Needs the memory of one more layer's activations."""
     moe_grouped_gemm: bool | None
     """One grouped product for all experts of a rank; null: with Transformer Engine layers, which it needs."""
     moe_grouped_kernel: MoeGroupedKernel | None

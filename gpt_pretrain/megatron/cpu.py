@@ -54,6 +54,19 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Event:
+    """A CUDA event on a device where everything is synchronous."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, _: object = None) -> None:
+        """Nothing is in flight."""
+
+    def wait(self, _: object = None) -> None:
+        """Nothing is in flight."""
+
+
 class _Stream:
     """A CUDA stream on a device where everything is synchronous."""
 
@@ -139,6 +152,7 @@ def install_cpu_device() -> None:
         patches.CPU_DEVICE,
         # nn.Module.to and friends accept a torch.device here as they do an index.
         current_device=lambda: _CPU,
+        Event=_Event,
         Stream=_Stream,
         current_stream=lambda *_: _Stream(),
         default_stream=lambda *_: _Stream(),
@@ -149,6 +163,7 @@ def install_cpu_device() -> None:
         set_rng_state=_set_random_state,
         manual_seed=torch.manual_seed,
     )
+    patch(patches.CPU_TENSOR, record_stream=_do_nothing)
     patch(patches.CPU_GROUPS, ProcessGroupGloo=_SharingGroup)
     patch(patches.CPU_RANDOM_STATE, get_rng_state=_random_state)
     patch(patches.CPU_TRACKED_STATE, _set_cuda_rng_state=_set_random_state)

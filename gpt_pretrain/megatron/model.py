@@ -181,6 +181,16 @@ class Model:
                 for chunk in self.chunks:
                     chunk.enable_forward_pre_hook()
 
+    @contextmanager
+    def without_overlapped_exchange(self) -> Iterator[None]:
+        """Microbatches follow each other inside, each through whole layers, for what counts or watches them."""
+        overlapped = self.transformer_config.overlap_moe_expert_parallel_comm
+        self.transformer_config.overlap_moe_expert_parallel_comm = False
+        try:
+            yield
+        finally:
+            self.transformer_config.overlap_moe_expert_parallel_comm = overlapped
+
     def train(self) -> None:
         """Turns dropout on."""
         for chunk in self.chunks:

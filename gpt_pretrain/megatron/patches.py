@@ -103,6 +103,7 @@ CPU_DEVICE = _without_cuda(
     "torch.cuda",
     {
         "current_device": (),
+        "Event": None,
         "Stream": None,
         "current_stream": ("device",),
         "default_stream": ("device",),
@@ -115,6 +116,7 @@ CPU_DEVICE = _without_cuda(
     },
     "device, streams and random states answer for the CPU",
 )
+CPU_TENSOR = _without_cuda("torch:Tensor", {"record_stream": None}, "memory belongs to no stream")
 CPU_RANDOM_STATE = _without_cuda(
     "torch.cuda.random", {"get_rng_state": ("device",)}, "the random state is that of the CPU generator"
 )

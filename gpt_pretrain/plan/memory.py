@@ -192,6 +192,9 @@ def _passing_peak(spec: RunSpec, stage: Stage, storage: Storage, *, load: float)
         for layer in stage.layers
     }
     kept, recomputed = _kept_activations(spec.model, stage, by_layer)
+    if spec.model.overlap_moe_expert_parallel_comm:
+        # A layer of the next microbatch has computed before one of this one is done.
+        kept += max(layer.kept for layer in by_layer.values())
     # The final norm's input and output; the embedding's output is the first layer's input.
     kept += 2 * by_layer[stage.layers[0]].layer_input if stage.has_head else 0
     logits = _logits_bytes(spec, stage, storage) if stage.has_head else 0.0

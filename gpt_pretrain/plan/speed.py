@@ -153,6 +153,9 @@ def _transformer_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *
         seconds["recomputation"] = recompute_s(machine, spec, layer, whole=whole)
     seconds["tensor parallel"] = tensor_parallel_s(machine, spec, layer)
     seconds["expert parallel"] = expert_parallel_s(machine, spec, layer)
+    if spec.model.overlap_moe_expert_parallel_comm:
+        # The first forward and the last backward pass have no other microbatch beside them.
+        seconds["expert parallel"] /= spec.layout.num_microbatches
     seconds["context parallel"] = context_parallel_s(machine, spec, layer, seconds["attention"])
     return seconds
 

@@ -6,8 +6,8 @@ Transformer Engine 2.12. Combinations refused as unproven have no test here that
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher
-from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size
+from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher, Precision
+from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
@@ -71,6 +71,41 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
             "model.moe_grouped_gemm=true needs Transformer Engine's layers, and model.transformer_engine=false; "
             "use moe_grouped_gemm=null"
         )
+
+
+def overlapped_exchange(run: Resolved, launch: Launch | None) -> Iterator[str]:
+    """What overlapping the exchange of rows with another microbatch's layers requires."""
+    model = run.model
+    if not model.overlap_moe_expert_parallel_comm:
+        return
+
+    def obstacles() -> Iterator[tuple[str, str]]:
+        if model.expert_model_parallel_size == 1:
+            yield "model.expert_model_parallel_size=1", "no rows are exchanged"
+        if model.moe_token_dispatcher_type is not MoeTokenDispatcher.alltoall:
+            yield f"model.moe_token_dispatcher_type={model.moe_token_dispatcher_type.name}", "only alltoall is split up"
+        if model.pipeline_model_parallel_size > 1:
+            yield (
+                f"model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}",
+                "it is not proven with pipelines",
+            )
+        if (granularity := model.activations_checkpoint_granularity) is not None:
+            yield (
+                f"model.activations_checkpoint_granularity={granularity.name}",
+                "it is not proven with recomputed layers",
+            )
+        if run.config.trainer.precision is Precision.fp32:
+            yield "trainer.precision=fp32", "megatron-core overlaps it in bf16 alone"
+        if launch is not None and num_microbatches(model, launch.world_size) == 1:
+            yield (
+                f"model.global_batch_size={model.global_batch_size} and "
+                f"model.micro_batch_size={model.micro_batch_size}",
+                "a step has one microbatch, and no other one to overlap with",
+            )
+
+    yield from refusals(
+        "model.overlap_moe_expert_parallel_comm=true", obstacles(), "overlap_moe_expert_parallel_comm=false"
+    )
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:
@@ -161,4 +196,5 @@ def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from routing(model, model.num_moe_experts)
     yield from expert_layers(model)
     yield from expert_ranks(model, model.num_moe_experts, launch)
+    yield from overlapped_exchange(run, launch)
     yield from fp8_experts(run)

@@ -193,6 +193,7 @@ def _table() -> tuple[NoEffect, ...]:
         "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
         "moe_aux_loss_coeff": (0.01, 0.0),
         "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
+        "overlap_moe_expert_parallel_comm": (False,),
         "moe_z_loss_coeff": (None,),
         "moe_grouped_gemm": (None, False),
         "moe_grouped_kernel": (None,),

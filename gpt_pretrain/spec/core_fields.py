@@ -116,6 +116,7 @@ def _expert_fields(spec: RunSpec) -> Iterator[Field]:
         return
     yield from _of_model(spec, "moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     yield from _of_model(spec, "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_router_padding_for_quantization")
+    yield from _of_model(spec, "overlap_moe_expert_parallel_comm")
     yield Field("moe_ffn_hidden_size", moe_ffn_hidden_size(model), ("model.moe_ffn_hidden_size",))
     # The weights of a token's experts add up to 1: the softmax is taken over their scores alone, as in Mixtral.
     yield Field("moe_router_pre_softmax", False)

@@ -235,7 +235,7 @@ def write_dump(
     spec = trainable.model.spec
     collector = None if spec.fp8 is None else StatisticsCollector(spec.linears, chunks, spec.platform.device)
     observed: AbstractContextManager[None] = nullcontext() if collector is None else collector.observe(bad.step)
-    with observed, search.watching(), without_graphs(chunks):
+    with observed, search.watching(), without_graphs(chunks), trainable.model.without_overlapped_exchange():
         report = compute_gradients(trainable, iterators)
     first = search.agree()
     torch.distributed.all_reduce(report)

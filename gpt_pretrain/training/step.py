@@ -35,12 +35,17 @@ def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], B
 def _forward_step(
     iterator: Iterator[Batch] | None,
     chunk: Any,
+    return_schedule_plan: bool = False,
     *,
     model: Model,
     num_microbatches: int,
     before_pass: Callable[[], None],
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Runs one microbatch through one model chunk, as the schedules ask for it."""
+    """Runs one microbatch through one model chunk, as the schedules ask for it.
+
+    With `model.overlap_moe_expert_parallel_comm` they ask for a plan of the forward pass instead, and run it beside the
+    backward pass of the microbatch before.
+    """
     before_pass()
     if iterator is None:
         output = chunk(None, None, None, labels=None)
@@ -60,9 +65,17 @@ def _forward_step(
         gradient = loss_gradient(tensors["loss_mask"], num_microbatches, per_token=per_token)
         computes_loss = {"output_processor": model.output_processor, "output_processor_context": gradient}
     # No mask tensor: causal attention is part of the layer spec.
-    output = chunk(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"], **computes_loss)
-    _before_backward(output, before_pass)
-    return output, lambda losses: summed_loss(tensors["loss_mask"], losses)
+    compute = chunk.build_schedule_plan if return_schedule_plan else chunk
+    output = compute(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"], **computes_loss)
+    if not return_schedule_plan:
+        _before_backward(output, before_pass)
+
+    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if return_schedule_plan:
+            _before_backward(losses, before_pass)
+        return summed_loss(tensors["loss_mask"], losses)
+
+    return output, loss
 
 
 def _before_backward(output: torch.Tensor, call: Callable[[], None]) -> None:
