@@ -14,38 +14,30 @@ from gpt_pretrain.config.source import find_conf_dir
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
-from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
-from gpt_pretrain.rules.kernels import (
+from gpt_pretrain.rules.model import (
     compile_problems,
     fused_kernel_problems,
+    fusions,
     gradients,
     graph_problems,
-    tensor_parallel_overlap,
-)
-from gpt_pretrain.rules.layout import Accepts, attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
-from gpt_pretrain.rules.model import (
-    fusions,
     numbers,
     pipeline,
     positions,
     recomputation,
     sizes_are_positive,
+    tensor_parallel_overlap,
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
-from gpt_pretrain.rules.optimizer import optimizer, optimizer_memory, schedule
-from gpt_pretrain.rules.training import (
-    corpus,
-    determinism,
-    files,
-    launched,
-    reports,
-    rewinds,
-    splits,
-    start,
-    tokenizer,
-    trainer,
+from gpt_pretrain.rules.shapes import (
+    Accepts,
+    attention_heads,
+    fp8_shape_problems,
+    rotated_pairs,
+    sequence,
+    widths_over_tensor_ranks,
 )
+from gpt_pretrain.rules.training import training_problems
 from gpt_pretrain.spec.products import Resolved, resolve
 
 # The key of `key=value` in a way out.
@@ -55,7 +47,7 @@ _NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """Every violated rule, as a message; without `launch`, the rules about the world size are left out."""
     run = resolve(config)
-    return spell_out([*no_effect_problems(run), *model_problems(run, launch), *_training_problems(run, launch)])
+    return spell_out([*no_effect_problems(run), *model_problems(run, launch), *training_problems(run, launch)])
 
 
 def check_config(config: Config, launch: Launch) -> None:
@@ -115,25 +107,6 @@ def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> I
     if not shapes:
         # The shapes on a rank are known only where everything divides.
         yield from fp8_shape_problems(run, accepts)
-
-
-def _training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems outside the architecture; without `launch`, the rules about the world size are left out."""
-    config = run.config
-    yield from optimizer(config)
-    yield from optimizer_memory(run)
-    yield from schedule(config)
-    yield from corpus(config.model.data)
-    yield from splits(config)
-    yield from tokenizer(config)
-    yield from trainer(config.trainer)
-    yield from rewinds(config)
-    yield from determinism(config)
-    yield from files(config)
-    yield from start(config.checkpoint)
-    yield from reports(config)
-    if launch is not None:
-        yield from launched(config.trainer, launch)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Cross-field rules of FP8: each trap of the stack below, found on a laptop instead of hours into a run.
 
-Each rule yields one message: the keys and values in conflict, the rule, and the way out. `rules.fp8_shapes` has the
+Each rule yields one message: the keys and values in conflict, the rule, and the way out. `rules.shapes` has the
 shapes of the matrix products, `rules.machine` the machine. The rules were read in megatron-core 0.19.2 and
 Transformer Engine (TE) 2.12.
 """

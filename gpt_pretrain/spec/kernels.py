@@ -1,7 +1,7 @@
 """Which kernels each part of the model runs on: the configuration's nulls, resolved for a machine.
 
 Each null becomes the fastest choice that is correct there. The functions `…_obstacles` name the settings that exclude
-an optimisation: null leaves it out then, and `rules.kernels` refuses it where it is requested.
+an optimisation: null leaves it out then, and `rules.model` refuses it where it is requested.
 """
 
 from collections.abc import Iterator, Mapping
