@@ -8,9 +8,9 @@ from itertools import chain
 from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.files import find_conf_dir
 from gpt_pretrain.config.keys import is_known, schema_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import find_conf_dir
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
@@ -40,7 +40,7 @@ from gpt_pretrain.rules.shapes import (
 from gpt_pretrain.rules.training import training_problems
 from gpt_pretrain.spec.products import Resolved, resolve
 
-# The key of `key=value` in a way out.
+# The key of a `key=value` that a message offers.
 _NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 
 
@@ -62,7 +62,7 @@ def check_config(config: Config, launch: Launch) -> None:
 
 
 def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of `model.` except data and optimizer; without `launch`, without the rules about the world size."""
+    """All problems of `model.` except data and optimizer; without `launch`, no rules about the world size."""
     model = run.model
     sizes = list(sizes_are_positive(model))
     yield from sizes
@@ -93,7 +93,7 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
 
 
 def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
-    """Divisions, and the multiples of FP8; what they offer instead is accepted."""
+    """Divisions, and the multiples of FP8; values that they offer satisfy `accepts`, where possible."""
     model = run.model
     shapes = [
         *attention_heads(model, launch, accepts),
@@ -105,7 +105,7 @@ def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> I
     ]
     yield from shapes
     if not shapes:
-        # The shapes on a rank are known only where everything divides.
+        # A rank's shapes are known only where everything divides.
         yield from fp8_shape_problems(run, accepts)
 
 
@@ -115,7 +115,7 @@ def _groups() -> frozenset[str]:
 
 
 def spell_out(problems: Iterable[str]) -> list[str]:
-    """The problems of rules, with whole keys behind their last semicolon, where they say what to type instead."""
+    """The problems of rules, with keys written out behind the last semicolon, where they say what to type instead."""
     return [_spell_out(problem) for problem in problems]
 
 
