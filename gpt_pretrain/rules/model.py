@@ -34,8 +34,8 @@ _COUNTED = (
 COUNTS = tuple(_COUNTED.split())
 # With fewer, a router has nothing to choose from.
 _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
-# Keys of `model.` that exclude compiled layers, each with a value that does not, by the reason. A model without experts
-# is another one: None is offered.
+# By the reason: keys of `model.` that exclude compiled layers, each with a value that does not; None for experts, since
+# a model without them is another model.
 _NOT_COMPILED: dict[str, dict[str, str | None]] = {
     "it compiles megatron-core's local layers": {
         "transformer_engine": "null",
@@ -68,7 +68,7 @@ _NOT_COMPILED: dict[str, dict[str, str | None]] = {
 
 
 def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
-    """Counts; the rules below divide by them."""
+    """Counts, by which other rules divide."""
     for name in COUNTS:
         value = getattr(model, name)
         if value is not None and value < 1:
@@ -139,16 +139,11 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
     """Processes over the layout, and samples over the data-parallel ranks."""
     size, world = model_parallel_size(model), launch.world_size
     if world % size:
-        tp, pp, cp = (
-            model.tensor_model_parallel_size,
-            model.pipeline_model_parallel_size,
-            model.context_parallel_size,
-        )
         yield (
-            f"model.tensor_model_parallel_size={tp} × model.pipeline_model_parallel_size={pp} × "
-            f"model.context_parallel_size={cp} needs a multiple of {size} processes, and this run has {world}; "
-            f"{launch.how_to_start(size)}, or choose a layout whose product divides "
-            f"{world}"
+            f"model.tensor_model_parallel_size={model.tensor_model_parallel_size} × "
+            f"model.pipeline_model_parallel_size={model.pipeline_model_parallel_size} × "
+            f"model.context_parallel_size={model.context_parallel_size} needs a multiple of {size} processes, and this "
+            f"run has {world}; {launch.how_to_start(size)}, or choose a layout whose product divides {world}"
         )
     elif not _batch_fits(model, launch):
         ranks = world // size
@@ -175,15 +170,14 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
             "use activations_checkpoint_method=uniform or block"
         )
     if layers is None or layers > per_chunk:
-        shown = "null" if layers is None else str(layers)
         yield (
-            f"model.activations_checkpoint_num_layers={shown} with activations_checkpoint_granularity=full; "
+            f"model.activations_checkpoint_num_layers={show(layers)} with activations_checkpoint_granularity=full; "
             f"use 1 to {per_chunk}, the layers of one pipeline chunk"
         )
 
 
 def fusions(model: ModelConfig) -> Iterator[str]:
-    """Kernels that would compute something other than the configuration says."""
+    """Fused kernels that compute something else than the configuration says."""
     if model.bias_activation_fusion and model.activation is Activation.gelu:
         yield (
             "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
@@ -310,7 +304,7 @@ def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[st
 
 
 def _untested_with_overlap(run: Resolved) -> Iterator[str]:
-    """Settings that no run with user buffers has had: two precisions, other exchanges beside them, recomputation."""
+    """Settings that no run with user buffers has had: two precisions, further exchanges, recomputation."""
     model = run.model
     for name in ("pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(model, name)

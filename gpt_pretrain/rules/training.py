@@ -82,7 +82,7 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"model.optim.momentum={optim.momentum} is not at least 0 and below 1; use 0.9 or another"
     if optim.weight_decay < 0:
         yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
-    # rules.fp8 tells of FP8 parameters, which need the distributed optimizer.
+    # `rules.fp8` has FP8 parameters, which need the distributed optimizer.
     if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
         also = " with overlap_param_gather=false" * config.model.overlap_param_gather
         also += " with use_precision_aware_optimizer=false" * optim.use_precision_aware_optimizer
@@ -97,11 +97,9 @@ def _schedule(config: Config) -> Iterator[str]:
     """What OptimizerParamScheduler asserts."""
     optim, sched = config.model.optim, config.model.optim.sched
     decay, warmup = decay_steps(config), warmup_steps(config)
-    decay_key = (
-        f"trainer.max_steps={decay} (decay_steps=null)"
-        if sched.decay_steps is None
-        else f"model.optim.sched.decay_steps={decay}"
-    )
+    decay_key = f"model.optim.sched.decay_steps={decay}"
+    if sched.decay_steps is None:
+        decay_key = f"trainer.max_steps={decay} (decay_steps=null)"
     yield from _at_least(sched, "model.optim.sched", 0, "warmup_steps")
     yield from _at_least(sched, "model.optim.sched", 1, "decay_steps", "wsd_decay_steps")
     if 0 < decay <= warmup:
@@ -126,7 +124,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _moments(optim: OptimConfig) -> Iterator[str]:
-    """Types too coarse for the decay of an average in a step: it would grow with the gradients and never fall."""
+    """Types too coarse for the decay of an average in one step: it would grow with the gradients and never fall."""
     never_falls = "rounded to the nearest in each step, it grows with the gradients and never falls again"
     dtypes = {"exp_avg_dtype": optim.exp_avg_dtype, "exp_avg_sq_dtype": optim.exp_avg_sq_dtype}
     if dtypes["exp_avg_sq_dtype"] is MomentDtype.fp8:
@@ -164,7 +162,7 @@ def _untested(run: Resolved) -> Iterator[str]:
         "exp_avg_sq_dtype": optim.exp_avg_sq_dtype in _SCALED,
     }
     if model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1:
-        # The two stages cut their buffers at different places.
+        # The two stages split their buffers at different places.
         for name in (name for name, is_so in by_place.items() if is_so):
             yield (
                 f"model.optim.{name}={getattr(optim, name).name} with model.share_embeddings_and_output_weights=true "
@@ -286,7 +284,7 @@ def _trainer(section: TrainerConfig) -> Iterator[str]:
 
 
 def _rewinds(config: Config) -> Iterator[str]:
-    """What going back behind a loss spike needs: a threshold, and checkpoints that still exist."""
+    """Going back before a loss spike needs a threshold, and checkpoints that still exist."""
     maximum, margin = config.trainer.max_spike_rewinds, config.trainer.spike_margin
     if maximum is None:
         return
@@ -299,7 +297,7 @@ def _rewinds(config: Config) -> Iterator[str]:
             f"{key} goes back to checkpoints, and checkpoint.save_interval=null leaves open how many steps lie between "
             f"them; set it, or {off}"
         )
-    # The checkpoints that can lie within the margin, and the one before them.
+    # The checkpoints that may lie within the margin, and one before them.
     needed = 1 if interval is None or interval < 1 else -(-margin // interval) + 1
     if kept is not None and 1 <= kept < needed:
         yield (
@@ -314,7 +312,7 @@ def _rewinds(config: Config) -> Iterator[str]:
 
 
 def _launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
-    """`trainer.devices` and `trainer.num_nodes` state what the launcher did; they start nothing."""
+    """`trainer.devices` and `trainer.num_nodes` start nothing: they must agree with the launcher."""
     if section.devices is not None and section.devices != launch.local_world_size:
         yield (
             f"trainer.devices={section.devices}, and the launcher started {launch.local_world_size} on each node; "
@@ -328,7 +326,7 @@ def _launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
 
 
 def _determinism(config: Config) -> Iterator[str]:
-    """Kernels requested by name whose results vary from run to run."""
+    """A kernel requested by name whose result varies from run to run."""
     if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
         yield (
             "trainer.deterministic=true excludes model.cross_entropy_fusion_impl=native, whose result varies from run "
