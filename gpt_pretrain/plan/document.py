@@ -48,8 +48,9 @@ def _table(title: str, *columns: tuple[str, str]) -> Table:
 
 
 def _count(value: float) -> str:
+    # 999,936 is 1M: three digits of it in thousands would be 1e+03k.
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
+        if value >= 0.9995 * unit:
             return f"{value / unit:.3g}{name}"
     return f"{value:.3g}"
 
