@@ -29,7 +29,7 @@ from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.checkpoint.writing import Item, Share
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.load import config_to_dict
-from gpt_pretrain.plan.checkpoints import forecast_checkpoint
+from gpt_pretrain.plan.forecast import forecast_checkpoint
 from tests.checkpoint_files import disk_that, file_size_limit
 from tests.emulated_training import build_training, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import fork_ranks

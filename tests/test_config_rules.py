@@ -13,7 +13,7 @@ from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.launch.ranks import rank_zero_of, read_launch
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.rules.layout import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
+from gpt_pretrain.rules.shapes import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
 from tests.refusals import Refused, check_refused, compose_quickly, offered
 
 LEAN = "model.optim.use_precision_aware_optimizer=true model.use_distributed_optimizer=true"

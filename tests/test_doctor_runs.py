@@ -111,12 +111,12 @@ def test_a_flash_attention_is_tried_in_a_process_of_its_own(source, problem, end
 
 @pytest.fixture
 def bare_python(tmp_path):
-    """A Python with links to what this one has installed, without megatron-core and without what draws tables."""
+    """A Python with links to what this one has installed, without megatron-core, Hydra and what draws tables."""
     venv.create(tmp_path / "venv", symlinks=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (installed,) = [Path(folder) for folder in site.getsitepackages() if (Path(folder) / "torch").is_dir()]
     for entry in installed.iterdir():
-        if not entry.name.startswith(("megatron", "rich")):
+        if not entry.name.startswith(("hydra", "megatron", "omegaconf", "rich")):
             (packages / entry.name).symlink_to(entry)
     return tmp_path / "venv" / "bin" / "python"
 
@@ -129,7 +129,9 @@ def test_missing_packages_are_told_with_the_commands_that_install_them(bare_pyth
     assert "'rich'" in done.stderr
     findings = json.loads(done.stdout)["findings"]
     assert [finding["fix"] for finding in findings if finding["blocks"] == "training"] == [
+        "python -m pip install 'hydra-core~=1.3'",
         "python -m pip install 'megatron-core~=0.19.2'",
+        "python -m pip install 'omegaconf~=2.3'",
         "python -m pip install 'rich>=13.9'",
     ]
 

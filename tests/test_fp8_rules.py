@@ -8,8 +8,8 @@ import pytest
 
 from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.choices import Activation
-from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.shapes import fp8_shape_problems
 from gpt_pretrain.spec.products import resolve
 from tests.launching import REPOSITORY
 from tests.refusals import Refused, check_legal, check_offered, check_told, processes

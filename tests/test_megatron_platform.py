@@ -9,8 +9,8 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.rules.kernels import graph_problems
 from gpt_pretrain.rules.machine import check_machine, machine_notes
+from gpt_pretrain.rules.model import graph_problems
 from gpt_pretrain.spec.kernels import Kernels, describe_kernels
 from gpt_pretrain.spec.platform import Platform, detect_platform
 from gpt_pretrain.spec.products import resolve

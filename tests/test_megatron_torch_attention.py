@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt_pretrain.megatron.layers import causal_attention
-from gpt_pretrain.plan.memory import plan_storage
+from gpt_pretrain.plan.stages import layer_activations, plan_stages
 from gpt_pretrain.rules.gate import load_config
 from tests.attention import check_against_fp64
 from tests.platforms import CPU, H200, spec_of
@@ -43,5 +43,9 @@ def test_it_is_causal_attention_on_a_gpu():
 def test_where_null_chooses_it(platform, overrides, chosen):
     spec = spec_of(load_config(["data=mock", *overrides]), platform)
     assert spec.kernels.torch_attention is chosen
-    # What is chosen keeps no scores.
-    assert plan_storage(spec).fused_attention is (chosen or spec.kernels.transformer_engine)
+    # Fused attention keeps no scores: a number for each token and head.
+    (stage,) = plan_stages(spec)
+    first = stage.linears_of(0)
+    statistics = 4 * spec.model.num_attention_heads * first[0].tokens
+    core = layer_activations(spec, first).attention_core
+    assert (core == statistics) is (chosen or spec.kernels.transformer_engine)

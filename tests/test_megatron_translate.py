@@ -414,7 +414,7 @@ ELSEWHERE = {
     ),
     # Refused, but for its only value, which is a constant of the translation.
     "rules/no_effect.py": ("model.fp8_interval",),
-    "rules/kernels.py": ("model.nccl_ub",),
+    "rules/model.py": ("model.nccl_ub",),
     "spec/recipes.py": ("model.fp8_backend",),
     # Compared with what the launcher started.
     "rules/training.py": ("trainer.devices", "trainer.num_nodes"),

@@ -16,9 +16,9 @@ from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.out_of_memory import (
     check_states_fit,
     explain_out_of_memory,
+    plan_remedies,
     ran_out_of_memory,
 )
-from gpt_pretrain.plan.remedies import plan_remedies
 from gpt_pretrain.rules.gate import load_config
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of

@@ -174,6 +174,13 @@ def test_what_the_forecast_does_not_know_is_said(overrides, told):
     assert told in " ".join(output.getvalue().split())
 
 
+def test_a_count_just_below_a_unit_has_no_exponent():
+    output = io.StringIO()
+    sizes = ("model.encoder_seq_length=512", "model.max_position_embeddings=512", "model.global_batch_size=1953")
+    print_plan(plan_of(*sizes, "model.micro_batch_size=1"), Console(file=output, width=WIDTH))
+    assert "1953 samples (1M tokens) a step" in output.getvalue()
+
+
 def test_what_null_came_to_among_the_kernels_is_shown():
     output = io.StringIO()
     print_plan(plan_of("model=gpt2_124m", "model.cuda_graph_impl=local"), Console(file=output, width=WIDTH))

@@ -6,8 +6,8 @@ import pytest
 
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.plan.experts import BUSIEST_EXPERT, ROUTING_BYTES, ROUTING_KERNELS, rank_load
-from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS
 from gpt_pretrain.plan.kernels import Machine, head_s
+from gpt_pretrain.plan.machine import EFFICIENCY, GPUS
 from gpt_pretrain.plan.speed import link_bytes_per_s
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import Gemm, resolve
@@ -26,7 +26,7 @@ TWELVE_BILLION = ("experiment=gpt_12_8b_1gpu", "model.use_flash_attention=true")
 INNER = 14_336
 # Tokens per second and GPU on H200s. BF16 at 124M, 1.3B and 8 layers and the three layouts of two GPUs: the
 # application's, in benchmarks/*.md. The rest: a bare megatron-core loop's, before this project existed.
-# What the shares of the peaks (hardware.EFFICIENCY) were fitted to:
+# What the shares of the peaks (machine.EFFICIENCY) were fitted to:
 CALIBRATED = {
     "8 layers, BF16": (EIGHT_LAYERS, 35_592),
     "8 layers, delayed": ((*EIGHT_LAYERS, "fp8=delayed"), 46_600),

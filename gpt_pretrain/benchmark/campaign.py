@@ -44,7 +44,7 @@ from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import make_run_dir
-from gpt_pretrain.plan.hardware import GPUS
+from gpt_pretrain.plan.machine import GPUS
 from gpt_pretrain.report.console import print_line
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import Platform

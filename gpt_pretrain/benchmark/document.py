@@ -21,8 +21,7 @@ from gpt_pretrain.benchmark.results import KINDS, MFU_FORMULA, Figures, GemmCeil
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import UserError, how_to_install, show
-from gpt_pretrain.config.files import write_file
-from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
+from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent, format_rate

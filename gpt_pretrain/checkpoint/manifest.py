@@ -18,8 +18,7 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import write_file
-from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
+from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import Program, print_help
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.files import find_conf_dir
 from gpt_pretrain.config.keys import (
     UNSUPPORTED,
     did_you_mean,
@@ -30,7 +31,7 @@ from gpt_pretrain.config.keys import (
     schema_sections,
 )
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem, find_conf_dir
+from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems

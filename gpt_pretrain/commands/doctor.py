@@ -24,7 +24,7 @@ from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.doctor.facts import examine
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
-from gpt_pretrain.plan.hardware import GPUS
+from gpt_pretrain.plan.machine import GPUS
 
 PROGRAM = Program(
     about="""\

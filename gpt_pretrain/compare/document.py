@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import write_file
-from gpt_pretrain.config.foreign import read_foreign_json
+from gpt_pretrain.config.files import read_foreign_json, write_file
 from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.report.records import Fp8Record
 

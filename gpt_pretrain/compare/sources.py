@@ -36,7 +36,7 @@ from gpt_pretrain.compare.series import (
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.foreign import check_yaml, read_foreign_text
+from gpt_pretrain.config.files import check_yaml, read_foreign_text
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path

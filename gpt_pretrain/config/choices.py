@@ -1,4 +1,4 @@
-"""The values that a key of choices can have: one enum for each such key of `gpt_pretrain.config.schema`."""
+"""The choices of keys: one enum for each key of `gpt_pretrain.config.schema` that has choices."""
 
 from enum import Enum
 
@@ -51,7 +51,7 @@ class MoeGroupedKernel(Enum):
 
 
 class CrossEntropyFusion(Enum):
-    """How a fused cross entropy comes to its losses; the names are megatron-core's.
+    """How a fused cross entropy computes its losses; the names are megatron-core's.
 
     `native`: from the logits of all tokens, compiled. `linear`: from the hidden states, the LM head included, a few
     thousand tokens at a time.
@@ -103,7 +103,7 @@ class Fp8RecipeName(Enum):
     `delayed`: one per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.
     `blockwise`: one per 1×128 values of activations and gradients and per 128×128 of weights, powers of two.
     `mxfp8`: one per 32 values, powers of two; Blackwell's hardware.
-    `rowwise`: one per row or column, whichever a product sums over, powers of two. `rowwise_with_gw_hp`: the same, with
+    `rowwise`: one per row or column, whichever a product sums over, powers of two. `rowwise_with_gw_hp`: the same, but
     one for the whole weight in dgrad, and weight gradients outside of FP8. TorchAO has these two, and tensorwise.
     """
 
@@ -116,7 +116,7 @@ class Fp8RecipeName(Enum):
 
     @property
     def preset(self) -> str:
-        """An option of the group `fp8=` that chooses it: Transformer Engine's where both engines have it."""
+        """The option of the group `fp8=` that chooses it, Transformer Engine's if both engines have it."""
         return f"torchao_{self.name}" if self.name.startswith("rowwise") else self.name
 
 
@@ -127,7 +127,7 @@ class AmaxComputeAlgo(Enum):
     most_recent = "most_recent"
 
 
-# Names, which a class could not have: one of them is a word of Python's.
+# A class could not have the member `continue`, a keyword of Python.
 OnSaveError = Enum("OnSaveError", ["stop", "continue"])
 
 
@@ -154,9 +154,9 @@ class MainParamsDtype(Enum):
 
 
 class MomentDtype(Enum):
-    """Type that Adam keeps a moment in. `fp16` and `fp8` (E4M3) have a power of two as scale for every 256 values.
+    """Type that Adam keeps a moment in. `fp16` and `fp8` (E4M3) have a scale, a power of two, for every 256 values.
 
-    `fp8` is for the first moment only.
+    Only the first moment can be `fp8`.
     """
 
     fp32 = "fp32"
@@ -193,12 +193,12 @@ class DataImpl(Enum):
 
     @property
     def files_key(self) -> str | None:
-        """The key of `model.data` that names its files, which no other kind reads; None where there is none."""
+        """The key of `model.data` that names its files, which no other kind reads; None if it has none."""
         return {DataImpl.mmap: "data_prefix", DataImpl.text: "text_files"}.get(self)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it comes as token ids; what comes as text needs a tokenizer."""
+        """Whether it comes as token ids; text needs a tokenizer."""
         return self in (DataImpl.mmap, DataImpl.mock)
 
 

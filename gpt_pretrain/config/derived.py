@@ -33,7 +33,7 @@ def padded_vocab_size(model: ModelConfig) -> int:
 
 
 def uses_distributed_optimizer(model: ModelConfig) -> bool:
-    """Whether optimizer states are sharded: as set, and where it is open, with FP8 parameters, which need it."""
+    """Whether optimizer states are sharded: as set; null: with FP8 parameters, which need it."""
     return model.fp8_params if model.use_distributed_optimizer is None else model.use_distributed_optimizer
 
 
@@ -66,7 +66,7 @@ def num_query_groups(model: ModelConfig) -> int:
 def matmul_parameters_per_layer(model: ModelConfig) -> int:
     """Weights of one transformer layer that a token is multiplied with; biases and norms are left out.
 
-    Of a mixture of experts these are the router and the `moe_router_topk` experts that compute the token.
+    In a mixture of experts the MLP is the router and the `moe_router_topk` experts that compute the token.
     """
     query_width = model.num_attention_heads * kv_channels(model)
     key_value_width = num_query_groups(model) * kv_channels(model)
@@ -79,13 +79,13 @@ def matmul_parameters_per_layer(model: ModelConfig) -> int:
 
 
 def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
-    """Values of a bucket that gradients are reduced in behind computation, and parameters gathered; else None.
+    """Values of a bucket, in which overlapped exchanges reduce gradients and gather parameters; None without overlap.
 
     `num_shards` ranks reduce gradients with each other, DP · CP.
 
     megatron-core's 40 million, or a million for each rank, leave NCCL many short exchanges: the whole Llama 3 8B on
-    four H200s is 1.0% faster with 400 million, with a thousand million 0.7%. A model that has only few buckets of that
-    size would have little to hide them behind, so that they hold a 16th of a rank's layers at most.
+    four H200s is 1.0% faster with 400 million, 0.7% with a thousand million. A model of only a few such buckets would
+    have little computation to hide them behind, so a bucket holds at most a 16th of a rank's layers.
     """
     if not model.overlap_grad_reduce:
         return None
@@ -96,18 +96,17 @@ def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
     return max(40_000_000, 1_000_000 * num_shards, min(400_000_000, of_rank // 16))
 
 
-# What `flops_per_token` computes, as a person reads it.
+# What `flops_per_token` computes, for people.
 FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × sequence) + 2 × hidden × vocabulary)"
 
 
 def flops_per_token(model: ModelConfig) -> float:
     """Floating-point operations of training on one token: forward, and backward at twice its cost.
 
-    Counted are the products with the weights that it is multiplied with (2 per weight), causal attention (each token
-    meets half of the sequence on average: 2 · width · sequence for scores and values together) and the LM head over
-    the padded vocabulary.
-    Recomputed activations, norms and softmax are not (the model FLOPs of Chowdhery et al. 2022, appendix B, with
-    attention halved for causality).
+    These are the model FLOPs of Chowdhery et al. 2022, appendix B, with attention halved for causality: products with
+    the token's weights (2 per weight), attention (2 · width · sequence for scores and values together, since a token
+    meets half of the sequence on average) and the LM head over the padded vocabulary. Recomputed activations, norms and
+    softmax do not count.
     """
     query_width = model.num_attention_heads * kv_channels(model)
     attention = 2 * query_width * model.encoder_seq_length
@@ -136,13 +135,9 @@ def min_lr(optim: OptimConfig) -> float:
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
     """Training samples of the whole run, the same at each of its starts: data of several epochs depend on the number.
 
-    Each rewind may pass over the samples of an interval and the margin: the checkpoint it goes back to is no older.
-
-    Args:
-        config: The run; a resumed one may go on with another batch size.
-        step: Steps done.
-        consumed_samples: Samples behind the run, those that it passed over included.
-        passed_over: Samples that it passed over.
+    After `step` steps the run, which may resume with another batch size, has consumed or passed over
+    `consumed_samples`, of which `passed_over`. Each rewind may pass over the samples of a save interval and the margin:
+    the checkpoint that it goes back to is no older.
     """
     steps_left = max(1, config.trainer.max_steps - step)
     spare_steps = 0

@@ -1,4 +1,4 @@
-"""What a user can mend: the errors, how their messages write values and ways out, and values of the wrong type.
+"""Mistakes that a user can mend: the errors, how their messages write values, and the check of a value's type.
 
 The door (`commands.door`) prints these errors without a traceback. A value is converted only where nothing is lost
 (`1e3` to an integer, `1` to a number, "12" to 12). pydantic would not make this shorter: it takes 1 and "on" for
@@ -25,26 +25,27 @@ _MISFITS = {
     str: "is not a string",
     Any: "is neither a string nor a number",
 }
-# The largest numbers that a configuration may hold lie far above any run, and low enough that every rule, forecast and
+# The largest numbers that a configuration may hold are far above any run, and low enough that every rule, forecast and
 # index answers at once: nothing else bounds what a file or a command line can say.
-# Exact as a floating-point number, and with room to multiply a few in 64 bits.
+# An integer of any key: exact as a floating-point number, and a few of them multiply without leaving 64 bits.
 _ANY = 2**53
 _LARGEST = {
-    # Of each layer the rules look at every product.
+    # The rules look at every product of every layer.
     2**10: "num_layers activations_checkpoint_num_layers virtual_pipeline_model_parallel_size num_workers "
     "num_dataset_builder_threads num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 rounds",
     2**16: "num_attention_heads num_query_groups kv_channels num_moe_experts moe_router_topk fp8_margin",
     2**20: "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
     "expert_tensor_parallel_size devices num_nodes num_gpus hidden_size max_new_tokens micro_batch_size",
     2**24: "ffn_hidden_size moe_ffn_hidden_size encoder_seq_length max_position_embeddings global_batch_size",
-    # What megatron-core's builders count in 32 bits, and numpy's largest seed.
+    # megatron-core's builders count these in 32 bits.
     2**31 - 1: "vocab_size make_vocab_size_divisible_by max_steps steps warmup_steps",
+    # numpy's largest.
     2**32 - 1: "seed",
 }
 _LARGEST_OF = {name: largest for largest, names in _LARGEST.items() for name in names.split()}
-# What a list of that one word may be written as.
+# A word that may stand for the list of it alone.
 _WORDS = {"model.fp8_exclude": AUTO}
-# Of seconds, rates and shares; a thread waits no longer.
+# The largest of seconds, rates and shares; a thread waits no longer.
 _LARGEST_NUMBER = 1e9
 
 
@@ -53,7 +54,7 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """One or more configuration mistakes, one message each, listed together so that they can be mended together."""
+    """All mistakes in a configuration, one message each, so that they can be mended together."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems, "a ConfigError lists at least one problem"
@@ -62,11 +63,11 @@ class ConfigError(UserError):
 
 
 class RunError(RuntimeError):
-    """What ended a run although nothing that was given is wrong: printed without a traceback, exit code 1."""
+    """What ended a run although the user made no mistake: printed without a traceback, exit code 1."""
 
 
 def reason(error: BaseException) -> str:
-    """What an error of another program's code says, for a line of ours: some say nothing, or print all they have."""
+    """One line of what an error of other code says, which may be nothing or very long."""
     said = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
 
@@ -120,7 +121,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_amount(value: float) -> str:
-    """A positive number as one reads it, never with an exponent: <0.01, 0.59, 8.7, 63, 1,234."""
+    """A positive number for people, never with an exponent: <0.01, 0.59, 8.7, 63, 1,234."""
     if value >= 9.95:
         return f"{value:,.0f}"
     return f"{value:.2g}" if value >= 0.01 or value == 0 else "<0.01"
@@ -131,9 +132,9 @@ def format_seconds(seconds: float) -> str:
     return f"{format_amount(seconds)} s" if seconds >= 0.9995 else f"{format_amount(1e3 * seconds)} ms"
 
 
-# The commands of docs/gpu.md. The package is on no registry, so an extra is installed from the checkout.
+# The commands of docs/gpu.md. The package is on no registry: extras are installed from the checkout.
 _INSTALL_COMMANDS = {
-    # Built against the PyTorch that is there, hence no build isolation.
+    # Without build isolation it is built against the installed PyTorch.
     "te": "python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     # Its wheel for CUDA 13.
     "flash": "python -m pip install -c constraints.txt -e '.[flash]'",
@@ -163,7 +164,7 @@ def _scalar(value: Any, kind: Any, or_null: str = "") -> Any:
         text = str(value).lower()
         if isinstance(value, bool) or (isinstance(value, str) and text in _OTHER_SPELLINGS):
             return text == "true"
-        # Offered, not taken: 1 may be a level, and "on" a choice in another program.
+        # Offered, not accepted: 1 may mean a level, and "on" a choice of another program.
         meant = next((f"; use {name}" for name, words in _OTHER_SPELLINGS.items() if text in words), "")
         raise WrongValue(f"{_MISFITS[bool]}{or_null}{meant}")
     if isinstance(value, str | int | float) and not isinstance(value, bool):
@@ -229,7 +230,7 @@ def convert(value: Any, key: Key) -> Any:
 
 
 def read_value(text: str, key: Key) -> Any:
-    """The value of a command's argument; a string is taken to the letter, and a list's strings, too.
+    """The value of a command's argument; strings, also those of a list, are taken literally.
 
     Raises:
         ConfigError: The value does not fit.

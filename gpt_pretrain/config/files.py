@@ -1,13 +1,38 @@
-"""Files and directories that appear in one piece: a reader, or a power cut, finds all of one or what was there before.
+"""Files: where `conf/` lies, how this package writes, and how it reads what others wrote.
 
-This is the package's only such writer. It lives in `config`, the one room that every other room may import.
+It writes in one piece: a reader, or a power cut, finds the whole file or directory, or what was there before. This is
+the package's only such writer; it lives in `config`, the one room that every other room may import.
+
+It reads within bounds: one line tells of JSON or YAML that is deep or huge, of a pipe, and of what is no text. Nothing
+of it is looked up in the environment, resolved or run.
 """
 
+import json
+import math
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Never
+
+from gpt_pretrain.config.errors import ConfigError, UserError
+
+# The index of a model of thousands of experts has a few MiB; a tokenizer.json has up to 40.
+_LARGEST_BYTES = 256 * 1024 * 1024
+# A file of values has few anchors. Aliases of aliases double at each step.
+_MOST_ALIASES = 16
+
+
+def find_conf_dir() -> Path:
+    """The folder `conf` that belongs to this package."""
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise ConfigError([f"the package in {package} has no conf/ beside it; install gpt_pretrain again"])
 
 
 def fsync(path: Path) -> None:
@@ -30,7 +55,7 @@ def unfinished_path(path: Path) -> Path:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Inside, an error of the file system says which file it is of; the system's own does not once a file is open.
+    """Inside, file system errors name the file; the system's own do not once a file is open.
 
     Raises:
         OSError: With its `filename`.
@@ -46,7 +71,7 @@ def named(path: Path) -> Iterator[None]:
 def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
     """Replaces a text file in one piece; one process at a time may write it.
 
-    With `wait_for_disk` it returns only when the disk has the file: not worth it for one that a reboot makes worthless.
+    With `wait_for_disk` it returns only once the disk has the file; a file that a reboot makes worthless need not wait.
 
     Raises:
         OSError: The disk is full, or the directory cannot be written; the file is what it was before.
@@ -67,13 +92,13 @@ def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory in one piece: gives the unfinished one, for its files to be written.
+    """Makes a directory in one piece: yields the unfinished one, to write its files.
 
-    Leaving the block without an error gives the directory its name; an error removes it. What a killed process has left
-    is removed first. Nothing or an empty directory may be at `path`, and one process at a time may write it.
+    Leaving the block without an error gives the directory its name; an error removes it. The leftovers of a killed
+    process are removed first. At `path` there may be nothing or an empty directory; one process at a time may write it.
 
     Raises:
-        OSError: The disk does not take it; nothing is left behind.
+        OSError: The disk cannot take it; nothing is left behind.
     """
     unfinished = unfinished_path(path)
     if unfinished.exists():
@@ -102,7 +127,90 @@ def publish_directory(unfinished: Path, path: Path) -> None:
     """Gives a directory that is on the disk (`fsync_tree`) its final name, and waits until the disk has the name.
 
     Raises:
-        OSError: It cannot be renamed, as where something is there already.
+        OSError: It cannot be renamed, for example because something of that name exists.
     """
     unfinished.rename(path)
     fsync(path.parent)
+
+
+class ForeignFileError(UserError):
+    """A file that is not what it should be; the message names the file and the reason."""
+
+
+def check_regular(path: Path) -> None:
+    """Refuses files whose reading would never begin or never end.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ForeignFileError: It is a pipe, a device or a directory.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ForeignFileError(f"{path} cannot be read: it is no regular file")
+
+
+def read_foreign_text(path: Path) -> str:
+    """A whole file of UTF-8.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ForeignFileError: It is a pipe, a device or a directory, huge, unreadable, or not UTF-8.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ForeignFileError(f"{path} cannot be read: it is no regular file")
+            if status.st_size > _LARGEST_BYTES:
+                raise ForeignFileError(f"{path} cannot be read: {status.st_size:,} bytes are no file of its kind")
+            return file.read().decode("utf-8")
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise ForeignFileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_foreign_json(path: Path) -> dict[str, Any]:
+    """A file that holds a JSON object; see `read_foreign_value` for the errors."""
+    values = read_foreign_value(path)
+    if not isinstance(values, dict):
+        raise ForeignFileError(f"{path} cannot be read: it holds no JSON object")
+    return values
+
+
+def read_foreign_value(path: Path) -> Any:
+    """A file that holds JSON.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ForeignFileError: It cannot be read, is no JSON (NaN and infinity are not), or is nested too deeply.
+    """
+    try:
+        return json.loads(read_foreign_text(path), parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ForeignFileError):
+            raise
+        raise ForeignFileError(f"{path} cannot be read: {error}") from error
+
+
+def _refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is beyond any number")
+    return value
+
+
+def check_yaml(path: Path) -> None:
+    """Refuses YAML whose aliases would multiply, and files that are no text.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        ForeignFileError: It is refused.
+    """
+    text = read_foreign_text(path)
+    if re.search(r"(?:^|[\s\[{,:-])&\w", text) and len(re.findall(r"(?:^|[\s\[{,:-])\*\w", text)) > _MOST_ALIASES:
+        raise ForeignFileError(f"{path} cannot be read: it has more than {_MOST_ALIASES} aliases of YAML")

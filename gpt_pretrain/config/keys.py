@@ -20,8 +20,8 @@ from gpt_pretrain.config import choices, schema
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
-# What other training codes call the same setting. The last part of an unknown key is looked up here first, and its last
-# two where the last alone could be anything.
+# Other programs' names of the same setting. They are looked up by the last part of an unknown key, and by its last two
+# where one alone could be anything.
 _ALIASES_OF = {
     "model.tensor_model_parallel_size": "tp tp_size tensor_parallel",
     "model.pipeline_model_parallel_size": "pp pp_size",
@@ -93,7 +93,7 @@ ALIASES = {alias: key for key, aliases in _ALIASES_OF.items() for alias in alias
 
 _FINISHED_RUNS = "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out"
 _NO_E5M2 = "no library multiplies E5M2 in the forward pass"
-# What other guides set and this application has no key for: why, and what to do instead.
+# Settings of other programs that have no key here: why, and what to do instead.
 UNSUPPORTED = {
     "runs": _FINISHED_RUNS,
     "compare.run": _FINISHED_RUNS,
@@ -123,7 +123,7 @@ UNSUPPORTED = {
     ),
 }
 
-# Values of other codes where the key has none such: what to do instead.
+# Values of other programs that a key does not have: what to do instead.
 UNSUPPORTED_VALUES = {
     **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in choices.Fp8RecipeName},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
@@ -136,7 +136,7 @@ UNSUPPORTED_VALUES = {
     ("model.fp8_recipe", "custom"): "recipes of one's own could not be checked before the run",
 }
 
-# The same of a group's options.
+# The same for the options of a group.
 UNSUPPORTED_OPTIONS = {
     ("fp8", "hybrid"): "use fp8=delayed or tensorwise, whose format is hybrid",
     ("fp8", "e4m3"): "use fp8=delayed with model.fp8_e4m3=true, or fp8=blockwise",
@@ -154,7 +154,7 @@ class Key:
     kind: typing.Any
     """int, float, bool, str, an Enum subclass, list, or dict with names as keys."""
     item: typing.Any
-    """Type of a list's elements or a dict's values; None for what is neither."""
+    """Type of a list's elements or a dict's values; None for other kinds."""
     optional: bool
     """Whether null is a value."""
     doc: str
@@ -178,7 +178,7 @@ class Key:
 
 @cache
 def _docs(module: str) -> dict[tuple[str, str], str]:
-    """(class, field) to the string literal below the field, of the dataclasses of a module."""
+    """By class and field of a module's dataclasses: the string literal below the field."""
     docs: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if not isinstance(node, ast.ClassDef):
@@ -191,7 +191,7 @@ def _docs(module: str) -> dict[tuple[str, str], str]:
 
 
 def _doc(section: type, field: str) -> str:
-    """The documentation of a field, of the class that declares it."""
+    """The documentation of a field, from the class that declares it."""
     classes = [each for each in section.__mro__ if is_dataclass(each)]
     return next((doc for each in classes if (doc := _docs(each.__module__).get((each.__name__, field)))), "")
 
@@ -219,7 +219,7 @@ def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
 
 
 def section_keys(section: type) -> dict[str, Key]:
-    """Every value of a dataclass, and of those in it, by its dotted key, in their order."""
+    """Every value of a dataclass and its sections, by dotted key, in the order of declaration."""
     return {path: entry for path, entry in _walk(section, "") if isinstance(entry, Key)}
 
 
@@ -245,7 +245,7 @@ def is_known(path: str) -> bool:
 
 
 def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any]]:
-    """Every dotted key below `path` that a mapping sets, down to where the schema has values."""
+    """Every dotted key below `path` that a mapping sets, with its value as the schema has it."""
     if isinstance(value, dict) and path not in schema_keys():
         for name, child in value.items():
             yield from flatten(child, f"{path}.{name}" if path else str(name))
@@ -254,10 +254,10 @@ def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any
 
 
 def _similarity(wrong: str, known: str) -> float:
-    """How likely `known` was meant: the spelling of the last part, then of the whole path.
+    """How likely `known` was meant: by the spelling of the last part, then of the whole path.
 
-    A name whose words are all among the other's counts as close, whatever is between them: seq_length and
-    encoder_seq_length, tensor_parallel_size and tensor_model_parallel_size.
+    Names are close if one has all words of the other: seq_length and encoder_seq_length, tensor_parallel_size and
+    tensor_model_parallel_size.
     """
     (wrong_parent, _, wrong_leaf), (known_parent, _, known_leaf) = wrong.rpartition("."), known.rpartition(".")
     score = difflib.SequenceMatcher(None, wrong_leaf, known_leaf).ratio()
@@ -275,12 +275,12 @@ def _last_parts(path: str) -> list[str]:
     return [".".join(parts[-2:]), parts[-1]]
 
 
-# A letter more or less in a word of four.
+# One letter more or less in a word of four.
 _SURE = 0.88
 
 
 def key_named(path: str) -> str | None:
-    """The key with the same last part elsewhere, or that other codes call so; None where there is none."""
+    """The key with the same last part in another section, or with that name in other programs; None without one."""
     leaf = path.rpartition(".")[2]
     elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
     if elsewhere:
@@ -289,11 +289,11 @@ def key_named(path: str) -> str | None:
 
 
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
-    """The key that was probably meant by an unknown one, written without `+`, `++` or `~`; None when nothing is near.
+    """The key that an unknown one, written without `+`, `++` or `~`, probably means; None when nothing is near.
 
     A slip in a key of the same section comes first, then the same last part elsewhere (`optim.lr` is `model.optim.lr`),
-    then what other codes call it, then the closest spelling, also among `more`: other names that are possible in its
-    place, such as groups.
+    then other programs' names, then the closest spelling, also among `more`: other names that could stand in its place,
+    such as groups.
     """
     parent, _, leaf = path.rpartition(".")
     beside = [known for known in schema_keys() if known.rpartition(".")[0] == parent] if parent else []
@@ -321,7 +321,7 @@ def did_you_mean(name: str | None) -> str:
 
 
 def unknown_key(path: str, more: Iterable[str] = ()) -> str:
-    """What is told about a key that the schema does not have; see `nearest_key` for the arguments."""
+    """The message about a key that the schema does not have; see `nearest_key` for the arguments."""
     what = "a key" if "." in path or not more else "a key or a group"
     unsupported = next((UNSUPPORTED[name] for name in _last_parts(path) if name in UNSUPPORTED), None)
     if unsupported is not None:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError, WrongValue, convert, show
-from gpt_pretrain.config.foreign import ForeignFileError, check_yaml, interpolations
+from gpt_pretrain.config.files import ForeignFileError, check_yaml
 from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_keys, schema_sections, unknown_key
 from gpt_pretrain.config.schema import Config
 
@@ -25,10 +25,12 @@ _LATER_KEYS = {
     "checkpoint": {"save_interval_minutes": None},
     "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
 }
+# Behind an even number of backslashes.
+_LOOKED_UP = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 def section_problem(path: str, value: Any) -> str:
-    """What is told about a value where a section of keys belongs."""
+    """The message about a value in the place of a section."""
     members = ", ".join(field.name for field in fields(schema_sections()[path]))
     keys = [name for name, key in schema_keys().items() if name.rpartition(".")[0] == path and value in key.choices]
     if len(keys) == 1:
@@ -43,7 +45,7 @@ def _unresolved(node: DictConfig, name: str) -> Any:
 
 
 class _Reader:
-    """Reads a composed configuration once and keeps what is wrong with it."""
+    """Reads a composed configuration once and collects its problems."""
 
     def __init__(self, origins: Mapping[str, str], *, complete: bool) -> None:
         self.origins = origins
@@ -128,13 +130,13 @@ def config_to_dict(value: Any) -> Any:
         return [config_to_dict(item) for item in value]
     if isinstance(value, dict):
         return {name: config_to_dict(item) for name, item in value.items()}
-    # A literal ${…} in a prompt must not become an interpolation when the file is read again; backslashes in front of
-    # one are then read in pairs.
+    # A literal ${…} in a prompt must not become an interpolation when the file is read again; OmegaConf reads
+    # backslashes in front of one in pairs.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def config_to_yaml(config: Config) -> str:
-    """The configuration as YAML: every value resolved, enums by name; `load_saved_config` reads it back."""
+    """The configuration as YAML, every value resolved, enums by name; `load_saved_config` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(config_to_dict(config)))
 
 
@@ -163,9 +165,25 @@ def load_saved_config(path: Path) -> Config:
 
 def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
     """`read_config` of what a run has saved, of this version or an earlier one with fewer keys (`_LATER_KEYS`)."""
-    looked_up = interpolations(saved)
+    looked_up = _interpolations(saved)
     if looked_up:
         return None, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
     whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
     assert isinstance(whole, DictConfig)
     return read_config(whole)
+
+
+def _interpolations(node: DictConfig | ListConfig, path: str = "") -> list[str]:
+    """Dotted keys of values that OmegaConf would look up, for example in the environment: `${…}`."""
+    found: list[str] = []
+    names: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
+    for name in names:
+        child: Any = node._get_node(name)
+        where = f"{path}{name}"
+        if OmegaConf.is_interpolation(node, name):
+            # OmegaConf also answers true for an escaped one, which stands for its own text.
+            if _LOOKED_UP.search(child._value()):
+                found.append(where)
+        elif isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_missing():
+            found += _interpolations(child, f"{where}.")
+    return found

@@ -12,38 +12,14 @@ resolved by pure functions (`gpt_pretrain.config.derived`, `gpt_pretrain.megatro
 from dataclasses import dataclass
 from typing import Any
 
-from gpt_pretrain.config.choices import (
-    Activation,
-    AmaxComputeAlgo,
-    CrossEntropyFusion,
-    CudaGraphImpl,
-    DataImpl,
-    Fp8Backend,
-    Fp8RecipeName,
-    MainParamsDtype,
-    MoeGroupedKernel,
-    MoeLoadBalancing,
-    MoeTokenDispatcher,
-    MomentDtype,
-    Normalization,
-    OnSaveError,
-    OptimizerName,
-    PlanGpu,
-    PositionEmbedding,
-    Precision,
-    RecomputeGranularity,
-    RecomputeMethod,
-    ScheduleName,
-    TokenizerLibrary,
-    WsdDecay,
-)
+from gpt_pretrain.config import choices
 
 
 @dataclass(kw_only=True, slots=True)
 class TokenizerConfig:
     """`model.tokenizer`: from text to token ids."""
 
-    library: TokenizerLibrary
+    library: choices.TokenizerLibrary
     """Which tokenizer: bpe (trained on the corpus), file (`model.tokenizer.model`), none (mmap or mock data only)."""
     model: str | None
     """Path of a Hugging Face `tokenizer.json`; with library=file."""
@@ -55,7 +31,7 @@ class TokenizerConfig:
 class DataConfig:
     """`model.data`: the corpus, its splits and its caches."""
 
-    data_impl: DataImpl
+    data_impl: choices.DataImpl
     """Kind of corpus: mmap (.bin/.idx by `data_prefix`), text (`text_files`), stdlib (Python's own sources), mock."""
     data_prefix: list[Any]
     """data_impl=mmap: one path without .bin/.idx, several, or weights and paths in turn: [0.7,web,0.3,code]."""
@@ -79,7 +55,7 @@ class DataConfig:
 class ScheduleConfig:
     """`model.optim.sched`: learning rate over steps."""
 
-    name: ScheduleName
+    name: choices.ScheduleName
     """Decay after the warmup: constant, linear, cosine, wsd (warmup, stable, decay)."""
     warmup_steps: int | None
     """Optimizer steps of linear warmup from `init_lr` to `model.optim.lr`; null: a tenth of them, at most 2,000."""
@@ -91,7 +67,7 @@ class ScheduleConfig:
     """Learning rate after the decay; null: a tenth of `model.optim.lr`."""
     wsd_decay_steps: int | None
     """Steps of the final decay of name=wsd; must be set with it, and only with it."""
-    wsd_decay_style: WsdDecay
+    wsd_decay_style: choices.WsdDecay
     """Shape of the final decay of name=wsd."""
 
 
@@ -99,7 +75,7 @@ class ScheduleConfig:
 class OptimConfig:
     """`model.optim`: the optimizer and its schedule."""
 
-    name: OptimizerName
+    name: choices.OptimizerName
     """adam (AdamW) or sgd."""
     lr: float
     """Peak learning rate."""
@@ -114,13 +90,13 @@ class OptimConfig:
     use_precision_aware_optimizer: bool
     """Adam keeps masters and moments in the types of the four keys below and reads gradients as they were reduced
     (`model.grad_reduce_in_fp32`); needs BF16 parameters and the distributed optimizer. docs/plan.md."""
-    main_params_dtype: MainParamsDtype
+    main_params_dtype: choices.MainParamsDtype
     """Masters: fp32, or fp16, to which updates are rounded at random."""
     store_param_remainders: bool
     """Of an fp32 master keep only the 16 bits that its BF16 weight lacks: 2 bytes instead of 4, and nothing is lost."""
-    exp_avg_dtype: MomentDtype
+    exp_avg_dtype: choices.MomentDtype
     """Adam's first moment: fp32, bf16, fp16 or fp8."""
-    exp_avg_sq_dtype: MomentDtype
+    exp_avg_sq_dtype: choices.MomentDtype
     """Adam's second moment: fp32, bf16 or fp16."""
     sched: ScheduleConfig
 
@@ -147,7 +123,7 @@ class ModelConfig:
     """The embedding is padded to a multiple of this, at every tensor parallel size alike."""
     max_position_embeddings: int
     """Longest sequence: rows of the learned position table, and the limit of encoder_seq_length."""
-    position_embedding_type: PositionEmbedding
+    position_embedding_type: choices.PositionEmbedding
     """learned_absolute or rope."""
     rotary_percentage: float
     """Share of each head that rope rotates."""
@@ -155,11 +131,11 @@ class ModelConfig:
     """Base period (theta) of rope."""
     rope_scaling_factor: float | None
     """Stretches rope's periods beyond 8,192 tokens by this factor, as Llama 3.1 does with 8; null: as they are."""
-    normalization: Normalization
+    normalization: choices.Normalization
     """layernorm or rmsnorm."""
     layernorm_epsilon: float
     """Epsilon of the normalisation."""
-    activation: Activation
+    activation: choices.Activation
     """MLP activation: gelu, gelu_tanh, swiglu."""
     bias: bool
     """Biases in the linear layers."""
@@ -182,20 +158,20 @@ class ModelConfig:
     """Inner width of an expert; null: ffn_hidden_size."""
     moe_router_topk: int
     """Experts that compute each token; their results are weighed by a softmax over their router scores, in fp32."""
-    moe_router_load_balancing_type: MoeLoadBalancing
+    moe_router_load_balancing_type: choices.MoeLoadBalancing
     """What the auxiliary loss balances: tokens of a microbatch (aux_loss), of each sequence (seq_aux_loss), or none."""
     moe_aux_loss_coeff: float
     """Weight of the load-balancing loss in the gradient; the logged loss is the cross entropy alone."""
     moe_z_loss_coeff: float | None
     """Weight of the router's z-loss, the mean squared logsumexp of its scores; null: none."""
-    moe_token_dispatcher_type: MoeTokenDispatcher
+    moe_token_dispatcher_type: choices.MoeTokenDispatcher
     """How tokens reach the ranks of their experts: alltoall (each goes where it has to), allgather (all go to all)."""
     overlap_moe_expert_parallel_comm: bool
     """Exchange rows between ranks of experts while the layers of another microbatch compute: the forward pass of each
     microbatch runs beside the backward pass of the one before. Needs the memory of one more layer's activations."""
     moe_grouped_gemm: bool | None
     """One grouped product for all experts of a rank; null: with Transformer Engine layers, which it needs."""
-    moe_grouped_kernel: MoeGroupedKernel | None
+    moe_grouped_kernel: choices.MoeGroupedKernel | None
     """What computes the grouped product: transformer_engine (cuBLAS, expert by expert) or triton (one BF16 kernel; FP8
     leaves the experts out); null: triton for many small experts on a rank."""
     moe_permute_fusion: bool | None
@@ -245,9 +221,9 @@ class ModelConfig:
 
     fp8: bool
     """FP8 matrix products in the transformer layers; the group fp8= sets it together with what follows."""
-    fp8_backend: Fp8Backend | None
+    fp8_backend: choices.Fp8Backend | None
     """Whose FP8: transformer_engine, the faster one, or torchao; null: transformer_engine."""
-    fp8_recipe: Fp8RecipeName | None
+    fp8_recipe: choices.Fp8RecipeName | None
     """Where scales come from: delayed, tensorwise, blockwise, mxfp8; of torchao: tensorwise, rowwise or
     rowwise_with_gw_hp; null: delayed, of torchao tensorwise."""
     fp8_hybrid: bool | None
@@ -261,7 +237,7 @@ class ModelConfig:
     """delayed: steps between new scales. Transformer Engine updates them at every step, so 1 is the only value."""
     fp8_amax_history_len: int | None
     """delayed: forward passes (of gradients: backward passes) that the amax history remembers; null: 1024."""
-    fp8_amax_compute_algo: AmaxComputeAlgo | None
+    fp8_amax_compute_algo: choices.AmaxComputeAlgo | None
     """delayed: the amax of the history that counts, max or most_recent; null: max."""
     fp8_wgrad: bool | None
     """Weight gradients in FP8; false: in the run's precision (delayed, emulated only). null: true."""
@@ -307,13 +283,13 @@ class ModelConfig:
     """Add gradients of embeddings to rows of their tokens alone; null: on a GPU, for few tokens and a large table."""
     cross_entropy_loss_fusion: bool | None
     """A fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
-    cross_entropy_fusion_impl: CrossEntropyFusion | None
+    cross_entropy_fusion_impl: choices.CrossEntropyFusion | None
     """Which: native (of all logits) or linear (with the LM head, without all logits at once); null: linear."""
-    cuda_graph_impl: CudaGraphImpl | None
+    cuda_graph_impl: choices.CudaGraphImpl | None
     """Replay each layer as CUDA graphs: none, or local (megatron-core's); null: local for small tensorwise layers."""
-    activations_checkpoint_granularity: RecomputeGranularity | None
+    activations_checkpoint_granularity: choices.RecomputeGranularity | None
     """Activation recomputation: null (none), selective, full."""
-    activations_checkpoint_method: RecomputeMethod | None
+    activations_checkpoint_method: choices.RecomputeMethod | None
     """With granularity=full: uniform or block."""
     activations_checkpoint_num_layers: int | None
     """With granularity=full: the n of the method."""
@@ -331,7 +307,7 @@ class TrainerConfig:
     """Processes per node; null: what the launcher started. A number is checked against it."""
     num_nodes: int | None
     """Nodes; null: what the launcher started. A number is checked against it."""
-    precision: Precision
+    precision: choices.Precision
     """auto (bf16 on a GPU, fp32 without), fp32 or bf16."""
     max_steps: int
     """Optimizer steps of the whole run, resumed parts included."""
@@ -389,7 +365,7 @@ class CheckpointConfig:
     save_interval_minutes."""
     keep_every: int | None
     """Checkpoints of steps that this divides stay for ever, whatever keep_last says; null: none."""
-    on_save_error: OnSaveError
+    on_save_error: choices.OnSaveError
     """If a checkpoint cannot be written (disk full, not writable): stop, exit code 1, or continue and try again at the
     next interval. The last checkpoint of a run has no next one, and its failure always ends with exit code 1."""
     resume: str
@@ -446,7 +422,7 @@ class SampleConfig:
 class PlanConfig:
     """`plan`: which machine `python -m gpt_pretrain.plan` plans for; training reads none of it."""
 
-    gpu: PlanGpu
+    gpu: choices.PlanGpu
     """The GPU whose memory and speed are forecast: h100 (SXM), h200 or b200."""
     num_gpus: int | None
     """GPUs of the planned run; null: trainer.devices × trainer.num_nodes if given, else the fewest for the layout."""

@@ -31,26 +31,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.foreign import check_yaml
+from gpt_pretrain.config.files import check_yaml, find_conf_dir
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 
 HYDRA_VERSION_BASE = "1.3"
 JOB_NAME = "gpt_pretrain"
 
-# What a file of unknown origin may set of Hydra's own. The rest is imported, called, made, exported or submitted.
+# Settings of Hydra that a file of unknown origin may have. Hydra imports, calls, makes, exports or submits the rest.
 _MAY_SET = re.compile(r"hydra\.(?:launcher\.(?:nodes|gpus_per_node|tasks_per_node)|sweeper\.params\..+)$")
 
 # What Hydra's composition raises for a user's mistake: its own errors, OmegaConf's, YAML's, and bare ValueErrors.
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
-
-
-def find_conf_dir() -> Path:
-    """The folder `conf` that belongs to this package."""
-    package = Path(__file__).resolve().parents[1]
-    for candidate in (package / "conf", package.parent / "conf"):
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise ConfigError([f"the package in {package} has no conf/ beside it; install gpt_pretrain again"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +81,7 @@ def check_source(source: Source) -> None:
 
 
 class _Original[T]:
-    """Something of OmegaConf, and copies of it for who changes them: pickle makes one in a fifth of deepcopy's time."""
+    """An object of OmegaConf, and copies for those who change it: pickle makes them in a fifth of deepcopy's time."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -101,7 +92,7 @@ class _Original[T]:
         return copied
 
 
-# A file by its place and its state on disk, so that one that was changed is another one.
+# A file by its place and its state on disk: a changed file is another one.
 _FileKey = tuple[Any, ...]
 # A process may compose often, as a sweep does; it reads and merges the same files once.
 _READ: dict[_FileKey, _Original[ConfigResult]] = {}
@@ -116,7 +107,7 @@ class _Files(ConfigRepository):
         self._found: dict[str, _FileKey | None] = {}
 
     def key(self, config_path: str) -> _FileKey | None:
-        """What a file is known by once it was looked for; None where there is none."""
+        """What identifies a file; None where there is none."""
         if config_path not in self._found:
             source = self._find_object_source(config_path, ObjectType.CONFIG)
             self._found[config_path] = None if source is None else _file_key(source, config_path)
@@ -142,7 +133,7 @@ class _Files(ConfigRepository):
         return None if key is None else _READ[key]
 
     def foreign_file(self, config_path: str) -> Path | None:
-        """A file of unknown origin, which did not come with a package; None for others."""
+        """The path of a file that did not come with a package; None for others."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         if source is None or source.scheme() != "file":
             return None
@@ -197,7 +188,7 @@ class Loader(ConfigLoaderImpl):
         self.source = source
         self._files = _Files(search_path)
         self.repository = self._files
-        # With the files of each, and those of the last one.
+        # Compositions with their files, and the files of the last one.
         self._composed: dict[tuple[str, ...], tuple[_Original[DictConfig], list[ResultDefault]]] = {}
         self._merged: list[ResultDefault] = []
 
@@ -208,7 +199,7 @@ class Loader(ConfigLoaderImpl):
         key = (run_mode.name, *overrides)
         if key not in self._composed:
             composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
-            # Here, because Hydra itself composes nowhere else, and acts on what it has composed.
+            # Checked here because Hydra composes nowhere else, and acts on what it has composed.
             for default in self._merged:
                 foreign = None if default.config_path is None else self._files.foreign_file(default.config_path)
                 if foreign is not None:
@@ -255,7 +246,7 @@ class Loader(ConfigLoaderImpl):
         return self.repository.get_group_options(group, ObjectType.CONFIG)
 
     def files(self, overrides: Sequence[str]) -> Iterator[tuple[ResultDefault, ConfigResult]]:
-        """The YAML files of a composition that was made, as they are, in the order in which they are merged."""
+        """The YAML files of a composition made before, unchanged, in the order in which they were merged."""
         _, merged = self._composed[RunMode.RUN.name, *overrides]
         for default in merged:
             if default.config_path is not None:
@@ -266,7 +257,7 @@ class Loader(ConfigLoaderImpl):
 
 @cache
 def _own_values() -> Mapping[str, Any]:
-    """What conf/ itself sets of Hydra's own, which a copy of it may repeat."""
+    """Hydra's settings in conf/ itself, which a copy of it may repeat."""
     content = OmegaConf.to_container(OmegaConf.load(find_conf_dir() / "config.yaml"), resolve=False)
     assert isinstance(content, dict)
     return dict(flatten({"hydra": content["hydra"]}))
@@ -276,14 +267,12 @@ def _check_hydras_own(path: Path, file: ConfigResult, package: str) -> None:
     """Refuses what Hydra would import, call, make, export or submit because a file says so.
 
     Raises:
-        ConfigError: The file sets more of Hydra's own than `_MAY_SET`.
+        ConfigError: The file has other settings of Hydra than `_MAY_SET`.
     """
     content = OmegaConf.to_container(file.config, resolve=False)
     if package.partition(".")[0] != "hydra":
-        package, content = (
-            "",
-            {name: content[name] for name in ("hydra",) if isinstance(content, dict) and name in content},
-        )
+        package = ""
+        content = {"hydra": content["hydra"]} if isinstance(content, dict) and "hydra" in content else {}
     keys = flatten(content, package) if isinstance(content, dict) else [(package, content)]
     problems = [
         f"{path}: {key}={show(value)} is Hydra's own, and a file sets values of a run; leave it out"
@@ -309,7 +298,7 @@ def _told_as_config_error() -> Iterator[None]:
 
 
 def composition_problem(error: BaseException) -> str:
-    """A message of Hydra, OmegaConf or YAML as one problem, without what does not apply here."""
+    """A message of Hydra, OmegaConf or YAML as one problem, without the parts that do not apply here."""
     if isinstance(error, MissingConfigException):
         wanted = str(error.missing_cfg_file or "").rpartition("/")[2]
         options = list(error.options or [])

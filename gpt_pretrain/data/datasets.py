@@ -30,7 +30,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from gpt_pretrain.config.errors import UserError, format_bytes, reason
-from gpt_pretrain.config.foreign import check_regular
+from gpt_pretrain.config.files import check_regular
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus

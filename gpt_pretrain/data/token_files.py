@@ -28,8 +28,7 @@ from megatron.core.datasets.indexed_dataset import DType
 
 from gpt_pretrain.config.derived import is_weight
 from gpt_pretrain.config.errors import ConfigError, UserError
-from gpt_pretrain.config.files import write_file
-from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_value
+from gpt_pretrain.config.files import ForeignFileError, read_foreign_value, write_file
 from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_lock
 
 _MAGIC = b"MMIDIDX\x00\x00"

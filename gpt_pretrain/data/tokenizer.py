@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_text
+from gpt_pretrain.config.files import ForeignFileError, read_foreign_text
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, write_entry
 from gpt_pretrain.data.sources import Piece, TextSource

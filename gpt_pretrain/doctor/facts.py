@@ -20,7 +20,7 @@ from typing import Any
 
 from gpt_pretrain.doctor.probe import installed_version
 from gpt_pretrain.launch.environment import device_files
-from gpt_pretrain.plan import hardware
+from gpt_pretrain.plan import machine
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES
 
 
@@ -194,7 +194,7 @@ _PACKAGES = ("transformer-engine", "transformer-engine-torch", "transformer-engi
 _PROBE_TIMEOUT_S = 180
 
 
-def examine(assumed_gpu: hardware.Gpu | None = None) -> Facts:
+def examine(assumed_gpu: machine.Gpu | None = None) -> Facts:
     """Looks at everything. It takes as long as the slowest import: about ten seconds, half a minute on a GPU."""
     application = "application" if assumed_gpu is None else "application_on_gpu"
     files = device_files()
@@ -275,7 +275,7 @@ def _read[Kind](kind: type[Kind], found: dict[str, Any] | Failure) -> Kind | Fai
     return found if isinstance(found, Failure) else kind(**{name: _frozen(value) for name, value in found.items()})
 
 
-def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: hardware.Gpu | None) -> Torch | Failure:
+def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: machine.Gpu | None) -> Torch | Failure:
     if isinstance(found, Failure):
         return found
     if assumed_gpu is not None:

@@ -24,7 +24,7 @@ from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
 from gpt_pretrain.checkpoint.state import architecture, layout
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError, UserError, written
-from gpt_pretrain.config.foreign import read_foreign_json
+from gpt_pretrain.config.files import read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer

@@ -9,7 +9,7 @@ What of megatron-core 0.19.2 would break the graph, and what stands in its place
 - linear layers in an autograd function that exchanges asynchronously, and that warns on rank 0: the same exchange by
   megatron-core's own mapping, before `torch.nn.functional.linear`;
 - attention that writes its scores into a buffer of the whole process: `layers.TorchAttention`;
-- exchanges along the sequence, whose gradients torch 2.11 traces wrongly (`rules.kernels`): refused;
+- exchanges along the sequence, whose gradients torch 2.11 traces wrongly (`rules.model`): refused;
 - weight gradients that a kernel adds to `main_grad`, activations and residuals that are compiled by themselves, dropout
   from megatron-core's own random states, hooks that gather parameters: refused, or left out (`spec.kernels`).
 

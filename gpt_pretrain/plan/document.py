@@ -21,33 +21,36 @@ from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
-from gpt_pretrain.plan.hardware import EFFICIENCY
+from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
 from gpt_pretrain.spec.kernels import Kernels, fused_parts
 from gpt_pretrain.spec.products import describe_kept_out
 
 VERSION = 1
 FILE_NAME = "plan.json"
-# Of tables, where the terminal does not say, and at most.
+# Columns of the tables, unless the terminal is narrower.
 WIDTH = 100
+# What `plan.json` says of the GPU.
+_GPU_FIELDS = ("name", "memory_gib", "bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "nvlink_gb_s")
 # megatron-core's class names, shortened so that a field and its value stay on one line.
 _SHORT = {"TransformerConfig": "TC", "DistributedDataParallelConfig": "DDP", "OptimizerConfig": "OPT"}
 
 
 def _table(title: str, *columns: tuple[str, str]) -> Table:
-    """A table with headers, each with "left" or "right"."""
+    """A table with a header for each column and its side, "left" or "right"."""
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, justify in columns:
-        right = justify == "right"
-        # Keys and modules are searched for: they stay whole.
+    for name, side in columns:
+        right = side == "right"
+        # Keys and modules stay in one piece, so that a search finds them.
         whole = right or name in ("key", "product")
         table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
     return table
 
 
 def _count(value: float) -> str:
+    # 999,936 is 1M: three digits of it in thousands would be 1e+03k.
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
+        if value >= 0.9995 * unit:
             return f"{value / unit:.3g}{name}"
     return f"{value:.3g}"
 
@@ -86,9 +89,9 @@ def _header(plan: Plan) -> RenderableType:
 
 
 def _fields(setting: Setting) -> list[tuple[str, str]]:
-    """Where a key lands and the value there, fields of one value together; the key's own name is written `…`.
+    """The fields that a key sets, and their value; fields with one value share a line, and `…` is the key's own name.
 
-    Left out are fields beside the first that stay off.
+    Fields after the first that stay off are left out.
     """
     by_value: dict[str, list[str]] = {}
     own_name = setting.key.rpartition(".")[2]
@@ -102,7 +105,7 @@ def _fields(setting: Setting) -> list[tuple[str, str]]:
 
 
 def _print_settings(plan: Plan, console: Console) -> None:
-    """The keys that count, each with where it lands; then those that do not, each with the reason."""
+    """The keys that count, with the fields that they set; then the others, with the reasons."""
     table = _table(
         "Requested → effective", ("key", "left"), ("requested", "left"), ("lands in", "left"), ("value", "left")
     )
@@ -136,7 +139,7 @@ def _print_products(plan: Plan, console: Console) -> None:
         *[(name, "right") for name in ("times", "m", "n", "k")],
         ("runs in", "left"),
     )
-    # Reasons are told once, below, under the number that the rows carry.
+    # Rows carry the number of a reason, which stands once below the table.
     reasons: dict[str, int] = {}
     for _, same in groupby(plan.products, key=lambda product: (product.layers, product.module)):
         for index, product in enumerate(same):
@@ -156,12 +159,11 @@ def _print_products(plan: Plan, console: Console) -> None:
 
 def _memory(plan: Plan) -> Table:
     stages = plan.memory.stages
-    # Stages differ in what they hold; what all have comes before what only some have.
+    # Stages differ in what they hold.
     names = sorted({name for stage in stages for name in stage.items}, key=ITEMS.index)
-    # More stages than fit beside each other: the worst and the ends say most.
-    shown = (
-        stages if len(stages) <= 6 else [stages[each] for each in sorted({0, plan.memory.worst.stage, len(stages) - 1})]
-    )
+    # Where not all stages fit beside each other, the worst and both ends say most.
+    ends_and_worst = sorted({0, plan.memory.worst.stage, len(stages) - 1})
+    shown = stages if len(stages) <= 6 else [stages[index] for index in ends_and_worst]
     table = _table(
         "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if plan.spec.layout.pp > 1 else ""),
         ("", "left"),
@@ -182,12 +184,11 @@ def _stage(plan: Plan, stage: int) -> str:
 
 
 def _not_forecast(plan: Plan) -> str:
-    """What the run has and the forecasts of memory and speed do not know."""
-    there = {
-        "memory is that without CUDA graphs": plan.spec.kernels.cuda_graph_impl is not None,
-        "memory and speed are those without overlapped exchanges": plan.spec.model.tp_comm_overlap,
-    }
-    return "".join(f"; {what}" for what, is_there in there.items() if is_there)
+    """What the run has and the forecasts of memory and speed leave out."""
+    graphs, overlap = plan.spec.kernels.cuda_graph_impl is not None, plan.spec.model.tp_comm_overlap
+    return "; memory is that without CUDA graphs" * graphs + (
+        "; memory and speed are those without overlapped exchanges" * overlap
+    )
 
 
 def _speed(plan: Plan) -> Table:
@@ -212,7 +213,7 @@ def _speed(plan: Plan) -> Table:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints a plan, to standard output unless told otherwise, 100 columns wide or as narrow as the terminal."""
+    """Prints a plan, by default to standard output: 100 columns wide, or less in a narrower terminal."""
     if console is None:
         console = Console(highlight=False, emoji=False)
         console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
@@ -220,24 +221,17 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     _print_settings(plan, console)
     _print_products(plan, console)
     console.print(_memory(plan))
-    console.print(
-        Text(
-            f"{plan.memory.outside_gib:.1f} GiB more are taken outside of torch's allocator or lost in it (assumed).\n",
-            style="dim",
-        )
+    outside = (
+        f"{plan.memory.outside_gib:.1f} GiB more are taken outside of torch's allocator or lost in it (assumed).\n"
     )
+    console.print(Text(outside, style="dim"))
     console.print(Text.assemble(("FLOPs per token: ", "bold"), _count(plan.flops_per_token)))
     console.print(Text(f"{FLOPS_FORMULA}\n", style="dim"))
     if plan.speed is not None:
         console.print(_speed(plan))
-        unknown = _not_forecast(plan)
-        console.print(
-            Text(
-                f"Roofline with {EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's "
-                f"bandwidth, calibrated on an H200{unknown}.\n",
-                style="dim",
-            )
-        )
+        shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
+        basis = f"Roofline with {shares}, calibrated on an H200{_not_forecast(plan)}.\n"
+        console.print(Text(basis, style="dim"))
     for sentence in plan.sentences:
         label, _, rest = sentence.partition(":")
         bad = "NOT" in rest or "NONE" in rest or "not pay" in rest
@@ -269,14 +263,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return {
         "version": VERSION,
         "name": plan.spec.config.name,
-        "gpu": {
-            "name": plan.gpu.name,
-            "memory_gib": plan.gpu.memory_gib,
-            "bf16_tflops": plan.gpu.bf16_tflops,
-            "fp8_tflops": plan.gpu.fp8_tflops,
-            "bandwidth_tb_s": plan.gpu.bandwidth_tb_s,
-            "nvlink_gb_s": plan.gpu.nvlink_gb_s,
-        },
+        "gpu": {name: getattr(plan.gpu, name) for name in _GPU_FIELDS},
         "layout": {
             "num_gpus": layout.world_size,
             "tensor_parallel": layout.tp,

@@ -24,56 +24,20 @@ from gpt_pretrain.spec.core_fields import (
 from gpt_pretrain.spec.recipes import DELAYED_KEYS, Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
-# The keys that the plan shows.
-KEYS = (
-    "trainer.precision",
-    *(
-        f"model.{name}"
-        for name in (
-            "transformer_engine",
-            "fp8",
-            "fp8_backend",
-            "fp8_recipe",
-            "fp8_hybrid",
-            "fp8_e4m3",
-            "fp8_margin",
-            "fp8_interval",
-            "fp8_amax_history_len",
-            "fp8_amax_compute_algo",
-            "fp8_wgrad",
-            "fp8_params",
-            "fp8_dot_product_attention",
-            "fp8_multi_head_attention",
-            "first_last_layers_bf16",
-            "num_layers_at_start_in_bf16",
-            "num_layers_at_end_in_bf16",
-            "fp8_exclude",
-            "fp8_emulate",
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "sequence_parallel",
-            "use_distributed_optimizer",
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-            "ddp_bucket_size",
-            "tp_comm_overlap",
-            "grad_reduce_in_fp32",
-            "optim.use_precision_aware_optimizer",
-            "optim.main_params_dtype",
-            "optim.store_param_remainders",
-            "optim.exp_avg_dtype",
-            "optim.exp_avg_sq_dtype",
-            "activations_checkpoint_granularity",
-            "activations_checkpoint_method",
-            "activations_checkpoint_num_layers",
-        )
-    ),
+# The keys that the plan shows, beside trainer.precision.
+_OF_MODEL = (
+    "transformer_engine fp8 fp8_backend fp8_recipe fp8_hybrid fp8_e4m3 fp8_margin fp8_interval fp8_amax_history_len "
+    "fp8_amax_compute_algo fp8_wgrad fp8_params fp8_dot_product_attention fp8_multi_head_attention "
+    "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_exclude fp8_emulate "
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
+    "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size tp_comm_overlap "
+    "grad_reduce_in_fp32 optim.use_precision_aware_optimizer optim.main_params_dtype optim.store_param_remainders "
+    "optim.exp_avg_dtype optim.exp_avg_sq_dtype activations_checkpoint_granularity activations_checkpoint_method "
+    "activations_checkpoint_num_layers"
 )
-# What local layers read in place of megatron-core's fields, from `spec.recipes.Fp8Settings`.
+KEYS = ("trainer.precision", *(f"model.{name}" for name in _OF_MODEL.split()))
+# The fields of `Fp8Settings` that local layers read in place of megatron-core's.
 _IN_LOCAL_LAYERS = {
     "model.fp8_backend": "backend",
     "model.fp8_recipe": "recipe",
@@ -101,11 +65,11 @@ class Setting:
     inert: str
     """Why the key changes nothing in this run; empty where it counts."""
     note: str
-    """What null came to, and what else is worth knowing."""
+    """What null came to."""
 
 
 def fields_by_class(spec: RunSpec) -> dict[str, list[Field]]:
-    """megatron-core's configs by the names of their classes, with every field that training sets."""
+    """Every field that training sets, by the name of megatron-core's class that has it."""
     return {
         "TransformerConfig": transformer_fields(spec),
         "DistributedDataParallelConfig": ddp_fields(spec),
@@ -129,7 +93,7 @@ def _shown(value: Any) -> str:
 
 
 def _resolved_null(spec: RunSpec, key: str) -> str:
-    """What a null, or a word that leaves the choice open, came to."""
+    """The value that a null, or `auto`, came to, with the reason."""
     config, model, fp8 = spec.config, spec.model, spec.fp8
     if key == "trainer.precision" and config.trainer.precision is Precision.auto:
         return "auto is bf16 on a GPU"
@@ -171,7 +135,7 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
         effective = reached.get(key, {})
         is_fp8 = is_fp8_key(key)
         if spec.fp8 is not None and spec.fp8.in_local_layers and (is_fp8 or key == "model.fp8"):
-            # megatron-core is told of no FP8 then.
+            # megatron-core gets none of these keys then.
             requested = {} if inert else {_layers(spec.fp8): _shown(value_of(spec.config, key))}
             effective = _local(key, spec.fp8) or effective or requested
         elif is_fp8 and spec.fp8 is None:
@@ -186,6 +150,6 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
 
 
 def _one_rank(spec: RunSpec, key: str) -> str:
-    """Why a key about exchanges changes nothing on one rank; it does no harm there, so no rule refuses it."""
+    """Why a key about exchanges changes nothing on one rank. It does no harm there, so no rule refuses it."""
     exchanges = ("model.overlap_grad_reduce", "model.overlap_param_gather", "model.ddp_bucket_size")
     return "one data-parallel rank has nothing to exchange" if key in exchanges and spec.layout.shards == 1 else ""

@@ -1,9 +1,9 @@
-"""What experts add to a layer: the rows of the fullest rank, passes that bring rows to their experts, and memory.
+"""What experts add to a layer: an uneven load, passes that bring rows to their experts and back, and memory.
 
 Read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` with and without their
 fused kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer Engine 2.12
 (`_GroupedLinear` and `_Fp8Padding` of pytorch/module); `model.moe_token_dispatcher_type=allgather` is taken to cost the
-same. The loads here and the host's times in `hardware.EFFICIENCY` were fitted to the runs that `CALIBRATED_ON` names.
+same. The loads here and the host's times in `machine.EFFICIENCY` were fitted to the runs that `CALIBRATED_ON` names.
 """
 
 import math
@@ -23,9 +23,9 @@ CALIBRATED_ON = (
     "runs of two layers of Mixtral 8x7B and four of Qwen3-30B-A3B on one and two GPUs (benchmarks/experts.md), for "
     "memory also on four runs of two layers of Mixtral (benchmarks/mixtral_8x7b_2layers_4xh200.md)"
 )
-# Of its two linear layers, forward and backward.
+# Products of an expert's two linear layers, forward and backward.
 PRODUCTS_OF_EXPERT = 6
-# Rows that FP8 products take come in multiples of this many.
+# FP8 products take rows in multiples of this.
 _PADDED_TO = 16
 # Bytes per value of an expert's inner width that its activation reads and writes beyond a dense layer's, forward and
 # backward: it multiplies by the routing weight in fp32, whose gradient is a sum over the activation. Two layers of
@@ -34,20 +34,16 @@ WEIGHTED_ACTIVATION_BYTES = 20
 # Kernels of routing and permutation, forward and backward, beside passes over rows: scores, choice, weights, auxiliary
 # losses, counts, the sort of the map and the exchange of counts, each over a few values per token.
 ROUTING_KERNELS = 80
-# Bytes of a token and expert that these read and write, in fp32 or as 64-bit indices.
+# Bytes that these read and write per token and expert, in fp32 or as 64-bit indices.
 ROUTING_BYTES = 160
 
 
 def rank_load(model: ModelConfig, busiest: float) -> float:
-    """Rows of the fullest rank over the mean of all ranks that share experts; 1 without experts or sharing.
+    """Rows of the fullest rank over the mean of all ranks that share the experts; 1 without experts or sharing.
 
-    The busiest expert says how far loads spread. A rank has the mean of n of the E experts, which spreads less, by the
-    factor of a sample mean drawn without replacement, sqrt((E − n) / ((E − 1) n)): by all of it where each rank has
-    one expert, not at all where it has all of them.
-
-    Args:
-        model: The checked configuration.
-        busiest: Rows of the busiest expert over the mean.
+    `busiest`, the rows of the busiest expert over the mean, says how far loads spread. The load of a rank is the mean
+    over its n of the E experts, which spreads less by the factor of a sample mean drawn without replacement,
+    sqrt((E − n) / ((E − 1) n)): 1 where each rank has one expert, 0 where it has all of them.
     """
     if model.num_moe_experts is None:
         return 1.0
@@ -62,11 +58,9 @@ def exchanges_rows(model: ModelConfig) -> bool:
 
 
 def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
-    """The linear layers with the rows that a rank's experts have, padded where FP8 asks for it.
+    """A transformer layer's linear layers, with the rows that a rank's experts have, padded where FP8 asks for it.
 
-    Args:
-        layer: Of one transformer layer, each expert with the mean number of rows.
-        load: Rows of the rank over that mean.
+    In `layer` each expert has the mean number of rows; `load` is the rank's rows over that mean.
     """
 
     def rows(linear: Linear) -> int:
@@ -88,31 +82,29 @@ class Passage:
     choices: int
     """Experts of a token."""
     sent: int
-    """Rows that the rank's own tokens become: one for each of these."""
+    """Rows that the rank's own tokens become: one for each of their experts."""
     received: int
     """Rows that the rank's experts compute, without padding."""
     exchanged: bool
-    """Whether other ranks have some of these experts; otherwise what is sent is what is received."""
+    """Whether other ranks have some of these experts; otherwise the rank receives what it sends."""
     sorted: bool
-    """Whether what several ranks have sent is put into the order of the rank's experts, which copies it."""
+    """Whether rows from several ranks are copied into the order of the rank's experts."""
     padded: bool
     """Whether each expert's rows are copied once more, between zeros: FP8 without padded routing."""
 
     def passes(self, *, fused: bool) -> float:
-        """Reads and writes of one row's values, forward and backward, over all of them: sent and received.
+        """How often a row's values are read or written, forward and backward, summed over the rows sent and received.
 
-        Rows are gathered (read, written), and added up (read, and what they are added to read and written), each with
-        the other as its gradient; sorting and padding read and write, there and back, forward and backward.
-
-        Args:
-            fused: One kernel gathers all rows of a token, which it reads once, and one adds them up and writes once.
+        Rows are gathered (read, written), and added up (read, and their sum read and written); each is the other's
+        gradient. Sorting and padding read and write, there and back, forward and backward. If `fused`, one kernel
+        gathers all rows of a token and reads it once, and another adds them up and writes the sum once.
         """
         per_row = 4 + 4 / self.choices if fused else 10
         return per_row * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
 
 
 def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
-    """How rows get to the experts of a layer (`on_rank`)."""
+    """How rows get to the experts of a layer, as `on_rank` gives it."""
     qkv, *_, fc1, _ = layer
     return Passage(
         choices=model.moe_router_topk,
@@ -125,30 +117,30 @@ def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
 
 
 def passing_bytes(model: ModelConfig, layer: Sequence[Linear], *, element: int, input_bytes: float) -> float:
-    """What a layer of experts needs on top of what it keeps, where it needs most, without the residual stream.
+    """Bytes that a layer of experts needs at its peak on top of what it keeps, without the residual stream.
 
-    Three moments compete. At the end of the experts' forward pass the callers still hold the rows as they were sent,
-    received and, before a cast, sorted and padded, and the activation's output in the run's precision. Before the
-    experts' backward pass the gradient of all rows is received and sorted. In it, the activation's gradients stand
-    where its output was kept.
+    Three moments compete. At the end of the experts' forward pass the callers still hold the rows as sent, received
+    and, before a cast, sorted and padded, and the activation's output in the run's precision. Before the experts'
+    backward pass the gradient of all rows is received and sorted. In it, the activation's gradients take the place of
+    its kept output.
 
     Args:
         model: The checked configuration.
         layer: Its linear layers, as one rank has them.
         element: Bytes of a value in the run's precision.
-        input_bytes: Of a value of the second product's kept input.
+        input_bytes: Bytes of a value in the kept input of the second product.
     """
     *_, fc1, fc2 = layer
     way, rows = passage(model, layer), fc1.tokens * fc1.count
     row = rows * model.hidden_size * element
     inner, cast = rows * fc2.in_features, fc1.precision == "fp8"
-    # What the experts were given is what BF16 keeps.
+    # BF16 keeps the experts' input itself.
     held = way.sent * model.hidden_size * element
     held += row * (way.exchanged and (way.sorted or cast)) + row * (way.sorted and cast)
-    # Their result stands beside its copy without padding, or later beside that in the order of the way back.
+    # The result exists beside its copy without padding, and later beside its copy in the order of the way back.
     forward = held + max(row * (1 + 2 * way.padded) + (inner * element if cast else 0), row * (1 + way.sorted))
     received = 2 * row
-    # FP8 reads the gradient as two copies of a byte.
+    # FP8 reads the gradient from two copies of one byte per value.
     activation = inner * element + rows * fc1.out_features * element - inner * input_bytes
     output = row + (2 * rows * model.hidden_size if cast else 0) + inner * element
     return max(forward, received, activation, output)

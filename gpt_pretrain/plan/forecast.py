@@ -1,27 +1,34 @@
-"""The plan of one run, put together: settings, products, memory, speed, and what follows from them in sentences."""
+"""The plan of one run: settings, products, memory, speed and checkpoints, and in sentences what follows from them.
+
+A checkpoint holds weights, masters and moments, each once, however many GPUs hold copies; each GPU writes about the
+same number of bytes. The rates of saving were measured on one H200 with a local disk, with the 21.8 GB of gpt2_1_5b
+(benchmarks/gpt2_1_5b_1xh200.md). A disk that many GPUs share has its own rate.
+"""
 
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.derived import flops_per_token
+from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype
+from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
+from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.checkpoints import CheckpointForecast, forecast_checkpoint
 from gpt_pretrain.plan.effective import Setting, effective_settings
 from gpt_pretrain.plan.experts import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, CALIBRATED_ON, rank_load
-from gpt_pretrain.plan.hardware import EFFICIENCY, GPUS, Gpu
 from gpt_pretrain.plan.kernels import Machine
-from gpt_pretrain.plan.machine import planned_platform
+from gpt_pretrain.plan.machine import GPUS, Gpu, planned_platform
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
+from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.products import Product, plan_products
-from gpt_pretrain.plan.remedies import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, predict_speed, with_usual_fp8, without_fp8
 from gpt_pretrain.plan.stages import Stage, plan_stages
 from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.spec.core_fields import Dtype, params_dtype
+from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
-# Predictions are good to some percent: closer to BF16 than this is not a gain that a run can count on.
+# Predictions are off by some percent: a run cannot count on a gain over BF16 that is smaller than this.
 WORTHWHILE = 1.05
-# Forecasts of memory have been within 2%; with less room than this a run may still end for lack of it.
+# Forecasts of memory have been within 2%: a run that needs a larger share than this may still run out of memory.
 CLOSE = 0.95
 # Why there is no prediction.
 _EMULATED = (
@@ -32,6 +39,13 @@ _ON_LOCAL_LAYERS = (
     "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
     "trainer.precision out to train at full speed."
 )
+# Bytes a second of one GPU: to host memory, while the loop stands still; and from there to the disk, beside the loop
+# (`checkpoint.async_save`) or not.
+_COPIED, _WRITTEN_BESIDE, _WRITTEN_ALONE = 31e9, 1.58e9, 0.81e9
+# While a checkpoint is written beside them, steps take this much longer.
+_SLOWER = 0.2
+# A checkpoint has moments in the smallest plain type that holds them exactly (`kernels.adam`).
+_SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
 
 
 def memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
@@ -88,12 +102,7 @@ def _ms(seconds: float) -> str:
 
 
 def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
-    """What the forecasts for experts rest on.
-
-    Args:
-        model: A model with experts.
-        run: The predicted step; None where no speed is predicted.
-    """
+    """What the forecasts for experts rest on; `run` is None where no speed is predicted."""
     at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
     told = [f"forecasts are calibrated on {CALIBRATED_ON} alone, and no other model or machine"]
     if at_first > 1:
@@ -111,15 +120,84 @@ def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointForecast:
+    """A checkpoint and its saves."""
+
+    num_bytes: float
+    """Of the whole checkpoint."""
+    bytes_per_gpu: float
+    """Of each GPU's part; a save beside the loop also takes as much host memory."""
+    stall_s: float
+    """Seconds that a save holds the loop."""
+    write_s: float
+    """Seconds from the stall until the disk has it, with `async_save`; 0 without, where the stall includes it."""
+    time_share: float | None
+    """Share of the run's time that saves by the clock cost; None without such saves."""
+    saves: str
+    """When the run saves (`describe_saves`)."""
+
+    @property
+    def sentence(self) -> str:
+        """One sentence on the run's checkpoints."""
+        if not self.saves:
+            return "Checkpoints: NONE is written."
+        size = f"{format_bytes(int(self.num_bytes))} each, {format_bytes(int(self.bytes_per_gpu))} a GPU"
+        cost = f"a save stops the loop for {format_seconds(self.stall_s)}"
+        if self.write_s:
+            cost += f" and is on a local disk {format_seconds(self.write_s)} later"
+        percent = None if self.time_share is None else format_amount(100 * self.time_share)
+        share = "" if percent is None else f"; those by the clock take {percent}% of the time"
+        return f"Checkpoints: {self.saves}; {size}; {cost}{share}."
+
+
+def _saves_by_clock(config: Config) -> bool:
+    interval, limit = save_interval_s(config.checkpoint), max_time_s(config.trainer)
+    return interval is not None and (limit is None or interval < limit)
+
+
+def describe_saves(config: Config) -> str:
+    """When a run saves: "every 500 steps, every 30 minutes, at the end"; empty where it never does."""
+    saves = config.checkpoint
+    times = [f"every {saves.save_interval} steps"] if saves.save_interval is not None else []
+    times += [f"every {saves.save_interval_minutes:g} minutes"] if _saves_by_clock(config) else []
+    times += ["at the end"] if saves.save_at_end else []
+    return ", ".join(times)
+
+
+def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecast:
+    """The checkpoints of a checked configuration."""
+    optim, saves = spec.model.optim, spec.config.checkpoint
+    weight = 2 if params_dtype(spec) is Dtype.bf16 else 4
+    master, moments = 0.0 if weight == 4 else 4.0, OPTIMIZERS[optim.name].state_bytes(optim)
+    if optim.use_precision_aware_optimizer:
+        master = 2.0 if optim.main_params_dtype is MainParamsDtype.fp16 else 4.0
+        moments = _SAVED_MOMENT_BYTES[optim.exp_avg_dtype] + _SAVED_MOMENT_BYTES[optim.exp_avg_sq_dtype]
+    num_bytes = num_parameters * (weight + master + moments)
+    bytes_per_gpu = num_bytes / spec.launch.world_size
+    stall_s, write_s = bytes_per_gpu / _COPIED, bytes_per_gpu / _WRITTEN_BESIDE
+    if not saves.async_save:
+        stall_s, write_s = bytes_per_gpu / _WRITTEN_ALONE, 0.0
+    interval = save_interval_s(saves) if _saves_by_clock(spec.config) else None
+    return CheckpointForecast(
+        num_bytes=num_bytes,
+        bytes_per_gpu=bytes_per_gpu,
+        stall_s=stall_s,
+        write_s=write_s,
+        time_share=None if interval is None else (stall_s + _SLOWER * write_s) / interval,
+        saves=describe_saves(spec.config),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedForecast:
-    """The speed of the run, and of the same run with FP8 switched off, or on."""
+    """The speed of the run, and of the same run in BF16 and in FP8."""
 
     run: Speed
     bf16: Speed
     fp8: Speed | None
     """None where FP8 could not run: see `Plan.sentences`."""
     fp8_recipe: str
-    """Of `fp8`: the run's own, or the usual one where the run is in BF16 (`with_usual_fp8`)."""
+    """The recipe of `fp8`: the run's own, or the usual one where the run is in BF16 (`with_usual_fp8`)."""
 
     @property
     def ratio(self) -> float | None:
@@ -142,7 +220,7 @@ class Plan:
     checkpoint: CheckpointForecast
     flops_per_token: float
     speed: SpeedForecast | None
-    """None where nothing has been measured that a prediction could rest on."""
+    """None where no measurement supports a prediction."""
     sentences: tuple[str, ...]
     """What a person should know before starting the run, the most important first."""
 
@@ -167,7 +245,7 @@ def _forecast_speed(spec: RunSpec, machine: Machine) -> tuple[SpeedForecast, str
     """The speeds, and why FP8 could not run where it could not."""
 
     def speed_of(model: ModelConfig) -> Speed:
-        # FP8 decides about kernels, too.
+        # Kernels depend on FP8.
         varied = build_run_spec(replace(spec.config, model=model), spec.launch, spec.platform)
         return predict_speed(machine, varied)
 
@@ -183,7 +261,7 @@ def _forecast_speed(spec: RunSpec, machine: Machine) -> tuple[SpeedForecast, str
 
 
 def build_plan(config: Config, launch: Launch) -> Plan:
-    """Plans a configuration that all rules and the planned machine let pass."""
+    """Plans a configuration that breaks no rule, also of the planned machine."""
     gpu = GPUS[config.plan.gpu]
     spec = build_run_spec(config, launch, planned_platform(config, launch))
     memory = forecast_memory(spec, gpu)
@@ -196,7 +274,7 @@ def build_plan(config: Config, launch: Launch) -> Plan:
     elif spec.fp8 is None and not spec.kernels.transformer_engine:
         sentences.append(_ON_LOCAL_LAYERS)
     else:
-        speed, problem = _forecast_speed(spec, Machine(gpu=gpu, efficiency=EFFICIENCY))
+        speed, problem = _forecast_speed(spec, Machine(gpu=gpu))
         sentences.append(
             fp8_verdict(
                 bf16=speed.bf16, fp8=speed.fp8, recipe=speed.fp8_recipe, is_on=spec.fp8 is not None, problem=problem

@@ -1,9 +1,9 @@
 """How long the kernels of one microbatch take on one GPU: a roofline, each product and each pass over memory by itself.
 
-A product of [m, k] and [k, n] takes the longer of its arithmetic at the peak that training reaches and its bytes at
-the memory's bandwidth; everything else is bytes over bandwidth, and each kernel starts a little after the last. The
-passes are counted from the sources of megatron-core 0.19 and Transformer Engine 2.12; the shares of the peaks are
-`hardware.EFFICIENCY`.
+A product of [m, k] and [k, n] takes as long as its arithmetic at the peak that training reaches, or as its bytes at the
+memory's bandwidth, whichever is longer. Everything else is bytes over bandwidth, and each kernel starts a little after
+the last. The passes were counted in the sources of megatron-core 0.19 and Transformer Engine 2.12; the shares of the
+peaks are `machine.EFFICIENCY`.
 """
 
 import math
@@ -20,7 +20,7 @@ from gpt_pretrain.plan.experts import (
     WEIGHTED_ACTIVATION_BYTES,
     passage,
 )
-from gpt_pretrain.plan.hardware import Efficiency, Gpu
+from gpt_pretrain.plan.machine import EFFICIENCY, Efficiency, Gpu
 from gpt_pretrain.spec.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec
@@ -44,21 +44,15 @@ class Machine:
     """A GPU and the shares of its peaks that training reaches."""
 
     gpu: Gpu
-    efficiency: Efficiency
+    efficiency: Efficiency = EFFICIENCY
 
     def memory_s(self, num_bytes: float, kernels: int = 1) -> float:
-        """Seconds that kernels take which only move bytes."""
+        """Seconds of kernels that only move bytes."""
         bandwidth = self.gpu.bandwidth_tb_s * 1e12 * self.efficiency.bandwidth
         return num_bytes / bandwidth + kernels * self.efficiency.kernel_s
 
     def gemm_s(self, gemm: Gemm, recipe: Recipe | None, *, accumulates: bool = False) -> float:
-        """Seconds of one product.
-
-        Args:
-            gemm: The product.
-            recipe: FP8's.
-            accumulates: Whether weight gradients are added to fp32 ones, and not written in BF16.
-        """
+        """Seconds of one product; if it `accumulates`, weight gradients are added to fp32 ones, not written in BF16."""
         own = self.efficiency
         if gemm.fp8 and recipe is not None:
             size, rate = 1, self.gpu.fp8_tflops * 1e12 * recipe.peak_share
@@ -74,10 +68,10 @@ class Machine:
 def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) -> float:
     """Casts of the input and of the output's gradient, as rows and as columns: read BF16, write two bytes.
 
-    Where the norm writes FP8 itself, the transposed copy takes another pass. A scale from the tensor itself takes one
-    more pass to find it. A cast in the activation's kernel writes its two bytes in place of BF16, which
-    `_elementwise_bytes` has: what is left is to read the activation's inputs, and its gradient, once more for a scale.
-    TorchAO's codes are written in both layouts at once (`kernels.cast_triton`).
+    Where the norm writes FP8 itself, the transposed copy takes another pass. Finding a scale in the tensor itself takes
+    one more. A cast in the activation's kernel writes its two bytes in place of the BF16 that `_elementwise_bytes`
+    counts: what remains is to read the activation's inputs, and its gradient, once more for a scale. TorchAO's codes
+    are written in both layouts at once (`kernels.cast_triton`).
     """
     from_itself = recipe.searches_amax
     of_input = of_gradient = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * from_itself
@@ -94,7 +88,7 @@ def _attention_s(machine: Machine, spec: RunSpec, tokens: int) -> float:
     model = spec.model
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
-    # What a score costs beside its products weighs more in narrow heads.
+    # The cost of a score beside its products weighs more in narrow heads.
     reached = machine.efficiency.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
     if spec.fp8 is not None and spec.fp8.dot_product_attention:
         reached *= machine.efficiency.fp8_attention
@@ -135,7 +129,7 @@ def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, f
     in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
     fused = spec.kernels.activation_cast_fusion and in_fp8 >= {FC1, FC2}
     for linear in layer:
-        # What TorchAO multiplies is written in BF16 and added then.
+        # TorchAO writes weight gradients in BF16, which are added afterwards.
         accumulates = spec.kernels.gradient_accumulation_fusion and not (in_local_layers and linear.precision == "fp8")
         seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe, accumulates=accumulates) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
@@ -168,7 +162,7 @@ def head_s(machine: Machine, spec: RunSpec, head: Linear) -> dict[str, float]:
     """Seconds of the LM head and the loss for one microbatch, forward and backward."""
     logits = head.tokens * head.out_features
     linear = spec.kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
-    # As for the layers; the linear loss sums its chunks up in fp32 first: zeroed, then read 4 and written as BF16.
+    # As for the layers. The linear loss first sums its chunks in fp32: zeroed, then read as 4 bytes, written as BF16.
     unfused = 10 + (10 if linear else 0)
     accumulated = 0 if spec.kernels.gradient_accumulation_fusion else head.out_features * head.in_features * unfused
     return {
@@ -209,17 +203,14 @@ def host_layer_s(machine: Machine, spec: RunSpec) -> float:
 
 
 def host_s(machine: Machine, spec: RunSpec, layers: float) -> float:
-    """Seconds that the host needs to launch one step: where the GPU is faster, it waits.
+    """Seconds that the host needs to launch one step; a faster GPU waits for it.
 
-    Args:
-        machine: The GPU and its efficiency.
-        spec: The run.
-        layers: Layers of a stage times microbatches; of a layer that is computed again, more than one.
+    `layers` is a stage's layers times microbatches, where a recomputed layer counts as more than one.
     """
     return machine.efficiency.host_s_per_step + layers * host_layer_s(machine, spec)
 
 
 def add(total: dict[str, float], part: Mapping[str, float], factor: float = 1.0) -> None:
-    """Adds seconds by what they are spent on."""
+    """Adds the seconds of a part, by what they are spent on, to a total."""
     for name, value in part.items():
         total[name] = total.get(name, 0.0) + factor * value

@@ -1,33 +1,176 @@
-"""Memory that a run lacks: refused before the start where that is certain, and explained where it runs out later.
+"""Memory that a run lacks: what would need less, a refusal where a run cannot start, an explanation where it ran out.
 
-The message tells the forecast for the run, what was used, and which keys would save how much.
+Remedies keep what is computed: the same weights, batch and steps. What breaks a rule is left out.
 
-The forecast is the plan's, for the machine of the run instead of a planned one. It was calibrated on GPUs; for a run on
-the CPU it tells how the memory divides, and less exactly the total. A process there may have the machine's memory, or
-what its container or Slurm job leaves it.
+The forecast is the plan's. For a run it is made for the machine at hand instead of a planned one. It was calibrated on
+GPUs; on the CPU it tells how the memory divides, and the total less exactly. A process there may have the machine's
+memory, or what its container or Slurm job leaves it.
+
+Only what asks a GPU imports torch: a plan needs none.
 """
 
 import os
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
+from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
+from gpt_pretrain.config.errors import UserError, show
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.memory import GIB, MemoryForecast
-from gpt_pretrain.plan.remedies import forecast_of, peak_gib_of, plan_remedies
+from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, Gpu, planned_launch, planned_platform, planned_problems
+from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
+from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
+from gpt_pretrain.spec.run_spec import build_run_spec
 
+# Less than this share of the peak is not worth a change.
+_WORTHWHILE = 0.01
+# How many times the GPUs are offered; where even so many are too few, a smaller model is meant.
+_TIMES_THE_GPUS = (2, 4, 8, 16, 32, 64)
+# What a run holds from its first step on, whatever its batches are: counted, not estimated.
+_STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
+# How torch's allocators, CUDA and NCCL say it.
+_WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMORY = Path("/proc/meminfo")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change of the configuration that needs less memory, by the forecast."""
+
+    overrides: str
+    """As one would type it."""
+    needed_gib: float
+    """What would be needed then."""
+
+
+def _peak_gib(forecast: MemoryForecast) -> float:
+    """The peak of torch's allocator on the worst stage."""
+    return forecast.worst.peak / GIB
+
+
+def plan_remedies(
+    config: Config, launch: Launch, platform: Platform, needed: Callable[[MemoryForecast], float] = _peak_gib
+) -> list[Remedy]:
+    """The changes that would save this run memory on as many processes, the most helpful first.
+
+    Changes that break a rule are left out. `needed` says which GiB of a forecast should become fewer.
+    """
+    # The rules ask for the precision as well.
+    config = _as_run(config, platform)
+    before = needed(_forecast_of(config, launch, platform))
+    found = []
+    for changes in _changes(config.model, launch):
+        varied = replace(config, model=replace(config.model, **changes))
+        if config_problems(varied, launch):
+            continue
+        after = needed(_forecast_of(varied, launch, platform))
+        if after < before * (1 - _WORTHWHILE):
+            found.append(Remedy(overrides=_as_typed(changes), needed_gib=after))
+    return sorted(found, key=lambda remedy: remedy.needed_gib)
+
+
+def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
+    """Changes of `model` that keep weights, batch and steps as they are."""
+    for size in {1, model.micro_batch_size // 2} - {0, model.micro_batch_size}:
+        yield {"micro_batch_size": size}
+    if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
+        yield {
+            "activations_checkpoint_granularity": RecomputeGranularity.full,
+            "activations_checkpoint_method": RecomputeMethod.uniform,
+            "activations_checkpoint_num_layers": 1,
+        }
+    if model.activations_checkpoint_granularity is None:
+        yield {"activations_checkpoint_granularity": RecomputeGranularity.selective}
+    if not uses_distributed_optimizer(model):
+        yield {"use_distributed_optimizer": True}
+    if not model.optim.use_precision_aware_optimizer:
+        # With the default fp32 states and remainders, nothing more is rounded than before.
+        yield {
+            **({} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}),
+            "optim": replace(model.optim, use_precision_aware_optimizer=True),
+        }
+    if model.fp8 and not model.fp8_params and not model.fp8_emulate:
+        yield {"fp8_params": True, "use_distributed_optimizer": True}
+    if data_parallel_size(model, launch.world_size) % 2 == 0:
+        # Every two of the ranks that hold the same layers would share them.
+        yield {"tensor_model_parallel_size": 2 * model.tensor_model_parallel_size, "sequence_parallel": True}
+        yield {"pipeline_model_parallel_size": 2 * model.pipeline_model_parallel_size}
+
+
+def _as_typed(changes: dict[str, Any]) -> str:
+    # Only one key of the optimizer is ever changed.
+    flat = {name: value for name, value in changes.items() if name != "optim"}
+    flat |= {"optim.use_precision_aware_optimizer": True} if "optim" in changes else {}
+    return " ".join(f"model.{name}={show(value)}" for name, value in flat.items())
+
+
+def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *, gib: float) -> list[Remedy]:
+    """For each way to lay a planned run out over more GPUs, the fewest on which it needs at most `gib`.
+
+    Experts are shared by as many ranks as before, or by more.
+    """
+    world_size = planned_launch(config).world_size
+    found: dict[str, Remedy] = {}
+    for times in _TIMES_THE_GPUS:
+        plan = replace(config.plan, num_gpus=times * world_size)
+        for changes in _layouts(config.model, times):
+            way = " ".join(changes)
+            varied = replace(config, model=replace(config.model, **changes), plan=plan)
+            if way in found or planned_problems(varied):
+                continue
+            launch = planned_launch(varied)
+            needs = needed(_forecast_of(varied, launch, planned_platform(varied, launch)))
+            if needs <= gib:
+                overrides = " ".join(filter(None, [f"plan.num_gpus={plan.num_gpus}", _as_typed(changes)]))
+                found[way] = Remedy(overrides=overrides, needed_gib=needs)
+        if found:
+            break
+    return sorted(found.values(), key=lambda remedy: remedy.needed_gib)
+
+
+def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
+    """Layouts over `times` as many ranks."""
+    sharded = {} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}
+    yield sharded
+    if model.num_moe_experts is not None:
+        yield {**sharded, "expert_model_parallel_size": times * model.expert_model_parallel_size}
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    yield {"pipeline_model_parallel_size": times * pp}
+    # Tensor parallelism within a node, pipelines between nodes.
+    inside = min(times, GPUS_PER_NODE // tp)
+    if inside > 1:
+        between = {"pipeline_model_parallel_size": pp * times // inside} if times > inside else {}
+        yield {"tensor_model_parallel_size": inside * tp, "sequence_parallel": True, **between}
+
+
+def _forecast_of(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
+    """The forecast for a run on the machine that it runs on."""
+    return forecast_memory(build_run_spec(_as_run(config, platform), launch, platform), _gpu(platform))
+
+
+def _gpu(platform: Platform) -> Gpu:
+    """This machine's GPU as the plan describes one; a run's peak depends only on its name and compute capability."""
+    return replace(
+        GPUS[PlanGpu.h200], name=platform.device_name, compute_capability=platform.compute_capability or (0, 0)
+    )
+
+
+def _as_run(config: Config, platform: Platform) -> Config:
+    """The configuration with this machine's precision: the plan takes `auto` for a GPU's."""
+    if platform.cuda or config.trainer.precision is not Precision.auto:
+        return config
+    return replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
+
+
 def host_memory_bytes() -> tuple[int, str]:
-    """The bytes, swap included, and whose they are: "this machine" or "this process's control group"."""
+    """Bytes of memory, swap included, and whose they are: "this machine" or "this process's control group"."""
     installed, swap = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _swap_bytes()
     limit = min(_limits(), default=installed)
     if limit < installed:
@@ -44,7 +187,7 @@ def _swap_bytes() -> int:
 
 
 def _limits() -> Iterator[int]:
-    """Limits of this process's control group and of those that it is in, as Linux's cgroup v2 and v1 write them."""
+    """Limits of this process's control group and the groups around it, from the files of Linux's cgroup v2 and v1."""
     if not _OWN_GROUPS.is_file():
         return
     for line in _OWN_GROUPS.read_text().splitlines():
@@ -55,7 +198,7 @@ def _limits() -> Iterator[int]:
             root, name = _GROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # In a container the path may be the host's, and only the root is there.
+        # In a container the path may be the host's, where only the root exists.
         group = root / own.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             file = folder / name
@@ -63,30 +206,24 @@ def _limits() -> Iterator[int]:
                 yield int(said)
 
 
-# What a run holds from its first step on, whatever its batches are: counted, not estimated.
-_STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
-# How torch's allocators, CUDA and NCCL say it.
-_WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
-
-
 def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
     """Refuses a run whose weights, gradients and optimizer states alone are more than there is.
 
-    On a GPU they would be found out after data and weights were prepared; without one, Linux ends the process for it
-    and says nothing.
+    On a GPU the run would find out after data and weights were prepared; without one, Linux ends the process and says
+    nothing.
 
     Raises:
-        UserError: What they take, what there is, and the keys that would help.
+        UserError: What they take, what is available, and the keys that would help.
     """
 
     def states_gib(forecast: MemoryForecast) -> dict[str, float]:
         stages = [{name: stage.items.get(name, 0.0) / GIB for name in _STATES} for stage in forecast.stages]
         if platform.cuda:
             return max(stages, key=lambda items: sum(items.values()))
-        # All processes of a node without GPUs have its memory; their stages are taken to be as in the whole run.
+        # All processes of a node without GPUs share its memory; their stages are taken to be those of the whole run.
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
-    items = states_gib(forecast_of(config, launch, platform))
+    items = states_gib(_forecast_of(config, launch, platform))
     needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
         return
@@ -102,6 +239,8 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
 
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on the device or on the host."""
+    import torch
+
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
@@ -110,7 +249,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) -> str:
     """The message for a run that ran out of memory on this machine."""
     platform = detect_platform()
-    forecast = forecast_of(config, launch, platform)
+    forecast = _forecast_of(config, launch, platform)
     peak_gib = forecast.worst.peak / GIB
     items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
     where = f" on the ranks of pipeline stage {forecast.worst.stage}" if len(forecast.stages) > 1 else ""
@@ -121,7 +260,7 @@ def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) 
         f"the forecast for this run is a peak of {peak_gib:.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),
-        *_advice(config, launch, platform, peak_gib_of, has_gib=None),
+        *_advice(config, launch, platform, _peak_gib, has_gib=None),
     ]
     return "\n".join(lines)
 
@@ -134,12 +273,12 @@ def _advice(
     *,
     has_gib: float | None,
 ) -> list[str]:
-    """Lines for the user; the last tells of more, where what there is (`has_gib`) is less than each remedy needs."""
+    """Lines for the user; the last one says that no remedy is enough alone, if each needs more than `has_gib`."""
     remedies = plan_remedies(config, launch, platform, needed)
     larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
         return [f"no key of this run would make it smaller at the same work: {larger}, or a smaller model"]
-    now = needed(forecast_of(config, launch, platform))
+    now = needed(_forecast_of(config, launch, platform))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
         f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"
@@ -151,8 +290,10 @@ def _advice(
 
 
 def _total_gib(platform: Platform) -> tuple[float, str]:
-    """Memory that the run can have, and whose it is."""
+    """GiB that the run can have, and whose they are."""
     if platform.cuda:
+        import torch
+
         total = torch.cuda.get_device_properties(platform.device).total_memory
         return float(total) / GIB, f"this GPU ({platform.device_name})"
     host, whose = host_memory_bytes()
@@ -162,6 +303,8 @@ def _total_gib(platform: Platform) -> tuple[float, str]:
 def _used(platform: Platform) -> str:
     total, whose = _total_gib(platform)
     if platform.cuda:
+        import torch
+
         allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
         return (
             f"used at most: {allocated:.2f} GiB by tensors, {reserved:.2f} GiB taken by torch's allocator for them, "

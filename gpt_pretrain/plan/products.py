@@ -1,4 +1,4 @@
-"""Every matrix product of a step on one GPU, equal layers told once, and whether FP8 could take its shape."""
+"""Every matrix product of a step on one GPU, equal layers together, and whether FP8 could take its shape."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Lin
 from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
-# What FP8 products ask of both dimensions of their operands, where no recipe is chosen: that of scales per tensor.
+# Both dimensions of an FP8 product's operands are multiples of this in recipes with one scale per tensor, which count
+# where no recipe is chosen.
 ALIGNMENT = 16
 
 
@@ -34,9 +35,9 @@ class Product:
     reason: str
     """Why it is not in FP8; empty where it is."""
     shape_problem: str
-    """Which dimension FP8 could not take, with the nearest values that it could; empty where it can."""
+    """Which dimension FP8 cannot take, with the nearest values that it can; empty where it takes all."""
     flops: int
-    """Of all its layers together; causal attention is half of what its shape says."""
+    """Of all its layers together; causal attention counts half of its shape's."""
 
 
 def layer_ranges(layers: list[int]) -> str:
@@ -60,7 +61,7 @@ def shape_problem(m: int, n: int, k: int, alignment: int) -> str:
 
 
 def _shape_problem(gemm: Gemm, alignment: int) -> str:
-    """Of a product that may run in FP8: the LM head and routers never do, and the rows of experts are padded."""
+    """The problem of a product that may run in FP8: the LM head and routers never do, rows of experts are padded."""
     kind = gemm.linear.kind
     if gemm.linear.layer < 0 or kind == ROUTER:
         return ""

@@ -1,4 +1,4 @@
-"""The speed of the run: one optimizer step on the slowest path through the pipeline, and FP8 against BF16.
+"""The speed of a run: one optimizer step on the slowest path through the pipeline.
 
 Collectives take the time of their bytes over the links that a group's ranks share; only what computation does not hide
 counts. Ranks are laid out with TP fastest, then CP, DP and PP (`gpt_pretrain.megatron.parallel`): a group whose ranks
@@ -30,7 +30,7 @@ from gpt_pretrain.spec.run_spec import Layout, RunSpec
 
 
 def link_bytes_per_s(machine: Machine, layout: Layout, span: int) -> float:
-    """Bytes per second and direction of a group whose first and last rank lie `span` ranks apart, counted with both."""
+    """Bytes per second and direction in a group that spans `span` ranks, its first and last one included."""
     gpu = machine.gpu
     return (gpu.nvlink_gb_s if span <= layout.gpus_per_node else gpu.network_gb_s) * 1e9 * machine.efficiency.links
 
@@ -59,10 +59,10 @@ def tensor_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> f
 
 
 def expert_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
-    """Seconds of one layer's exchanges of tokens between ranks that share experts out, for one microbatch.
+    """Seconds of one layer's exchanges of tokens between the ranks that share experts, for one microbatch.
 
-    The rows that a rank's experts compute come from all of these ranks alike, go back, and their gradients do the same.
-    The links of the fullest rank decide; none is hidden behind a product.
+    The rows that a rank's experts compute come from all of these ranks alike and go back, and so do their gradients.
+    The links of the fullest rank decide; no exchange is hidden behind a product.
     """
     model, layout = spec.model, spec.layout
     ranks = layout.ep * layout.etp
@@ -76,15 +76,11 @@ def expert_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> f
 def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s: float) -> float:
     """Seconds per step of gradient reduction and parameter gathering that computation does not hide.
 
-    Args:
-        machine: The GPU.
-        spec: The run.
-        stage: The pipeline stage.
-        backward_s: The backward pass of the last microbatch, which overlapped reduction over a network hides behind.
+    Overlapped reduction over a network hides behind the backward pass of the last microbatch, `backward_s`.
     """
     model, layout = spec.model, spec.layout
     rate = link_bytes_per_s(machine, layout, layout.tp * layout.shards)
-    # Of what a rank sends, as all but its own part of what is shared out.
+    # A rank sends all but its own part of what is sharded.
     others = stage.num_parameters - stage.expert_weights
     moved = others * (1 - 1 / layout.shards) + stage.expert_weights * (1 - 1 / layout.expert_shards)
     gradient = 4 if model.grad_reduce_in_fp32 else 2
@@ -95,9 +91,9 @@ def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s
         # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
-    # Over NVLink it is counted in full, for what products beside it lose, and for waiting: steps of 4 and 32 layers of
-    # Llama 3 8B on two and four H200s were longer by about that or more, BF16 and FP8. A profile has since found 52 to
-    # 60 of the 92 ms of four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to hide.
+    # Over NVLink it counts in full, for the products that it slows down and for waiting: steps of 4 and 32 layers of
+    # Llama 3 8B on two and four H200s were longer by about that or more, in BF16 and FP8. A profile has since found 52
+    # to 60 of the 92 ms on four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to hide.
     lost = rate / link_bytes_per_s(machine, layout, 1)
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
@@ -161,7 +157,7 @@ def _transformer_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *
 
 
 def _expert_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, recomputed: bool) -> dict[str, float]:
-    """The same of a layer with experts: all ranks wait for the fullest one, and each layer for the host."""
+    """The same for a layer with experts, where all ranks wait for the fullest one, and each layer for the host."""
     seconds = _transformer_layer_s(machine, spec, on_rank(layer, 1.0), recomputed=recomputed)
     load = rank_load(spec.model, BUSIEST_EXPERT)
     uneven = _transformer_layer_s(machine, spec, on_rank(layer, load), recomputed=recomputed)
@@ -180,7 +176,7 @@ def _microbatch_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, fl
     cache: dict[tuple[str, ...], dict[str, float]] = {}
     time_layer = _transformer_layer_s if model.num_moe_experts is None else _expert_layer_s
     for layer, recomputed in zip(stage.layers, _recomputed(model, stage), strict=True):
-        own = [linear for linear in stage.linears if linear.layer == layer]
+        own = stage.linears_of(layer)
         # Layers whose products run in the same precisions take the same time.
         key = (*(f"{linear.precision} {linear.wgrad_precision}" for linear in own), str(recomputed))
         if key not in cache:
@@ -193,7 +189,7 @@ def _microbatch_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, fl
 
 
 def _launched_layers(machine: Machine, model: ModelConfig, stage: Stage) -> float:
-    """The layers that the host launches for a microbatch; one computed again as more than one."""
+    """The layers that the host launches for a microbatch, where a recomputed layer counts as more than one."""
     num_layers = len(stage.layers)
     if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
         return num_layers
@@ -221,9 +217,9 @@ def _optimizer_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, flo
     moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
     seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
     if settings is not None and settings.params:
-        # `megatron.weights` reads masters, writes BF16, reads that and writes FP8; all but delayed scaling go over
-        # the masters once more, for their amax. `megatron.stored_weights` goes over fp32 in place of BF16. Transposes
-        # are of whole weights.
+        # `megatron.weights` reads masters, writes BF16, reads that and writes FP8; all recipes but delayed read the
+        # masters once more, for their amax. `megatron.stored_weights` passes over fp32 in place of BF16. Transposes are
+        # of whole weights.
         cast = 17 if settings.in_local_layers else 9 if settings.recipe.keeps_history else 13
         transposes = 2 if machine.gpu.needs_fp8_transposes or settings.in_local_layers else 0
         seconds["FP8 parameters"] = machine.memory_s(stage.fp8_weights * (cast / shards + transposes))

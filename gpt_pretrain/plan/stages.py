@@ -1,12 +1,21 @@
-"""What one GPU of each pipeline stage holds: layers, embedding, LM head, parameters, and microbatches in flight."""
+"""What one GPU of each pipeline stage holds: layers, parameters, microbatches in flight, and activations.
+
+What the forward pass of a layer leaves for its backward pass was read from what the autograd functions save:
+Transformer Engine 2.12's `_LayerNormLinear` and `_Linear` (module/), its `FusedAttnFunc`
+(attention/dot_product_attention/backends.py), megatron-core 0.19's `GeLUFunction` and `SwiGLUFunction` (fusions/) and
+its local `DotProductAttention`. In FP8 a linear layer keeps its input as one byte per value, in the layout that the
+weight gradient reads, and no longer in BF16; the inputs of norms, attention and the activation function stay in BF16.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import Normalization, PositionEmbedding
-from gpt_pretrain.config.derived import kv_channels, padded_vocab_size
+from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, Precision
+from gpt_pretrain.config.derived import kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.plan.experts import passing_bytes
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import Layout, RunSpec
 
 
@@ -28,7 +37,11 @@ class Stage:
     other_parameters: int
     """All other parameters: weights kept out of FP8, embeddings, LM head, biases, norms."""
     expert_weights: int
-    """Of both, those of experts."""
+    """The parameters of experts, counted in the two above."""
+
+    def linears_of(self, layer: int) -> list[Linear]:
+        """The linear layers of one of its transformer layers."""
+        return [linear for linear in self.linears if linear.layer == layer]
 
     @property
     def num_parameters(self) -> int:
@@ -36,7 +49,7 @@ class Stage:
         return self.fp8_weights + self.other_parameters
 
     def optimizer_parameters(self, layout: Layout, *, sharded: bool) -> float:
-        """Parameters whose optimizer states one GPU has, all of its own or a share of them."""
+        """Parameters whose optimizer states one GPU holds: all of its own, or its shard of them."""
         if not sharded:
             return self.num_parameters
         others = self.num_parameters - self.expert_weights
@@ -121,3 +134,106 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
             )
         )
     return stages
+
+
+def element_bytes(spec: RunSpec) -> int:
+    """Bytes of a value in the run's precision on a GPU."""
+    return 4 if spec.config.trainer.precision is Precision.fp32 else 2
+
+
+def held_fp8(spec: RunSpec) -> Fp8Settings | None:
+    """The FP8 in which layers hold values; None also if emulated: values are then rounded, in the run's precision."""
+    return None if spec.fp8 is None or spec.fp8.emulate else spec.fp8
+
+
+def input_bytes(spec: RunSpec, linear: Linear) -> float:
+    """Bytes of one value of the input that a linear layer keeps."""
+    fp8 = held_fp8(spec)
+    if fp8 is None or linear.wgrad_precision != "fp8":
+        return element_bytes(spec)
+    return 1 + fp8.recipe.activation_scale_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerActivations:
+    """Bytes that one layer keeps of one microbatch, on one GPU."""
+
+    layer_input: float
+    """All that a recomputed layer keeps."""
+    attention_block: float
+    """Norm, projections, q, k, v and the output of attention."""
+    attention_core: float
+    """What selective recomputation does not keep."""
+    mlp: float
+    passing: float
+    """What passing through the layer needs on top at its peak: backward, or forward with small experts."""
+
+    @property
+    def kept(self) -> float:
+        """Without recomputation."""
+        return self.layer_input + self.attention_block + self.attention_core + self.mlp
+
+    @property
+    def kept_selective(self) -> float:
+        """With attention recomputed."""
+        return self.kept - self.attention_core
+
+
+def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivations:
+    """What one layer keeps, whose linear layers come in forward order, experts with their rows (`experts.on_rank`)."""
+    qkv, proj, *router, fc1, fc2 = layer
+    model, kernels, fp8 = spec.model, spec.kernels, held_fp8(spec)
+    tp, element = model.tensor_model_parallel_size, element_bytes(spec)
+    tokens, local = qkv.tokens, qkv.local_tokens
+    heads, width = model.num_attention_heads // tp, kv_channels(model)
+    residual = local * model.hidden_size * element
+    # Mean (LayerNorm only) and inverse deviation of each token in fp32.
+    norm_statistics = local * 4 * (2 if model.normalization is Normalization.layernorm else 1)
+    dropout_mask = local * model.hidden_size * (model.hidden_dropout > 0)
+
+    # Rotary embeddings, or a layout that attention cannot read, give q, k and v tensors of their own, and the
+    # projection's output is freed: there is one copy in any case.
+    fp8_attention = fp8 is not None and fp8.dot_product_attention
+    projected = tokens * (heads + 2 * num_query_groups(model) // tp) * width * (1 if fp8_attention else element)
+    attended = tokens * heads * width
+    # The norms of queries and keys keep their inputs.
+    normalised = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
+    # Attention keeps its output; the projection's input is the same tensor, or an FP8 copy beside it.
+    projection_input = attended * input_bytes(spec, proj)
+    shares_output = fp8 is None or proj.wgrad_precision != "fp8"
+    if kernels.transformer_engine or kernels.torch_attention:
+        softmax = 4 * heads * tokens
+    else:
+        # [b, heads, s, s]: the softmax in fp32 and the factor of v; the fused kernel keeps only the latter.
+        per_score = element + (0 if kernels.masked_softmax_fusion or element == 4 else 4)
+        softmax = heads * tokens * model.encoder_seq_length * per_score
+    core = softmax + (0 if shares_output else attended * (1 if fp8_attention else element))
+
+    # With experts: a row for each token and each of its experts.
+    rows = fc1.tokens * fc1.count
+    inner = rows * fc2.in_features
+    fc1_output = rows * fc1.out_features * element
+    fc1_input = (rows if router else local) * model.hidden_size * input_bytes(spec, fc1)
+    # The router's input, of which the experts' rows are copies, and its scores and weights in fp32.
+    routed = local * (model.hidden_size * element + 4 * 4 * router[0].out_features) if router else 0
+    # The unfused gate keeps silu(x) beside x and its factor.
+    gate = inner * element if model.activation is Activation.swiglu and not kernels.bias_activation_fusion else 0
+    kept = inner * input_bytes(spec, fc2)
+    passing: float = fc1_output
+    if router:
+        passing = passing_bytes(model, layer, element=element, input_bytes=input_bytes(spec, fc2))
+    return LayerActivations(
+        layer_input=residual,
+        attention_block=local * model.hidden_size * input_bytes(spec, qkv)
+        + norm_statistics
+        + projected
+        + normalised
+        + projection_input
+        + dropout_mask,
+        attention_core=core,
+        mlp=residual + fc1_input + routed + norm_statistics + fc1_output + gate + kept + dropout_mask,
+        # The activation's gradient exists beside its kept input, and two gradients of the residual stream: before and
+        # after the layer. Attention's backward pass, cuDNN's or FlashAttention-4's with gradients in fp32, takes less
+        # than the MLP has freed by then.
+        passing=passing + 2 * residual,
+    )

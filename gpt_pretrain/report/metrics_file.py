@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError, how_to_install
-from gpt_pretrain.config.files import named, write_file
-from gpt_pretrain.config.foreign import check_regular
+from gpt_pretrain.config.files import check_regular, named, write_file
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.records import (

@@ -8,54 +8,46 @@ from itertools import chain
 from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.files import find_conf_dir
 from gpt_pretrain.config.keys import is_known, schema_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import find_conf_dir
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
-from gpt_pretrain.rules.fp8_shapes import fp8_shape_problems
-from gpt_pretrain.rules.kernels import (
+from gpt_pretrain.rules.model import (
     compile_problems,
     fused_kernel_problems,
+    fusions,
     gradients,
     graph_problems,
-    tensor_parallel_overlap,
-)
-from gpt_pretrain.rules.layout import Accepts, attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
-from gpt_pretrain.rules.model import (
-    fusions,
     numbers,
     pipeline,
     positions,
     recomputation,
     sizes_are_positive,
+    tensor_parallel_overlap,
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
-from gpt_pretrain.rules.optimizer import optimizer, optimizer_memory, schedule
-from gpt_pretrain.rules.training import (
-    corpus,
-    determinism,
-    files,
-    launched,
-    reports,
-    rewinds,
-    splits,
-    start,
-    tokenizer,
-    trainer,
+from gpt_pretrain.rules.shapes import (
+    Accepts,
+    attention_heads,
+    fp8_shape_problems,
+    rotated_pairs,
+    sequence,
+    widths_over_tensor_ranks,
 )
+from gpt_pretrain.rules.training import training_problems
 from gpt_pretrain.spec.products import Resolved, resolve
 
-# The key of `key=value` in a way out.
+# The key of a `key=value` that a message offers.
 _NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """Every violated rule, as a message; without `launch`, the rules about the world size are left out."""
     run = resolve(config)
-    return spell_out([*no_effect_problems(run), *model_problems(run, launch), *_training_problems(run, launch)])
+    return spell_out([*no_effect_problems(run), *model_problems(run, launch), *training_problems(run, launch)])
 
 
 def check_config(config: Config, launch: Launch) -> None:
@@ -70,7 +62,7 @@ def check_config(config: Config, launch: Launch) -> None:
 
 
 def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of `model.` except data and optimizer; without `launch`, without the rules about the world size."""
+    """All problems of `model.` except data and optimizer; without `launch`, no rules about the world size."""
     model = run.model
     sizes = list(sizes_are_positive(model))
     yield from sizes
@@ -101,7 +93,7 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
 
 
 def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
-    """Divisions, and the multiples of FP8; what they offer instead is accepted."""
+    """Divisions, and the multiples of FP8; values that they offer satisfy `accepts`, where possible."""
     model = run.model
     shapes = [
         *attention_heads(model, launch, accepts),
@@ -113,27 +105,8 @@ def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> I
     ]
     yield from shapes
     if not shapes:
-        # The shapes on a rank are known only where everything divides.
+        # A rank's shapes are known only where everything divides.
         yield from fp8_shape_problems(run, accepts)
-
-
-def _training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems outside the architecture; without `launch`, the rules about the world size are left out."""
-    config = run.config
-    yield from optimizer(config)
-    yield from optimizer_memory(run)
-    yield from schedule(config)
-    yield from corpus(config.model.data)
-    yield from splits(config)
-    yield from tokenizer(config)
-    yield from trainer(config.trainer)
-    yield from rewinds(config)
-    yield from determinism(config)
-    yield from files(config)
-    yield from start(config.checkpoint)
-    yield from reports(config)
-    if launch is not None:
-        yield from launched(config.trainer, launch)
 
 
 @cache
@@ -142,7 +115,7 @@ def _groups() -> frozenset[str]:
 
 
 def spell_out(problems: Iterable[str]) -> list[str]:
-    """The problems of rules, with whole keys behind their last semicolon, where they say what to type instead."""
+    """The problems of rules, with keys written out behind the last semicolon, where they say what to type instead."""
     return [_spell_out(problem) for problem in problems]
 
 

@@ -1,7 +1,7 @@
 """Cross-field rules of a mixture of experts: how many, how tokens find them, and how ranks share them out.
 
 Each rule yields one message. The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and
-Transformer Engine 2.12. Combinations refused as unproven have no test here that carries them through training.
+Transformer Engine 2.12. Combinations are refused as unproven if no test here trains them.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hid
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.kernels import refusals
+from gpt_pretrain.rules.model import refusals
 from gpt_pretrain.spec.experts import grouped_kernel_obstacles, permutation_obstacles
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
@@ -22,7 +22,7 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
     if experts < 2:
         yield f"model.num_moe_experts={experts} leaves a router no choice; use 2 or more, or a model without experts"
     elif not 2 <= model.moe_router_topk <= experts:
-        # The only one's weight would be a softmax over one value, which is 1 whatever the router says.
+        # A softmax over the score of one expert is 1, whatever the router says.
         why = "one expert alone has weight 1, and the router learns nothing" if model.moe_router_topk == 1 else ""
         yield (
             f"model.moe_router_topk={model.moe_router_topk} with model.num_moe_experts={experts}"
@@ -109,7 +109,7 @@ def overlapped_exchange(run: Resolved, launch: Launch | None) -> Iterator[str]:
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:
-    """Experts over ranks, and the matrices of an expert over its ranks."""
+    """How ranks share experts, and the matrices of each."""
     ep, etp = model.expert_model_parallel_size, expert_tensor_parallel_size(model)
     pp = model.pipeline_model_parallel_size
     per_stage = None if launch is None or launch.world_size % pp else launch.world_size // pp
@@ -148,7 +148,7 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
     if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
         asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", one_of(recipes_for("num_moe_experts"))
         if run.fp8.backend is Fp8Backend.torchao:
-            # A preset leaves the engine as it was typed.
+            # A preset does not change the engine of the command line.
             asked, ways = "model.fp8_backend=torchao", f"{ways} with fp8_backend=null"
         yield f"{asked} with experts (model.num_moe_experts): {why}; use fp8={ways}"
     if model.fp8_params:
@@ -174,7 +174,7 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
 
 
 def _emulated_experts(model: ModelConfig) -> Iterator[str]:
-    """What emulated experts, each with products of its own, have no use for."""
+    """Settings without use for emulated experts, each of which has its own products."""
     if model.moe_grouped_kernel is MoeGroupedKernel.triton:
         yield (
             "model.moe_grouped_kernel=triton with model.fp8_emulate=true: each emulated expert is a local layer; use "
@@ -189,7 +189,7 @@ def _emulated_experts(model: ModelConfig) -> Iterator[str]:
 
 
 def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of a mixture of experts, whose sizes are positive; without `launch`, none of the number of ranks."""
+    """All problems of a mixture of experts with positive sizes; without `launch`, none about the number of ranks."""
     model = run.model
     if model.num_moe_experts is None:
         return

@@ -1,8 +1,8 @@
 """Cross-field rules of FP8: each trap of the stack below, found on a laptop instead of hours into a run.
 
-Each rule yields one message: the keys and values in conflict, the rule, and the way out. `rules.fp8_shapes` has the
-shapes of the matrix products, `rules.machine` the machine. The rules were read in megatron-core 0.19.2 and
-Transformer Engine (TE) 2.12.
+Each rule yields one message: the keys and values in conflict, the rule, and the way out. `rules.shapes` checks the
+shapes of matrix products, `rules.machine` the machine. The sources are megatron-core 0.19.2 and Transformer Engine (TE)
+2.12.
 """
 
 import fnmatch
@@ -18,8 +18,8 @@ from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import ROUTER, Resolved, linears, shapes_of
 from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings, emulation, local_layers, recipes_for, recipes_of
 
-# Values of E4M3 span 448 to 2^-6 without loss of precision, which is 2^14.8: beyond this margin even the largest
-# value of a tensor would be among the subnormal ones.
+# E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
+# tensor would be subnormal.
 _LARGEST_MARGIN = 14
 # 64 times Transformer Engine's own. The whole history is read at every step and is part of every checkpoint.
 _LONGEST_HISTORY = 65_536
@@ -65,7 +65,7 @@ def engine(settings: Fp8Settings) -> Iterator[str]:
 
 
 def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """What the recipes of TorchAO leave no choice about."""
+    """Choices that the recipes of TorchAO do not leave."""
     recipe = settings.recipe
     if settings.backend is not Fp8Backend.torchao:
         return
@@ -219,9 +219,9 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 
 def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
-    """Patterns that keep nothing out of FP8."""
+    """Patterns that keep no layer out of FP8."""
     names = [linear.module for linear in run.linears if linear.layer >= 0 and linear.kind != ROUTER]
-    # What is out without any pattern: the first and last layers.
+    # Out without any pattern: the first and last layers.
     out = {linear.module for linear in linears(run.model, replace(settings, exclude=())) if linear.precision != "fp8"}
     for pattern in settings.exclude:
         if pattern == AUTO:
@@ -249,7 +249,7 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
 
 
 def small_layers(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
-    """Recipes of which nobody has measured the sizes that gain."""
+    """`auto` with a recipe whose gain by size nobody has measured."""
     if not settings.exclude_small or settings.recipe.small:
         return
     patterns = [pattern for pattern in settings.exclude if pattern != AUTO]

@@ -1,10 +1,13 @@
 """The gate: everything that can be wrong with a configuration, found before torch is imported and told at once.
 
-Hydra lets a typo behind `+` or `++` compose silently, and drops nothing but also checks nothing in YAML. So: the keys
-on the command line are checked before Hydra sees them, then the keys of every YAML file that takes part, then Hydra
-composes what was right, then every value is read as its type (`typed`), then the cross-field rules run (`rules`),
-unless something was refused: what is left is not what was meant, and the rules would blame the rest for it. A sweep's
-jobs go through all of it before the first one starts.
+Hydra composes a typo behind `+` or `++` silently, and checks no key in YAML. The gate therefore
+
+1. checks the keys on the command line before Hydra sees them;
+2. lets Hydra compose the legal ones, and checks the keys of every YAML file that takes part;
+3. reads every value as its type (`config.load`);
+4. runs the cross-field rules, unless something was refused: they would blame the rest for what is missing.
+
+All jobs of a sweep pass it before the first one starts.
 """
 
 import re
@@ -47,7 +50,7 @@ class Job:
     submission: Submission | None = None
     """How it is handed to Slurm; None: it runs in this process."""
     arguments: tuple[str, ...] = ()
-    """What Slurm's job is given."""
+    """The arguments of Slurm's job."""
 
     @property
     def name(self) -> str:
@@ -55,7 +58,7 @@ class Job:
         return " ".join(self.overrides)
 
 
-# The rules that a run breaks which is handed to Slurm, or runs here.
+# Problems of a configuration that runs here, or is handed to Slurm.
 Rules = Callable[[Config, Submission | None], Iterable[str]]
 
 
@@ -64,11 +67,7 @@ def _display(path: Path) -> str:
 
 
 def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Checks the keys of every YAML file that took part in a composition.
-
-    Returns:
-        The problems, and for every key the file that set it last.
-    """
+    """The problems with keys in the YAML files of a composition, and for every key the file that set it last."""
     problems: list[str] = []
     origins: dict[str, str] = {}
     source = loader.source
@@ -142,7 +141,7 @@ def _sweep_jobs(base: DictConfig, accepted: Sequence[Override]) -> list[list[str
 
 
 def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """The problems of all jobs: those that every job has without, the others with the jobs' overrides."""
+    """The problems of all jobs, each once; those that not every job has, with the overrides of the jobs."""
     jobs_of: dict[str, list[str]] = {}
     for job, problems in found:
         for problem in dict.fromkeys(problems):
@@ -154,11 +153,11 @@ def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gate:
-    """What every job of a command line is checked with."""
+    """Checks the jobs of a command line."""
 
     loader: Loader
     given: frozenset[str]
-    """Keys that the command line sets: their wrong values are not a file's, and they are meant to have an effect."""
+    """Keys that the command line sets: no file is to blame for their values, and they are meant to have an effect."""
     multirun: bool
     complete: bool
     submission: Submission | None
@@ -175,7 +174,7 @@ class _Gate:
             return None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
         origins = {path: file for path, file in origins.items() if path not in self.given}
         config, wrong = _read_job(composed, number, origins, complete=self.complete)
-        # A key that a file misspells is in the composed configuration again.
+        # A key that a file misspells is also in the composed configuration.
         named = {problem.partition(": ")[2] for problem in problems}
         problems += [problem for problem in wrong if problem not in named]
         if config is not None and not problems and self.rules is not None:
@@ -197,11 +196,11 @@ class _Gate:
 
 
 def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
-    """The arguments of a run that leaves its sweep, its directory and its choice of FP8 spelt out."""
+    """The arguments of a run outside its sweep, with its directory and its choice of FP8 spelt out."""
     lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
     assert isinstance(lines, list)
     keys = [str(line).lstrip("+").partition("=")[0] for line in lines]
-    # A comparison's own keys would be refused by the run that it submits.
+    # A submitted run would refuse the keys of the comparison that submits it.
     task = [str(line) for line, key in zip(lines, keys, strict=True) if key != "run_dir" and not readers_of(key)]
     return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}")
 
@@ -226,16 +225,15 @@ def check_command(
     rules: Rules | None = None,
     command: str | None = None,
 ) -> list[Job]:
-    """Checks a command line through and through.
+    """Checks a command line completely.
 
     Args:
         loader: Finds and composes the YAML.
         overrides: The command line's `key=value` arguments.
         multirun: Whether `-m` was given.
         complete: Whether open values (`???`) are problems; they are not when the configuration is only shown.
-        rules: The cross-field rules, which answer with problems of a configuration that runs here or as a job of Slurm;
-            left out when the configuration is only shown.
-        command: The command that the overrides were typed to; None where a command hands on what was typed to it.
+        rules: The cross-field rules; None when the configuration is only shown.
+        command: The command that the overrides were typed to; None where another command hands them on.
 
     Returns:
         The jobs, one without a sweep; none where `complete` is false and values are open.
@@ -302,7 +300,7 @@ def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
 
 
 def load_config(overrides: Sequence[str] = (), source: Source | None = None) -> Config:
-    """Composes and reads a configuration, of `conf/` where no source is given; the rules are `check_config`'s.
+    """Composes and reads a configuration, by default from `conf/`; `check_config` has the cross-field rules.
 
     Raises:
         ConfigError: Unknown keys or options, wrong types, open values: all of them.
@@ -312,10 +310,10 @@ def load_config(overrides: Sequence[str] = (), source: Source | None = None) -> 
 
 
 def read_job(composed: DictConfig) -> Config:
-    """The configuration of a job that Hydra started, composed from what the gate has let through.
+    """The configuration of a job that Hydra started, after the gate let it pass.
 
     Raises:
-        ConfigError: It differs from what the gate read, which happens when a YAML file was changed in between.
+        ConfigError: It is wrong, because a YAML file was changed in between.
     """
     config, problems = read_config(default_run_dir(composed))
     if config is None:

@@ -1,7 +1,7 @@
 """Explicit settings that this machine cannot meet, and what the user should know about it.
 
-FP8: what a recipe needs of GPU, CUDA and Transformer Engine (TE), and which environment variables would change it
-silently. TE 2.12 asserts most of this when the first layer runs; it reads its environment variables silently.
+An FP8 recipe needs a GPU, a CUDA and a Transformer Engine (TE) that can compute it, and environment variables that do
+not change it. TE 2.12 asserts most of this when the first layer runs, and reads its environment variables silently.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ _OLDEST_TRANSFORMER_ENGINE = (2, 12)
 
 
 def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
-    """What this machine lacks for any FP8 of an engine."""
+    """What this machine lacks for any FP8 of an engine; None if nothing."""
     of_torchao = backend is Fp8Backend.torchao
     library, why_not = "Transformer Engine", platform.why_no_transformer_engine
     if of_torchao:
@@ -53,14 +53,14 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
 
 
 def _why_no_torchao(platform: Platform) -> str:
-    """Why TorchAO cannot be used, asked where it cannot."""
+    """Why TorchAO cannot be used; asked only where it cannot."""
     if not platform.cuda:
         return "there is no CUDA device"
     return f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
 
 
 def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:
-    """What a GPU with FP8 lacks for a recipe."""
+    """What a GPU with FP8 lacks for a recipe; None if nothing."""
     capability, cuda = platform.compute_capability, platform.torch_cuda
     assert capability is not None, "asked only of a GPU"
     first, beyond = recipe.capability
@@ -95,7 +95,7 @@ def _is_attention_delayed(platform: Platform) -> bool:
 
 
 def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: bool) -> Iterator[str]:
-    """Variables that would change a recipe behind the configuration's back; asked only of a machine with a GPU."""
+    """Environment variables that would silently change a recipe; asked only of a machine with a GPU."""
     about = {recipe.preset, *([ATTENTION] if attention else [])}
     assert platform.compute_capability is not None, "asked only of a GPU"
     for name, value in platform.recipe_variables.items():
@@ -108,12 +108,12 @@ def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: b
 
 
 def why_no_recipe(platform: Platform, recipe: Recipe) -> str | None:
-    """What this machine lacks for a recipe, as a phrase that follows "needs"; None where it has all."""
+    """What this machine lacks for a recipe, as a phrase that follows "needs"; None if nothing."""
     return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe)
 
 
-def fp8_machine_problems(spec: RunSpec) -> Iterator[str]:
-    """FP8 that this machine cannot compute, or that its environment would change."""
+def _fp8_problems(spec: RunSpec) -> Iterator[str]:
+    """FP8 that this machine cannot compute or its environment would change."""
     settings, platform = spec.fp8, spec.platform
     if settings is None or settings.emulate:
         return
@@ -155,7 +155,7 @@ def machine_notes(spec: RunSpec) -> list[str]:
 
 
 def _multicast_problems(spec: RunSpec) -> Iterator[str]:
-    """Settings that use multicast on a host whose environment says it has none."""
+    """User buffers with multicast, on a host whose environment says that it has none."""
     variables = spec.platform.multicast_variables
     if variables.get(NO_MULTICAST) != MULTICAST_OFF[NO_MULTICAST]:
         return
@@ -192,25 +192,25 @@ def check_machine(spec: RunSpec) -> None:
     Raises:
         ConfigError: Each such setting, its reason and the way out.
     """
-    problems = [
-        *fp8_machine_problems(spec),
+    if problems := _problems(spec):
+        raise ConfigError(problems)
+
+
+def machine_problems(config: Config, launch: Launch, platform: Platform) -> list[str]:
+    """What `check_machine` refuses of a configuration that breaks no rule about runs."""
+    return _problems(build_run_spec(config, launch, platform))
+
+
+def _problems(spec: RunSpec) -> list[str]:
+    found = [
+        *_fp8_problems(spec),
         *_layer_problems(spec),
         *_kernel_problems(spec),
         *_multicast_problems(spec),
         *_optimizer_problems(spec),
         *_process_problems(spec),
     ]
-    if problems:
-        raise ConfigError(spell_out(problems))
-
-
-def machine_problems(config: Config, launch: Launch, platform: Platform) -> list[str]:
-    """What `check_machine` refuses of a configuration that breaks no rule about runs."""
-    try:
-        check_machine(build_run_spec(config, launch, platform))
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+    return spell_out(found)
 
 
 def _why_local_layers(spec: RunSpec) -> str:

@@ -1,50 +1,74 @@
-"""Cross-field rules about the architecture and its parallel layout: what megatron-core 0.19 would assert later.
+"""Cross-field rules about the architecture, its kernels and its exchanges: what megatron-core 0.19 would assert later.
 
-Each rule yields one message: the keys and values in conflict, the rule, and legal values.
+Each rule yields one message: the keys and values in conflict, the rule, and legal values. `rules.shapes` has the
+divisions of widths, heads and sequences, `rules.experts` and `rules.fp8` what their names say.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum
 
-from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
-from gpt_pretrain.config.derived import model_parallel_size, num_microbatches
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of
+from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, PositionEmbedding, RecomputeGranularity
+from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
+from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-
-COUNTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "max_position_embeddings",
-    "rotary_base",
-    "encoder_seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "activations_checkpoint_num_layers",
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "ddp_bucket_size",
+from gpt_pretrain.spec.kernels import (
+    Obstacle,
+    activation_cast_obstacles,
+    embedding_gradient_obstacles,
+    flash_attention_obstacles,
+    graph_obstacles,
+    qkv_rope_obstacles,
 )
+from gpt_pretrain.spec.products import Resolved
+from gpt_pretrain.spec.recipes import local_layers, recipes_for
 
-
-# Of fewer, a router has nothing to choose.
+# Keys that count something; the rules divide by them.
+_COUNTED = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
+    "make_vocab_size_divisible_by max_position_embeddings rotary_base encoder_seq_length micro_batch_size "
+    "global_batch_size tensor_model_parallel_size pipeline_model_parallel_size "
+    "virtual_pipeline_model_parallel_size context_parallel_size activations_checkpoint_num_layers num_moe_experts "
+    "moe_ffn_hidden_size moe_router_topk expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size"
+)
+COUNTS = tuple(_COUNTED.split())
+# With fewer, a router has nothing to choose from.
 _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
+# By the reason: keys of `model.` that exclude compiled layers, each with a value that does not; None for experts, since
+# a model without them is another model.
+_NOT_COMPILED: dict[str, dict[str, str | None]] = {
+    "it compiles megatron-core's local layers": {
+        "transformer_engine": "null",
+        "use_flash_attention": "null",
+        "apply_rope_fusion": "null",
+        "fused_single_qkv_rope": "null",
+        "activation_cast_fusion": "null",
+        "tp_comm_overlap": "false",
+        "cuda_graph_impl": "null",
+        "context_parallel_size": "1",
+    },
+    "a layer is one graph, and this part is compiled or computed by itself": dict.fromkeys(
+        (
+            "bias_activation_fusion",
+            "bias_dropout_add_fusion",
+            "masked_softmax_fusion",
+            "gradient_accumulation_fusion",
+            "embedding_gradient_fusion",
+        ),
+        "null",
+    ),
+    "hooks that wait for parameters would break the graph of a layer": {"overlap_param_gather": "false"},
+    # torch 2.11 traces megatron-core's exchanges along the sequence wrongly, whatever the backend: the first gradient
+    # norm of a toy was 0.979 instead of 1.166, which the same modules uncompiled gave (TP 2, CPU).
+    "its gradients were wrong where ranks split the sequence": {"sequence_parallel": "false"},
+    "experts get a different number of tokens in each step, and a graph has fixed shapes": {"num_moe_experts": None},
+    "not tested with recomputation": {"activations_checkpoint_granularity": "null"},
+    "random numbers drawn in compiled layers are not tested": {"hidden_dropout": "0", "attention_dropout": "0"},
+}
 
 
 def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
-    """Counts; the rules below divide by them."""
+    """Counts, by which other rules divide."""
     for name in COUNTS:
         value = getattr(model, name)
         if value is not None and value < 1:
@@ -115,16 +139,11 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
     """Processes over the layout, and samples over the data-parallel ranks."""
     size, world = model_parallel_size(model), launch.world_size
     if world % size:
-        tp, pp, cp = (
-            model.tensor_model_parallel_size,
-            model.pipeline_model_parallel_size,
-            model.context_parallel_size,
-        )
         yield (
-            f"model.tensor_model_parallel_size={tp} × model.pipeline_model_parallel_size={pp} × "
-            f"model.context_parallel_size={cp} needs a multiple of {size} processes, and this run has {world}; "
-            f"{launch.how_to_start(size)}, or choose a layout whose product divides "
-            f"{world}"
+            f"model.tensor_model_parallel_size={model.tensor_model_parallel_size} × "
+            f"model.pipeline_model_parallel_size={model.pipeline_model_parallel_size} × "
+            f"model.context_parallel_size={model.context_parallel_size} needs a multiple of {size} processes, and this "
+            f"run has {world}; {launch.how_to_start(size)}, or choose a layout whose product divides {world}"
         )
     elif not _batch_fits(model, launch):
         ranks = world // size
@@ -151,15 +170,14 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
             "use activations_checkpoint_method=uniform or block"
         )
     if layers is None or layers > per_chunk:
-        shown = "null" if layers is None else str(layers)
         yield (
-            f"model.activations_checkpoint_num_layers={shown} with activations_checkpoint_granularity=full; "
+            f"model.activations_checkpoint_num_layers={show(layers)} with activations_checkpoint_granularity=full; "
             f"use 1 to {per_chunk}, the layers of one pipeline chunk"
         )
 
 
 def fusions(model: ModelConfig) -> Iterator[str]:
-    """Kernels that would compute something other than the configuration says."""
+    """Fused kernels that compute something else than the configuration says."""
     if model.bias_activation_fusion and model.activation is Activation.gelu:
         yield (
             "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
@@ -184,3 +202,121 @@ def numbers(model: ModelConfig) -> Iterator[str]:
             yield f"model.{name}={value} is not positive; use {usual} or another"
     if model.seed < 0:
         yield f"model.seed={model.seed} is negative; use 0 or more"
+
+
+def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
+    """A problem for each obstacle to what was asked for, with what to use instead."""
+    for setting, why in obstacles:
+        yield f"{asked} cannot be combined with {setting}: {why}; use {instead}"
+
+
+def graph_problems(run: Resolved) -> Iterator[str]:
+    """Settings that exclude CUDA graphs, where graphs are requested."""
+    if run.model.cuda_graph_impl is CudaGraphImpl.local:
+        yield from refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
+
+
+def compile_problems(run: Resolved) -> Iterator[str]:
+    """Settings that exclude compiled layers, where these are requested."""
+    asked, model = "model.compile=true", run.model
+    if not model.compile:
+        return
+    if run.fp8 is not None:
+        why = "it is for layers without FP8"
+        if run.fp8.backend is Fp8Backend.torchao:
+            why += ", and TorchAO's casts and products are compiled already"
+        yield from refusals(asked, [("model.fp8=true", why)], "compile=false")
+    if run.config.trainer.deterministic:
+        yield from refusals(asked, [("trainer.deterministic=true", "not tested")], "compile=false")
+    for why, keys in _NOT_COMPILED.items():
+        for key, instead in keys.items():
+            value = getattr(model, key)
+            shown = value.name if isinstance(value, Enum) else show(value)
+            if value and shown not in (instead, CudaGraphImpl.none.name):
+                ways = "compile=false" if instead is None else f"compile=false, or {key}={instead}"
+                yield from refusals(asked, [(f"model.{key}={shown}", why)], ways)
+
+
+def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
+    """Fused kernels requested together with settings that exclude them.
+
+    `sizes_known` says that all counts are positive: shapes of products are divided by them.
+    """
+    model = run.model
+    found = {
+        "activation_cast_fusion": activation_cast_obstacles(run, sizes_known=sizes_known),
+        "embedding_gradient_fusion": embedding_gradient_obstacles(run.config),
+        "fused_single_qkv_rope": qkv_rope_obstacles(model),
+        "use_flash_attention": flash_attention_obstacles(model) if sizes_known else (),
+    }
+    for key, obstacles in found.items():
+        if getattr(model, key):
+            yield from refusals(f"model.{key}=true", obstacles, "null or false")
+
+
+def gradients(model: ModelConfig) -> Iterator[str]:
+    """What megatron-core's data parallelism and distributed optimizer require of each other."""
+    if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
+        yield (
+            "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
+            "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
+        )
+    if model.nccl_ub:
+        yield (
+            "model.nccl_ub=true is refused: megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink "
+            "multicast on even where the host forbids it, and continues without registered buffers where NCCL refuses "
+            "them; use false"
+        )
+
+
+def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
+    """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
+    model = run.model
+    if not model.tp_comm_overlap:
+        return
+    asked = "model.tp_comm_overlap=true"
+    tp = model.tensor_model_parallel_size
+    if tp == 1 or not model.sequence_parallel:
+        yield (
+            f"{asked} overlaps exchanges along the sequence, and model.tensor_model_parallel_size={tp} with "
+            f"model.sequence_parallel={str(model.sequence_parallel).lower()} has none; use parallelism=tp2_sp, or false"
+        )
+    if cause := local_layers(model) or "model.transformer_engine=false" * (model.transformer_engine is False):
+        yield f"{asked} needs Transformer Engine's linear layers, and {cause} excludes them; use false"
+    if model.num_moe_experts is not None:
+        yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"
+    yield from (f"{asked} was not tested with {setting}; use false" for setting in _untested_with_overlap(run))
+    if model.hidden_size % 4:
+        yield (
+            f"{asked} cuts a layer's output into four pieces, and model.hidden_size={model.hidden_size} is not "
+            f"divisible by 4; use hidden_size={one_of(multiples_near(model.hidden_size, 4))}, or tp_comm_overlap=false"
+        )
+    if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
+        yield (
+            f"{asked} exchanges tensors with one scale, and model.fp8_recipe={run.fp8.recipe.name}: {why}; use false, "
+            f"or fp8={one_of(recipes_for('tp_comm_overlap'))}"
+        )
+    if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
+        yield (
+            f"{asked} works within a node, and {launch.local_world_size} processes per node do not hold whole groups "
+            f"of model.tensor_model_parallel_size={tp}; use false"
+        )
+
+
+def _untested_with_overlap(run: Resolved) -> Iterator[str]:
+    """Settings that no run with user buffers has had: two precisions, further exchanges, recomputation."""
+    model = run.model
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(model, name)
+        if size > 1:
+            yield f"model.{name}={size}"
+    granularity = model.activations_checkpoint_granularity
+    if granularity is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}"
+    if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not("fp8_params with tp_comm_overlap"):
+        yield f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
+    for name in ("fp8_dot_product_attention", "first_last_layers_bf16"):
+        if getattr(model, name):
+            yield f"model.{name}=true"
+    if model.fp8_exclude:
+        yield f"model.fp8_exclude={model.fp8_exclude}"

@@ -33,17 +33,42 @@ from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import Resolved, resolve
 from gpt_pretrain.spec.recipes import DELAYED_KEYS, RECIPES
 
+type Why = Callable[[Resolved], str]
+"""Why a key has no effect in a run; empty where it counts."""
+
 # The keys of FP8 whose names do not say so.
 _KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+# Keys of experts, each with the values that ask for nothing; messages offer the first.
+_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "moe_ffn_hidden_size": (None,),
+    "moe_router_topk": (2,),
+    "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
+    "moe_aux_loss_coeff": (0.01, 0.0),
+    "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
+    "overlap_moe_expert_parallel_comm": (False,),
+    "moe_z_loss_coeff": (None,),
+    "moe_grouped_gemm": (None, False),
+    "moe_grouped_kernel": (None,),
+    "moe_permute_fusion": (None, False),
+    "moe_router_padding_for_quantization": (False,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (None,),
+}
+# The same of the optimizer's states, and of saving.
+_STATES = {
+    "main_params_dtype": MainParamsDtype.fp32,
+    "exp_avg_dtype": MomentDtype.fp32,
+    "exp_avg_sq_dtype": MomentDtype.fp32,
+}
+_SAVES = {"async_save": True, "keep_last": None, "keep_every": None, "on_save_error": OnSaveError.stop}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class NoEffect:
     """A reason for which a key may have no effect."""
 
     key: str
-    why: Callable[[Resolved], str]
-    """The reason in a given run; empty where the key counts."""
+    why: Why
     instead: str = ""
     """The way out, after "use". Empty, for leaving the key out, where only the command line shows that it is wanted."""
     silent: tuple[Any, ...] | None = None
@@ -64,33 +89,27 @@ def value_of(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def _with(key: str, value: object, because: str = "") -> Callable[[Resolved], str]:
+def _with(key: str, value: object, because: str = "") -> Why:
     """A setting that leaves another key without effect."""
-    return lambda run: f"{key}={show(value)}{because}" * (value_of(run.config, key) is value)
+    return lambda run: f"{key}={show(value)}{because}" if value_of(run.config, key) == value else ""
 
 
-def _unless(key: str, needed: object, because: str = "") -> Callable[[Resolved], str]:
-    """A setting other than the one that reads another key."""
+def _unless(key: str, needed: object, because: str = "") -> Why:
+    """Any setting but the one that reads another key."""
 
     def why(run: Resolved) -> str:
         value = value_of(run.config, key)
-        return "" if value is needed else f"{key}={show(value)}{because}"
+        return "" if value == needed else f"{key}={show(value)}{because}"
 
     return why
 
 
-_without_experts = _with("model.num_moe_experts", None)
-_without_full_recomputation = _unless("model.activations_checkpoint_granularity", RecomputeGranularity.full)
+_without_fp8 = _with("model.fp8", False)
 _with_graphs = _with("model.cuda_graph_impl", CudaGraphImpl.local, ": a replay reports none of its products")
 _without_rope = _unless("model.position_embedding_type", PositionEmbedding.rope)
 _with_plain_states = _with("model.optim.use_precision_aware_optimizer", False)
-_with_random_tokens = _with("model.data.data_impl", DataImpl.mock, ", whose random tokens come from no file")
 _without_tokenizer = _with("model.tokenizer.library", TokenizerLibrary.none, ": no text can be sampled")
 _without_wandb = _with("logging.wandb", False)
-
-
-def _without_fp8(run: Resolved) -> str:
-    return "" if run.fp8 is not None else "model.fp8=false"
 
 
 def _without_history(run: Resolved) -> str:
@@ -111,6 +130,16 @@ def _one_amax_kept(run: Resolved) -> str:
     return "model.fp8_amax_history_len=1" if one else ""
 
 
+def _no_interval(run: Resolved) -> str:
+    ignored = "Transformer Engine ignores it and computes new scales at every step (since 1.8)"
+    return "" if run.fp8 is None else ignored
+
+
+def _overruled(run: Resolved) -> str:
+    both = run.model.fp8_e4m3 and run.model.fp8_hybrid
+    return "model.fp8_e4m3=true, which overrules it" if both else ""
+
+
 def _no_high_precision_wgrad(run: Resolved) -> str:
     if run.fp8 is None or not run.fp8.recipe.has_wgrad or (run.fp8.recipe.leaves_wgrad_out and run.fp8.emulate):
         return ""
@@ -127,17 +156,16 @@ def _all_layers_in_fp8(run: Resolved) -> str:
 
 
 def _without_remainders(run: Resolved) -> str:
-    if not run.model.optim.use_precision_aware_optimizer:
-        return _with_plain_states(run)
     fp16 = run.model.optim.main_params_dtype is MainParamsDtype.fp16
-    return "model.optim.main_params_dtype=fp16, which is stored whole" if fp16 else ""
+    stored_whole = "model.optim.main_params_dtype=fp16, which is stored whole" if fp16 else ""
+    return _with_plain_states(run) or stored_whole
 
 
-def _unread_by_optimizer(name: str) -> Callable[[Resolved], str]:
+def _unread_by_optimizer(name: str) -> Why:
     return lambda run: OPTIMIZERS[run.model.optim.name].unread.get(name, "")
 
 
-def _unless_schedule(*names: ScheduleName) -> Callable[[Resolved], str]:
+def _unless_schedule(*names: ScheduleName) -> Why:
     def why(run: Resolved) -> str:
         name = run.model.optim.sched.name
         only = one_of([other.name for other in names])
@@ -157,7 +185,7 @@ def _without_warmup(run: Resolved) -> str:
     return "" if warmup_steps(run.config) else "no warmup (model.optim.sched.warmup_steps)"
 
 
-def _unless_data(impl: DataImpl) -> Callable[[Resolved], str]:
+def _unless_data(impl: DataImpl) -> Why:
     return _unless("model.data.data_impl", impl, ", which does not read it")
 
 
@@ -168,201 +196,114 @@ def _without_saves(run: Resolved) -> str:
     return "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)"
 
 
-def _without_validation(run: Resolved) -> str:
-    return "" if run.config.trainer.limit_val_batches else "trainer.limit_val_batches=0"
-
-
 def _without_sample(run: Resolved) -> str:
     return _without_tokenizer(run) if run.config.sample.max_new_tokens else "sample.max_new_tokens=0"
 
 
 @cache
 def _table() -> tuple[NoEffect, ...]:
-    fp8_keys = [
-        path
-        for path in schema_keys()
-        if path.startswith("model.fp8_") or path in [f"model.{name}" for name in _KEPT_LAYERS]
-    ]
-    without_wgrad = [name for name, recipe in RECIPES.items() if recipe.leaves_wgrad_out or not recipe.has_wgrad]
-    turn_on = "model.fp8=true, or leave all keys of FP8 out (fp8=none)"
-    # An engine alone may need more than FP8 to be on.
-    leave_out = "null, or leave all keys of FP8 out (fp8=none)"
-    experts = {
-        "moe_ffn_hidden_size": (None,),
-        "moe_router_topk": (2,),
-        "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
-        "moe_aux_loss_coeff": (0.01, 0.0),
-        "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
-        "overlap_moe_expert_parallel_comm": (False,),
-        "moe_z_loss_coeff": (None,),
-        "moe_grouped_gemm": (None, False),
-        "moe_grouped_kernel": (None,),
-        "moe_permute_fusion": (None, False),
-        "moe_router_padding_for_quantization": (False,),
-        "expert_model_parallel_size": (1,),
-        "expert_tensor_parallel_size": (None,),
-    }
-    states = {
-        "main_params_dtype": MainParamsDtype.fp32,
-        "exp_avg_dtype": MomentDtype.fp32,
-        "exp_avg_sq_dtype": MomentDtype.fp32,
-    }
-    return (
-        # FP8. The default recipe has no measured size, so that to turn FP8 on is not enough.
-        NoEffect(
-            key="model.fp8_exclude",
-            why=lambda run: _without_fp8(run) if AUTO in run.model.fp8_exclude else "",
-            instead="[], or leave all keys of FP8 out (fp8=none)",
-        ),
-        *(
-            NoEffect(key=key, why=_without_fp8, instead=leave_out if key == "model.fp8_backend" else turn_on)
-            for key in fp8_keys
-        ),
-        NoEffect(key="logging.fp8_proof_interval", why=_without_fp8),
-        NoEffect(key="logging.fp8_proof_interval", why=_with_graphs),
-        NoEffect(key="logging.fp8_statistics_interval", why=_without_fp8, instead="model.fp8=true, or null"),
-        NoEffect(key="logging.fp8_saturation_threshold", why=_without_fp8),
-        *(NoEffect(key=f"model.{name}", why=_without_history, instead="null, or fp8=delayed") for name in DELAYED_KEYS),
-        NoEffect(
-            key="model.fp8_amax_history_len",
-            why=_one_amax_counts,
-            instead="null, or fp8_amax_compute_algo=max",
-            # The recipe's own length, which conf/ names, and the length that says the same (NeMo's pair of old).
-            silent=(None, 1, 1024),
-        ),
-        NoEffect(key="model.fp8_amax_compute_algo", why=_one_amax_kept, silent=(None, AmaxComputeAlgo.most_recent)),
-        NoEffect(
-            key="model.fp8_interval",
-            why=lambda run: (
-                "Transformer Engine ignores it and computes new scales at every step (since 1.8)"
-                * (run.fp8 is not None)
-            ),
-            instead="1, or null",
-            silent=(None, 1),
-        ),
-        NoEffect(
-            key="model.fp8_hybrid",
-            why=lambda run: (
-                "model.fp8_e4m3=true, which overrules it" * bool(run.model.fp8_e4m3 and run.model.fp8_hybrid)
-            ),
-            instead="one of the two",
-            is_harmless=True,
-        ),
-        NoEffect(
-            key="model.fp8_wgrad",
-            why=_no_high_precision_wgrad,
-            instead=", or ".join(["null", *(f"fp8={each} with model.fp8_emulate=true" for each in without_wgrad)]),
-            silent=(None, True),
-        ),
-        *(
-            NoEffect(key=f"model.{name}", why=_all_layers_in_fp8, instead="first_last_layers_bf16=true, or null")
-            for name in _KEPT_LAYERS[1:]
-        ),
-        # Layers.
-        *(
-            NoEffect(
-                key=f"model.{name}",
-                why=_without_experts,
-                instead=f"{show(silent[0])}, or a number of experts",
-                silent=silent,
-            )
-            for name, silent in experts.items()
-        ),
-        *(
-            NoEffect(
-                key=f"model.activations_checkpoint_{name}",
-                why=_without_full_recomputation,
-                instead=f"null, or activations_checkpoint_granularity=full with activations_checkpoint_{other}",
-            )
-            for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform"))
-        ),
-        NoEffect(key="model.rope_scaling_factor", why=_without_rope, instead="null, or position_embedding_type=rope"),
-        *(NoEffect(key=f"model.rotary_{name}", why=_without_rope) for name in ("percentage", "base")),
-        NoEffect(
-            key="model.ddp_bucket_size",
-            why=_with("model.overlap_grad_reduce", False),
-            instead="null, or overlap_grad_reduce=true (parallelism=dp has it so)",
-        ),
-        NoEffect(
-            key="model.cross_entropy_fusion_impl",
-            why=_with("model.cross_entropy_loss_fusion", False),
-            instead="cross_entropy_loss_fusion=true, or cross_entropy_fusion_impl=null",
-        ),
-        # The optimizer and its schedule.
-        *(
-            NoEffect(
-                key=f"model.optim.{name}",
-                why=_with_plain_states,
-                instead=f"{name}=fp32, or use_precision_aware_optimizer=true with use_distributed_optimizer=true",
-                silent=(silent,),
-            )
-            for name, silent in states.items()
-        ),
-        NoEffect(key="model.optim.store_param_remainders", why=_without_remainders),
-        *(
-            NoEffect(key=f"model.optim.{name}", why=_unread_by_optimizer(name))
-            for name in sorted({name for optimizer in OPTIMIZERS.values() for name in optimizer.unread})
-        ),
-        NoEffect(key="model.optim.sched.wsd_decay_style", why=_unless_schedule(ScheduleName.wsd)),
-        NoEffect(
-            key="model.optim.sched.wsd_decay_steps",
-            why=_unless_schedule(ScheduleName.wsd),
-            instead="model.optim.sched.name=wsd, or wsd_decay_steps=null",
-        ),
-        NoEffect(
-            key="model.optim.sched.min_lr",
-            why=_unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant)),
-            instead="null, or model.optim.sched.name=cosine or linear",
-        ),
-        NoEffect(key="model.optim.sched.decay_steps", why=_constant_with_own_warmup),
-        NoEffect(key="model.optim.sched.init_lr", why=_without_warmup),
-        # Data.
-        *(
-            NoEffect(
-                key=f"model.data.{impl.files_key}",
-                why=_unless_data(impl),
-                instead=f"data={impl.name}, or leave {impl.files_key} empty",
-            )
-            for impl in DataImpl
-            if impl.files_key is not None
-        ),
-        *(
-            NoEffect(key=f"model.data.{name}", why=_with_random_tokens)
-            for name in ("splits_string", "cache_dir", "num_dataset_builder_threads")
-        ),
-        NoEffect(key="model.data.text_key", why=_unless_data(DataImpl.text)),
-        NoEffect(
-            key="model.tokenizer.model",
-            why=_unless("model.tokenizer.library", TokenizerLibrary.file),
-            instead="null, or library=file",
-        ),
-        NoEffect(key="model.tokenizer.vocab_size", why=_unless("model.tokenizer.library", TokenizerLibrary.bpe)),
-        # Checkpoints.
-        *(
-            NoEffect(
-                key=f"checkpoint.{name}",
-                why=_without_saves,
-                instead=f"save_interval_minutes=30, or {name}={show(silent)}",
-                silent=(silent,),
-            )
-            for name, silent in (
-                ("async_save", True),
-                ("keep_last", None),
-                ("keep_every", None),
-                ("on_save_error", OnSaveError.stop),
-            )
-        ),
-        # The loop, and what it leaves.
-        *(
-            NoEffect(key=f"trainer.{name}", why=_without_validation, silent=(silent,))
-            for name, silent in (("val_check_interval", None), ("validate_at_start", False))
-        ),
-        NoEffect(key="trainer.spike_margin", why=_with("trainer.max_spike_rewinds", None)),
-        NoEffect(key="sample.max_new_tokens", why=_without_tokenizer, silent=(0,)),
-        *(NoEffect(key=f"sample.{name}", why=_without_sample) for name in ("prompt", "temperature")),
-        NoEffect(key="logging.wandb_project", why=_without_wandb, silent=("",)),
-        NoEffect(key="logging.wandb_entity", why=_without_wandb, instead="null, or logging=wandb"),
+    return (*_fp8_rows(), *_model_rows(), *_optimizer_rows(), *_data_rows(), *_loop_rows())
+
+
+def _fp8_rows() -> Iterator[NoEffect]:
+    # The default recipe has no measured size: turning FP8 on would not be enough.
+    yield NoEffect(
+        "model.fp8_exclude",
+        lambda run: _without_fp8(run) if AUTO in run.model.fp8_exclude else "",
+        "[], or leave all keys of FP8 out (fp8=none)",
     )
+    kept_layers = [f"model.{name}" for name in _KEPT_LAYERS]
+    for key in schema_keys():
+        if key.startswith("model.fp8_") or key in kept_layers:
+            # An engine may need more than FP8 to be on.
+            turn_on = "null" if key == "model.fp8_backend" else "model.fp8=true"
+            yield NoEffect(key, _without_fp8, f"{turn_on}, or leave all keys of FP8 out (fp8=none)")
+    yield NoEffect("logging.fp8_proof_interval", _without_fp8)
+    yield NoEffect("logging.fp8_proof_interval", _with_graphs)
+    yield NoEffect("logging.fp8_statistics_interval", _without_fp8, "model.fp8=true, or null")
+    yield NoEffect("logging.fp8_saturation_threshold", _without_fp8)
+    for name in DELAYED_KEYS:
+        yield NoEffect(f"model.{name}", _without_history, "null, or fp8=delayed")
+    # 1024 is the recipe's own length, which conf/ names; 1 says the same as most_recent (NeMo's old pair).
+    yield NoEffect(
+        "model.fp8_amax_history_len", _one_amax_counts, "null, or fp8_amax_compute_algo=max", silent=(None, 1, 1024)
+    )
+    yield NoEffect("model.fp8_amax_compute_algo", _one_amax_kept, silent=(None, AmaxComputeAlgo.most_recent))
+    yield NoEffect("model.fp8_interval", _no_interval, "1, or null", silent=(None, 1))
+    yield NoEffect("model.fp8_hybrid", _overruled, "one of the two", is_harmless=True)
+    without_wgrad = [name for name, recipe in RECIPES.items() if recipe.leaves_wgrad_out or not recipe.has_wgrad]
+    ways = ["null", *(f"fp8={name} with model.fp8_emulate=true" for name in without_wgrad)]
+    yield NoEffect("model.fp8_wgrad", _no_high_precision_wgrad, ", or ".join(ways), silent=(None, True))
+    for key in kept_layers[1:]:
+        yield NoEffect(key, _all_layers_in_fp8, "first_last_layers_bf16=true, or null")
+
+
+def _model_rows() -> Iterator[NoEffect]:
+    without_experts = _with("model.num_moe_experts", None)
+    for name, silent in _EXPERTS.items():
+        yield NoEffect(f"model.{name}", without_experts, f"{show(silent[0])}, or a number of experts", silent)
+    without_full = _unless("model.activations_checkpoint_granularity", RecomputeGranularity.full)
+    for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform")):
+        instead = f"null, or activations_checkpoint_granularity=full with activations_checkpoint_{other}"
+        yield NoEffect(f"model.activations_checkpoint_{name}", without_full, instead)
+    yield NoEffect("model.rope_scaling_factor", _without_rope, "null, or position_embedding_type=rope")
+    yield NoEffect("model.rotary_percentage", _without_rope)
+    yield NoEffect("model.rotary_base", _without_rope)
+    yield NoEffect(
+        "model.ddp_bucket_size",
+        _with("model.overlap_grad_reduce", False),
+        "null, or overlap_grad_reduce=true (parallelism=dp has it so)",
+    )
+    yield NoEffect(
+        "model.cross_entropy_fusion_impl",
+        _with("model.cross_entropy_loss_fusion", False),
+        "cross_entropy_loss_fusion=true, or cross_entropy_fusion_impl=null",
+    )
+
+
+def _optimizer_rows() -> Iterator[NoEffect]:
+    turn_on = "use_precision_aware_optimizer=true with use_distributed_optimizer=true"
+    for name, silent in _STATES.items():
+        yield NoEffect(f"model.optim.{name}", _with_plain_states, f"{name}=fp32, or {turn_on}", (silent,))
+    yield NoEffect("model.optim.store_param_remainders", _without_remainders)
+    for name in sorted({name for optimizer in OPTIMIZERS.values() for name in optimizer.unread}):
+        yield NoEffect(f"model.optim.{name}", _unread_by_optimizer(name))
+    sched, only_wsd = "model.optim.sched", _unless_schedule(ScheduleName.wsd)
+    yield NoEffect(f"{sched}.wsd_decay_style", only_wsd)
+    yield NoEffect(f"{sched}.wsd_decay_steps", only_wsd, f"{sched}.name=wsd, or wsd_decay_steps=null")
+    falling = _unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant))
+    yield NoEffect(f"{sched}.min_lr", falling, f"null, or {sched}.name=cosine or linear")
+    yield NoEffect(f"{sched}.decay_steps", _constant_with_own_warmup)
+    yield NoEffect(f"{sched}.init_lr", _without_warmup)
+
+
+def _data_rows() -> Iterator[NoEffect]:
+    for impl in DataImpl:
+        if (name := impl.files_key) is not None:
+            instead = f"data={impl.name}, or leave {name} empty"
+            yield NoEffect(f"model.data.{name}", _unless_data(impl), instead)
+    random_tokens = _with("model.data.data_impl", DataImpl.mock, ", whose random tokens come from no file")
+    for name in ("splits_string", "cache_dir", "num_dataset_builder_threads"):
+        yield NoEffect(f"model.data.{name}", random_tokens)
+    yield NoEffect("model.data.text_key", _unless_data(DataImpl.text))
+    not_a_file = _unless("model.tokenizer.library", TokenizerLibrary.file)
+    yield NoEffect("model.tokenizer.model", not_a_file, "null, or library=file")
+    yield NoEffect("model.tokenizer.vocab_size", _unless("model.tokenizer.library", TokenizerLibrary.bpe))
+
+
+def _loop_rows() -> Iterator[NoEffect]:
+    for name, silent in _SAVES.items():
+        instead = f"save_interval_minutes=30, or {name}={show(silent)}"
+        yield NoEffect(f"checkpoint.{name}", _without_saves, instead, (silent,))
+    without_validation = _with("trainer.limit_val_batches", 0)
+    yield NoEffect("trainer.val_check_interval", without_validation, silent=(None,))
+    yield NoEffect("trainer.validate_at_start", without_validation, silent=(False,))
+    yield NoEffect("trainer.spike_margin", _with("trainer.max_spike_rewinds", None))
+    yield NoEffect("sample.max_new_tokens", _without_tokenizer, silent=(0,))
+    yield NoEffect("sample.prompt", _without_sample)
+    yield NoEffect("sample.temperature", _without_sample)
+    yield NoEffect("logging.wandb_project", _without_wandb, silent=("",))
+    yield NoEffect("logging.wandb_entity", _without_wandb, "null, or logging=wandb")
 
 
 def why_no_effect(run: Resolved, key: str) -> str:

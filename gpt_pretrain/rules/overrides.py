@@ -1,6 +1,6 @@
-"""The overrides of a command line, each checked on its own before Hydra sees it.
+"""The overrides of a command line, each checked by itself before Hydra sees it.
 
-Hydra composes a typo behind `+` or `++` silently, and its own errors name its mechanics rather than the mistake.
+Hydra composes a typo behind `+` or `++` silently, and its errors name its mechanics rather than the mistake.
 """
 
 import csv
@@ -27,8 +27,8 @@ from gpt_pretrain.config.keys import (
 from gpt_pretrain.config.load import section_problem
 from gpt_pretrain.config.source import Loader
 
-# What training does not read, and the commands that do. A file may set it for them; typed to another command it would
-# do nothing. The longest name counts.
+# Sections that training does not read, and the commands that do. A file may set them; typed to another command they
+# would do nothing. The longest name counts.
 READERS = {
     "plan": ("plan", "benchmark"),
     "benchmark": ("benchmark",),
@@ -61,7 +61,7 @@ def readers_of(path: str) -> tuple[str, ...]:
 
 
 def _unread_key(path: str, command: str) -> str | None:
-    """What is told about a key that `command` does not read; None where it does."""
+    """The message about a key that `command` does not read; None if it does."""
     readers = readers_of(path)
     if not readers or command in readers:
         return None
@@ -72,9 +72,9 @@ def _unread_key(path: str, command: str) -> str | None:
 
 
 class CommandLine:
-    """Checks the overrides of a command line one by one; keeps those that Hydra may have.
+    """Checks the overrides of a command line one by one.
 
-    `command` is the one that they were typed to, which refuses what only others read; None for one that takes all.
+    `command` is the one that they were typed to, which refuses keys that only others read; None for one that takes all.
     """
 
     def __init__(self, loader: Loader, command: str | None = None) -> None:
@@ -84,7 +84,7 @@ class CommandLine:
         self.problems: list[str] = []
 
     def accepts(self, override: Override) -> bool:
-        """Whether Hydra may have the override; otherwise its problems are kept."""
+        """Whether Hydra may have the override; otherwise `problems` gets the reasons."""
         before = len(self.problems)
         name = override.key_or_group
         if not name:
@@ -149,13 +149,13 @@ class CommandLine:
 
 
 def _split_at_spaces(overrides: Sequence[str], groups: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides; one with spaces around its `=`, or in its place, in the pieces that the shell made of it."""
+    """The overrides, each in the pieces that the shell made of it where spaces surround or replace its `=`."""
     rest = list(overrides)
     while rest:
         pieces = [rest.pop(0)]
         if "=" not in pieces[0] and rest and rest[0].startswith("="):
             pieces.append(rest.pop(0))
-        # What is empty behind its = and stands before a lone value: `name= mine`.
+        # `name= mine`
         if pieces[-1].endswith("=") and rest and "=" not in rest[0] and not rest[0].startswith("~"):
             pieces.append(rest.pop(0))
         # `name mine`
@@ -175,7 +175,7 @@ def _text_as_typed(override: Override) -> Override:
 
 
 def _word_problem(word: str, groups: Sequence[str]) -> str:
-    """What is told about an argument without `=`."""
+    """The message about an argument without `=`."""
     if not word.strip():
         return f"{word!r} is an empty argument; leave it out"
     if word in groups or is_known(word):
@@ -210,7 +210,7 @@ def parse_override(text: str) -> Override:
 
 
 def _with_quoted_elements(text: str) -> str | None:
-    """A list with quotes around the elements that Hydra's grammar cannot read; None where they do not help."""
+    """A list with quotes around the elements that Hydra's grammar cannot read; None if they do not help."""
     name, _, value = text.partition("=")
     if not (value.startswith("[") and value.endswith("]")):
         return None

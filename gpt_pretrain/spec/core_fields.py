@@ -1,10 +1,10 @@
 """Every field of megatron-core's configs that a run sets: from which keys it follows, and its value.
 
 The one place that knows which key reaches which field. `megatron.model` builds megatron-core's configs from it and
-`plan.effective` prints it. It needs no torch: a value that torch or megatron-core has a type for stands here by name.
+`plan.effective` prints it. It needs no torch: values for which torch or megatron-core has a type stand here by name.
 
-Every field whose default differs between NeMo, megatron-core and Transformer Engine is set explicitly, so that what
-`config.yaml` says is what the layers get.
+Every field whose default differs between NeMo, megatron-core and Transformer Engine is set explicitly: the layers get
+what `config.yaml` says.
 """
 
 from collections.abc import Iterator
@@ -37,17 +37,17 @@ class Dtype(Enum):
 
 
 class ActivationFunction(Enum):
-    """What megatron-core computes an activation with."""
+    """The function that megatron-core is given for an activation."""
 
     silu = "silu"
     gelu = "gelu"
-    """The exact GELU; megatron-core's fused bias+GELU, which computes the tanh form, is selected by it too."""
+    """The exact GELU; also selects megatron-core's fused bias+GELU, which computes the tanh form."""
     gelu_tanh = "gelu_tanh"
 
 
 @dataclass(frozen=True, slots=True)
 class HighPrecision:
-    """megatron-core's per-module override: linear layers whose names match a pattern stay out of FP8."""
+    """megatron-core's override per module: linear layers whose names match a pattern stay out of FP8."""
 
     patterns: tuple[str, ...]
 
@@ -162,8 +162,8 @@ def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
     if fp8 is None:
         yield Field("fp8", None, ("model.fp8",))
         if spec.fp8 is not None:
-            # Local layers bring their own FP8. An override, though it matches no module, is what lets megatron-core
-            # tell them of a step's first microbatch (MegatronModule.set_is_first_microbatch).
+            # Local layers bring their own FP8. An override, even one that matches no module, makes megatron-core tell
+            # them of a step's first microbatch (MegatronModule.set_is_first_microbatch).
             yield Field("quant_recipe", HighPrecision(()))
         return
     yield Field("fp8", "hybrid" if fp8.hybrid else "e4m3", formats)
@@ -229,9 +229,9 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
         Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size")),
         # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
         Field("align_param_gather", model.overlap_param_gather and interleaved, (virtual,)),
-        # NCCL divides as it reads; otherwise a separate pass over the gradients does, 15 ms for Llama 3 8B.
-        # gloo cannot, and with losses per token there is nothing to divide by. NCCL multiplies what one rank has by 1,
-        # and leaves a sum of it as it is; what experts have, megatron-core scales in a pass before it averages.
+        # NCCL divides as it reads; otherwise a separate pass over the gradients does, 15 ms for Llama 3 8B. gloo
+        # cannot, and with losses per token there is nothing to divide by. On one rank NCCL would multiply by 1 to
+        # average, and does nothing to sum. megatron-core scales experts' gradients in a pass before it averages.
         Field("average_in_collective", averages),
         Field("check_for_nan_in_grad", False),
     ]
@@ -261,7 +261,7 @@ def optimizer_fields(spec: RunSpec) -> list[Field]:
         Field("params_dtype", dtype, ("trainer.precision",)),
         _distributed_optimizer(spec),
         *_of_model(spec, "overlap_param_gather"),
-        # None would be taken for delayed.
+        # The default, None, would mean delayed.
         Field("fp8_recipe", None if fp8 is None else fp8.recipe.name, ("model.fp8_recipe",)),
     ]
 

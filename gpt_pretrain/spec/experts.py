@@ -1,6 +1,6 @@
-"""Which kernel multiplies the rows of a rank's experts, and what that means for their FP8.
+"""Which kernel multiplies the rows of a rank's experts, and whether that leaves them out of FP8.
 
-Follows from the configuration alone, because it decides which layers FP8 covers.
+It follows from the configuration alone, because it decides which layers FP8 covers.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from gpt_pretrain.config.choices import Activation, MoeGroupedKernel, MoeTokenDi
 from gpt_pretrain.config.derived import moe_ffn_hidden_size
 from gpt_pretrain.config.schema import ModelConfig
 
-# From this many experts of a rank, and up to this many operations of an expert's first product, one kernel for all is
-# the null. Transformer Engine launches a product for each expert, and an H200's host took about 65 µs for each, in
-# which the GPU computes 4e10 operations: with 128 experts of 3e9 a step took 983 ms, and its kernels 368 (the shape of
-# Qwen3-30B-A3B, four layers, 2 × 4,096 tokens). For few large experts cuBLAS is the faster one.
+# Null means one kernel for all from this many experts on a rank, and up to this many operations of an expert's first
+# product. Transformer Engine launches a product for each expert. An H200's host took about 65 µs for each, in which the
+# GPU computes 4e10 operations: with 128 experts of 3e9 a step took 983 ms, and its kernels 368 (the shape of
+# Qwen3-30B-A3B, four layers, 2 × 4,096 tokens). For few large experts cuBLAS is faster.
 MANY_EXPERTS = 16
 MAX_PRODUCT_FLOPS = 4e10
 
@@ -33,7 +33,7 @@ def grouped_kernel_obstacles(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def grouped_kernel(model: ModelConfig) -> MoeGroupedKernel:
-    """The kernel of grouped products, of a model with experts; may break rules."""
+    """The kernel of grouped products in a model with experts, also in one that breaks rules."""
     if model.moe_grouped_kernel is not None:
         return model.moe_grouped_kernel
     suits = _has_many_small_experts(model) and not any(grouped_kernel_obstacles(model))
@@ -53,17 +53,17 @@ def permutation_obstacles(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def leaves_experts_out(model: ModelConfig) -> bool:
-    """Whether FP8, where it is on, does not reach the experts, because one BF16 kernel computes them."""
+    """Whether FP8, if it is on, leaves the experts out because one BF16 kernel computes them."""
     return model.num_moe_experts is not None and grouped_kernel(model) is MoeGroupedKernel.triton
 
 
 def _has_many_small_experts(model: ModelConfig) -> bool:
     experts, ep, tp = model.num_moe_experts, model.expert_model_parallel_size, model.tensor_model_parallel_size
-    # Configurations that break rules get here, too.
+    # The configuration may break rules.
     if experts is None or min(experts, ep, tp) < 1 or experts // ep < MANY_EXPERTS:
         return False
     tokens = model.micro_batch_size * model.encoder_seq_length / tp
     rows = tokens * ep * model.moe_router_topk / experts
-    # Ranks that share an expert's matrices compute more rows, as often as they have fewer columns.
+    # Ranks that share an expert's matrices have fewer columns, and by the same factor more rows.
     columns = (2 if model.activation is Activation.swiglu else 1) * moe_ffn_hidden_size(model)
     return 2.0 * rows * columns * model.hidden_size <= MAX_PRODUCT_FLOPS

@@ -1,7 +1,7 @@
 """Which kernels each part of the model runs on: the configuration's nulls, resolved for a machine.
 
 Each null becomes the fastest choice that is correct there. The functions `…_obstacles` name the settings that exclude
-an optimisation: null leaves it out then, and `rules.kernels` refuses it where it is requested.
+an optimisation: with one of them null leaves it out, and `rules.model` refuses a request for it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,8 +32,8 @@ WIDTH_MULTIPLE, WIDEST, WIDEST_ON_BLACKWELL = 8, 256, 128
 ROTATED_FLASH_ATTENTION_WIDTHS = (128,)
 FLASH_ATTENTION_WIDTHS = (64, 128)
 
-# Operations of one layer on one microbatch, 6 for each weight and token. On an H200, graphs made GPT-2 124M 1.4 times
-# as fast at 32 × 1,024 tokens (1.4e12), and no faster at 64 × 1,024 (2.8e12).
+# Operations of one layer on one microbatch, 6 per weight and token, up to which graphs gain. On an H200 they made
+# GPT-2 124M 1.4 times as fast at 32 × 1,024 tokens (1.4e12), and no faster at 64 × 1,024 (2.8e12).
 _MAX_LAYER_FLOPS = 2e12
 
 
@@ -43,14 +43,14 @@ class Kernels:
 
     transformer_engine: bool
     compile: bool
-    """Whole layers by torch.compile, which fuses what lies between their products."""
+    """Whole layers by torch.compile, which fuses the operations between their products."""
     bias_activation_fusion: bool
     activation_cast_fusion: bool
     bias_dropout_add_fusion: bool
     masked_softmax_fusion: bool
     use_flash_attention: bool
     torch_attention: bool
-    """Attention of local layers by PyTorch's fused kernels; False: megatron-core's, which writes all scores."""
+    """Attention of local layers by PyTorch's fused kernels, rather than megatron-core's, which writes all scores."""
     apply_rope_fusion: bool
     fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
@@ -68,7 +68,7 @@ class Kernels:
 def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves each `null` of the kernel keys of a run that breaks no rule; explicit values stand."""
     config, model, settings = run.config, run.model, run.fp8
-    # Local layers compute emulated FP8, TorchAO's, and what is compiled, even where TE is installed.
+    # Local layers compute emulated FP8, TorchAO's FP8 and compiled layers, even where TE is installed.
     in_local_layers = model.compile or (settings is not None and settings.in_local_layers)
     otherwise_te = platform.transformer_engine is not None and not in_local_layers
 
@@ -77,11 +77,11 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
 
     te = choose(model.transformer_engine, otherwise_te)
     graphs = _plan_graphs(run, world_size, transformer_engine=te)
-    # What is compiled has no place for kernels that are fused by themselves.
+    # Compiled layers have no place for separately fused kernels.
     fuses = platform.cuda and not model.compile
     accumulates = choose(model.gradient_accumulation_fusion, fuses)
     rotary = model.position_embedding_type is PositionEmbedding.rope
-    # Deterministic and fp32 runs serve as references, and PyTorch's kernels draw dropout from another random state.
+    # Deterministic and fp32 runs serve as references, and PyTorch's kernels draw dropout from their own random state.
     plain = config.trainer.deterministic or config.trainer.precision is Precision.fp32 or model.attention_dropout > 0
     fast_local = fuses and not te and not plain
     rotates = choose(model.fused_single_qkv_rope, (te or fast_local) and not any(qkv_rope_obstacles(model)))
@@ -92,8 +92,8 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     return Kernels(
         transformer_engine=te,
         compile=model.compile,
-        # These two are compiled by torch.compile: worth it on a GPU, minutes of C++ compilation without one.
-        # The fused GELU adds the bias itself and computes the tanh form; SwiGLU has no such limits.
+        # torch.compile compiles this and bias_dropout_add_fusion: worth it on a GPU, minutes of C++ without one.
+        # The fused GELU needs a bias and computes the tanh form; SwiGLU has no such limits.
         bias_activation_fusion=choose(
             model.bias_activation_fusion,
             fuses
@@ -124,8 +124,8 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
-        # With more tokens in a microbatch, the table is not what costs: 16,384 tokens and 51,200 rows gain, 131,072 and
-        # 50,304 lose, and nothing between them was measured (benchmarks/fused_kernels_h200.md).
+        # With more tokens in a microbatch, the table no longer dominates: 16,384 tokens and 51,200 rows gain, 131,072
+        # and 50,304 lose, and nothing between was measured (benchmarks/fused_kernels_h200.md).
         embedding_gradient_fusion=choose(
             model.embedding_gradient_fusion,
             platform.cuda
@@ -145,7 +145,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
 
 
 def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) -> CudaGraphImpl | None:
-    """What records graphs of the layers; None: nothing does. Replays on several ranks are not tested."""
+    """What records graphs of the layers; None: nothing. Replays on several ranks are not tested."""
     model = run.model
     if model.cuda_graph_impl is not None:
         return None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl
@@ -157,17 +157,17 @@ def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) ->
     )
     small = layer_flops <= _MAX_LAYER_FLOPS
     gain = transformer_engine and recipe_gains and compared and small and world_size == 1
-    # A requested kernel that is not tested in graphs takes precedence over them.
+    # Requested kernels that are not tested in graphs take precedence over them.
     asked = model.activation_cast_fusion or model.embedding_gradient_fusion or model.use_flash_attention
     is_free = not asked and not any(graph_obstacles(run))
     return CudaGraphImpl.local if gain and is_free else None
 
 
 def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:
-    """Whether heads have a measured width, in layouts that need no copies for it."""
+    """Whether FlashAttention-4 was measured to be faster with heads of this width, in a layout that needs no copies."""
     if rotates:
         return kv_channels(model) in ROTATED_FLASH_ATTENTION_WIDTHS
-    # Without rotation and shared keys, queries, keys and values are parts of one tensor, and so are their gradients.
+    # Without rotation and grouped queries, q, k and v are parts of one tensor, and so are their gradients.
     parts_of_one = (
         model.position_embedding_type is not PositionEmbedding.rope
         and num_query_groups(model) == model.num_attention_heads
@@ -185,7 +185,7 @@ def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
 
 
 def fused_parts(kernels: Kernels) -> str:
-    """The keys of `Kernels` that are on, with their values, in one line."""
+    """The fields of `Kernels` that are on, with their values, in one line."""
     values = {name: getattr(kernels, name) for name in Kernels.__dataclass_fields__ if name != "transformer_engine"}
     active = [name if value is True else f"{name} ({value.value})" for name, value in values.items() if value]
     return ", ".join(active) or "none"
@@ -203,7 +203,7 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
 
 
 def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-    """Settings that exclude `model.activation_cast_fusion`; the layers in FP8 are looked at only if `sizes_known`."""
+    """Settings that exclude `model.activation_cast_fusion`; looks at the layers in FP8 only if `sizes_known`."""
     model, settings = run.model, run.fp8
     if settings is None:
         yield "model.fp8=false", "there is no cast to compute an activation with"

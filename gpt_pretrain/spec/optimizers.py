@@ -1,7 +1,7 @@
 """The optimizers: one record each, read by the rules, the translation and the plan.
 
-A new optimizer is a member of `config.choices.OptimizerName`, a record here, `conf/optimizer/NAME.yaml`, and what
-builds it in `megatron.optimizer`.
+A new optimizer is a member of `config.choices.OptimizerName`, a record here, `conf/optimizer/NAME.yaml`, and its
+construction in `megatron.optimizer`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ MOMENT_BYTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """What is known of an optimizer."""
+    """An optimizer."""
 
     core_name: str
     """`OptimizerConfig.optimizer`."""
@@ -30,13 +30,13 @@ class Optimizer:
     has_distributed_form: bool
     """megatron-core shards its states over the data-parallel ranks."""
     has_small_states: bool
-    """A form with masters and moments in fewer bytes exists (`use_precision_aware_optimizer`)."""
+    """It can keep masters and moments in fewer bytes (`use_precision_aware_optimizer`)."""
     state_bytes: Callable[[OptimConfig], float]
     """Bytes of fp32 states per parameter, masters left out."""
     moved_bytes: int
     """Bytes that a step reads and writes per parameter: gradient, master and states, and the BF16 weight."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Keys of `model.optim` that it does not read, and why."""
+    """Keys of `model.optim` that it does not read, with the reasons."""
 
 
 OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {

@@ -1,8 +1,8 @@
-"""What this machine offers to the run: GPU, Transformer Engine, FlashAttention-4, apex, and its environment.
+"""What this machine offers to the run: GPU, Transformer Engine, FlashAttention-4, TorchAO, apex, and its environment.
 
-megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once, so that
-null in the configuration ("where available") becomes a value that the header prints, and an explicit `true` that
-cannot be met is an error rather than a slower run (`rules.machine`). Only the detection imports torch; everything that
+megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once: null in
+the configuration ("where available") becomes a value that the header prints, and an explicit `true` that the machine
+cannot meet is an error rather than a slower run (`rules.machine`). Only the detection imports torch; everything that
 follows from a `Platform` works without it.
 """
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 FP8_CAPABILITY = (8, 9)
 HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (9, 0), (10, 0), (12, 0)
 ATTENTION = "attention"
-# Environment variables that change what a recipe of TE 2.12 computes: the value that changes nothing, which products
-# they are about, and what other values do. NVTE_UNFUSED_FP8_UPDATE is absent: it computes the same scales in Python.
+# Environment variables that change what a recipe of TE 2.12 computes: the value that changes nothing, the recipe or the
+# products concerned, and what others do. NVTE_UNFUSED_FP8_UPDATE is absent: it computes the same scales in Python.
 RECIPE_VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("0", "tensorwise", "rounds scales to powers of two"),
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("0", "blockwise", "makes scales other numbers than powers of two"),
@@ -51,14 +51,14 @@ MULTICAST_OFF = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "UB_SKIPMC": "1",
 }
-# The one that speaks for the host.
+# The one that says whether the host has multicast.
 NO_MULTICAST = "NCCL_NVLS_ENABLE"
 USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 
-# The oldest version tested, and what `megatron.flash_attention` calls of it.
+# The oldest version tested, and the names that `megatron.flash_attention` uses.
 OLDEST_FLASH_ATTENTION = "4.0.0b36"
 _FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
-# Its casts and products are no public API: another version may have them elsewhere, or round otherwise.
+# TorchAO's casts and products are no public API: another version may have them elsewhere, or round differently.
 TESTED_TORCHAO = (0, 18)
 _TORCHAO = "torchao.float8.float8_training_tensor", "Float8TrainingTensor", "hp_tensor_and_scale_to_float8"
 # What each part of apex needs: its Python module, where it has one, and its compiled kernels.
@@ -72,7 +72,7 @@ APEX_PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """Hardware and optional libraries of this process; the defaults are of a machine that has none of them."""
+    """Hardware and optional libraries of this process; the defaults are those of a machine with none of them."""
 
     cuda: bool
     """A CUDA device is there."""
@@ -125,7 +125,7 @@ class Platform:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether the GPU is a Hopper: its FP8 products read rows of both operands, so transposed copies are kept."""
+        """Whether the GPU is a Hopper, whose FP8 products read rows of both operands: layers keep transposed copies."""
         return self.compute_capability is not None and HOPPER <= self.compute_capability < BLACKWELL
 
     @property
@@ -137,7 +137,7 @@ class Platform:
 
     @property
     def why_no_transformer_engine(self) -> str:
-        """Why Transformer Engine cannot be used, asked where it cannot."""
+        """Why Transformer Engine cannot be used; asked only where it cannot."""
         return self.transformer_engine_problem or (
             f"it is not installed; {how_to_install('te')}" if self.cuda else "there is no CUDA device"
         )
@@ -159,7 +159,7 @@ def leading_version(text: str) -> tuple[int, ...]:
 
 
 def _imports(module: str) -> bool:
-    """Whether a module is there and loads; a compiled extension built for another torch is there and does not."""
+    """Whether a module is there and loads, which a compiled extension built for another torch does not."""
     if importlib.util.find_spec(module.split(".", 1)[0]) is None:
         return False
     try:
@@ -170,13 +170,13 @@ def _imports(module: str) -> bool:
 
 
 def _why_it_does_not_load(module: str, *names: str) -> str | None:
-    """What an installed module's import, or that of names from it, ended with; None where all load."""
+    """The error of importing an installed module, or names from it; None if all load."""
     try:
         loaded = importlib.import_module(module)
         for name in names:
             getattr(loaded, name)
-    # Shared libraries and compilers that do not fit the driver or PyTorch fail in many ways
-    # (OSError, RuntimeError, AssertionError); the user is told of each.
+    # Shared libraries and compilers that do not fit the driver or PyTorch fail in many ways (OSError, RuntimeError,
+    # AssertionError), all of which the user should know.
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,7 +1,7 @@
 """Every matrix product of a training step on one rank: its shape, and whether it runs in FP8 and why.
 
-Pure arithmetic on the configuration; `Resolved` holds all that follows from it without a machine. The rules check the
-shapes, `gpt_pretrain.plan` prints them, and the proof of a run compares them with what the live modules did.
+Pure arithmetic on the configuration; `Resolved` is all that follows from it without a machine. The rules check the
+shapes, `gpt_pretrain.plan` prints them, and the proof of a run compares them with the live modules.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ _TOO_SMALL = f"too small to gain (model.fp8_exclude={AUTO})"
 
 _OF_ONE_KERNEL = "one BF16 kernel computes all experts (model.moe_grouped_kernel)"
 
-# Logits of the buffer: 1 GiB in BF16. Products of fewer tokens are slower, and so are more reads of the main gradient.
+# Logits of a chunk: 1 GiB in BF16. Smaller chunks are slower, as products and because each reads the main gradient.
 _CHUNK_LOGITS = 2**29
 
 
@@ -50,16 +50,16 @@ class Linear:
     count: int
     """Weights of this shape on the rank, each with its own rows: experts, which share one module."""
     tokens: int
-    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where split along it; of an
-    expert the mean, as if the router spread tokens evenly."""
+    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where they split the sequence;
+    for an expert the mean, as if the router spread tokens evenly."""
     local_tokens: int
     """Rows of x that the rank holds and casts: tokens / TP where the input is split along the sequence."""
     precision: str
     """Of the forward and dgrad products: "fp8" or "high"."""
     wgrad_precision: str
-    """Of the weight gradient's product."""
+    """The same of the weight gradient's product."""
     reason: str
-    """Why it is not in FP8; empty where it is."""
+    """Why it is not in FP8; empty if it is."""
 
     @property
     def is_small(self) -> bool:
@@ -102,7 +102,7 @@ class _Shape:
 
 
 def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape]:
-    """The MLP, or the router and the experts of one rank."""
+    """Shapes of the MLP, or of the router and one rank's experts."""
     tp, hidden, gated = model.tensor_model_parallel_size, model.hidden_size, model.activation is Activation.swiglu
     if model.num_moe_experts is None:
         inner = ffn_hidden_size(model) // tp
@@ -111,7 +111,7 @@ def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape
     experts, etp = model.num_moe_experts, expert_tensor_parallel_size(model)
     ep = model.expert_model_parallel_size
     inner = moe_ffn_hidden_size(model) // etp
-    # Each rank routes its own part of the sequence; the ranks of an expert's matrices compute all tokens routed to it.
+    # Each rank routes its own part of the sequence; the ranks that share an expert compute all tokens routed to it.
     rows = max(1, tokens // tp * etp * ep * model.moe_router_topk // experts)
     return {
         ROUTER: _Shape(experts, hidden, 1, split, local_tokens=split),
@@ -180,15 +180,12 @@ def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, k
 
 
 def chunk_tokens(num_tokens: int, num_columns: int) -> int:
-    """Tokens that go through the LM head together where its loss is linear (`megatron.loss`).
-
-    A power of two, and at most `num_tokens`.
-    """
+    """Tokens that go through the LM head together in a linear loss (`megatron.loss`): a power of two or all of them."""
     return min(num_tokens, 1 << (max(1, _CHUNK_LOGITS // num_columns).bit_length() - 1))
 
 
 def attention_flops(model: ModelConfig) -> float:
-    """Operations of the two products of attention in one layer and one forward pass of a rank's microbatch, causal."""
+    """Operations of causal attention's two products, in one layer and one forward pass of a rank's microbatch."""
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
     return 2.0 * tokens * model.encoder_seq_length * width
@@ -207,7 +204,7 @@ def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What follows from a configuration without a machine, even from one that breaks rules."""
+    """What follows from a configuration without a machine, also if it breaks rules."""
 
     config: Config
     fp8: Fp8Settings | None
@@ -236,7 +233,7 @@ class Resolved:
 
     @property
     def fp8_flops_share(self) -> float:
-        """Share of a step's matrix operations that run in FP8; the whole has attention and the LM head in it."""
+        """Share of a step's matrix operations, attention and LM head included, that run in FP8."""
         total = attention = 3.0 * self.model.num_layers * attention_flops(self.model)
         in_fp8 = attention if self.fp8 is not None and self.fp8.dot_product_attention else 0.0
         for linear in self.linears:
@@ -247,7 +244,7 @@ class Resolved:
 
 
 def describe_kept_out(run: Resolved) -> list[str]:
-    """What settings keep out of FP8, a phrase for each reason; also where `AUTO` finds nothing to keep out."""
+    """What settings keep out of FP8, a phrase for each reason; another where `AUTO` finds nothing."""
     same: dict[str, list[Linear]] = {}
     for linear in run.kept_out:
         same.setdefault(linear.reason, []).append(linear)
@@ -261,7 +258,7 @@ def describe_kept_out(run: Resolved) -> list[str]:
 
 
 def shapes_of(linears: Iterable[Linear]) -> list[str]:
-    """Each kind once, with the shape of a rank's weight: "mlp.linear_fc2 4096×14336"."""
+    """Each kind of layer once, with the shape of a rank's weight: "mlp.linear_fc2 4096×14336"."""
     return list(dict.fromkeys(f"{each.kind} {each.out_features}×{each.in_features}" for each in linears))
 
 

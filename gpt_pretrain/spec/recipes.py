@@ -1,11 +1,10 @@
-"""FP8: one record for each recipe of each engine, and what the FP8 keys of a run add up to.
+"""FP8: one record for each recipe of each engine, and the settings that follow from a run's FP8 keys.
 
-Everything that acts on FP8 (rules, translation, plan, proof, emulation) reads `Fp8Settings`, so that it agrees about
-what null means.
+Everything that acts on FP8 (rules, translation, plan, proof, emulation) reads `Fp8Settings`: they agree on what null
+means.
 
 A new recipe is a member of `config.choices.Fp8RecipeName`, a record here, `conf/fp8/NAME.yaml` and its casts in
-`fp8.emulation.casts`. What the columns say was read in Transformer Engine (TE) 2.12, TorchAO 0.18 and
-megatron-core 0.19.2.
+`fp8.emulation.casts`. The facts are those of Transformer Engine (TE) 2.12, TorchAO 0.18 and megatron-core 0.19.2.
 """
 
 import fnmatch
@@ -27,36 +26,36 @@ DELAYED_KEYS = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How tensors get their FP8 scales, and what follows from it."""
+    """A way to scale tensors for FP8."""
 
     name: str
     backend: Fp8Backend = Fp8Backend.transformer_engine
     te_class: str = ""
     """Class of `transformer_engine.common.recipe`; empty for recipes of other engines."""
     e4m3: bool
-    """E4M3 also for gradients, where neither `fp8_hybrid` nor `fp8_e4m3` is set; else hybrid."""
+    """Where neither `fp8_hybrid` nor `fp8_e4m3` is set: E4M3 also for gradients, rather than hybrid."""
     has_own_formats: bool = False
     """No key changes the formats."""
     scales_from: str
-    """Where a scale comes from, as a sentence."""
+    """A sentence that says where a scale comes from."""
     keeps_history: bool = False
-    """Scales come from the amaxes of earlier passes: the recipe has state, which checkpoints hold."""
+    """Scales come from the amaxes of earlier passes, a state that checkpoints hold."""
     searches_amax: bool = False
     """Every cast reads the whole tensor first, to find its amax."""
     block: int | None = None
-    """Values along a block with one scale; None: one scale for the whole tensor, or `scales_rows`."""
+    """Values along a block with one scale; None: one scale per tensor, or per row (`scales_rows`)."""
     scales_rows: bool = False
-    """One scale for each row or column, as long as the dimension that a product sums over."""
+    """One scale for each row or column along the dimension that a product sums over."""
     scales_dgrad_weight_whole: bool = False
-    """The weight that dgrad reads has one scale for the whole tensor, whatever the other operands have."""
+    """dgrad reads a weight with one scale for the whole tensor."""
     powers_of_two: bool = False
     """Scales are rounded down to powers of two."""
     takes_logarithm: bool = False
-    """That is done by a logarithm in fp32, which takes a quotient just below a power of two for that power."""
+    """By a logarithm in fp32, which rounds a quotient just below a power of two up to that power."""
     adds_bias_rounded: bool = False
-    """A bias is added to the rounded product, rather than before that is rounded."""
+    """The bias is added after the product is rounded."""
     least_amax: float = 0.0
-    """Takes the place of a smaller amax in a scale. 0: without an amax the scale is 1, or the largest number."""
+    """The smallest amax that counts in a scale. 0: an amax of 0 gives the scale 1, or the largest number."""
     activation_scale_bytes: float = 0.0
     """Bytes of scales per value of an activation."""
     weight_scale_bytes: float = 0.0
@@ -64,36 +63,35 @@ class Recipe:
     alignment: int = 16
     """Both dimensions of every operand must be multiples of this."""
     gathered_rows: int = 8
-    """The rows that a rank casts before they are gathered along the sequence must be multiples of this (TE's
+    """A rank's rows that are cast before they are gathered along the sequence must be a multiple of this (TE's
     `assert_dim_for_all_gather`)."""
     gathers_blocks: bool = False
     """Inputs that are gathered along the sequence must hold whole blocks in both dimensions."""
     leaves_wgrad_out: bool = False
-    """Weight gradients can be computed outside of FP8 (`fp8_wgrad=false`); TE 2.12 dropped it, emulation has it."""
+    """`fp8_wgrad=false` can take weight gradients out of FP8; TE 2.12 dropped it, emulation has it."""
     has_wgrad: bool = True
     """Weight gradients are computed in FP8."""
     gains_by_graphs: bool = False
     """`cuda_graph_impl=null` chooses graphs for small layers."""
     scales_flag: tuple[str, str, str] | None = None
-    """A field of TE's recipe about its scales, and what they are where it is true, and where false."""
+    """A field of TE's recipe about its scales, and what they are where it is true and where it is false."""
     scales: str = ""
-    """Which of the two they must be."""
+    """What they must be."""
     capability: tuple[tuple[int, int], tuple[int, int] | None] = ((8, 9), None)
     """CUDA compute capabilities that compute it: the first, and the first beyond them (TE's
     `check_recipe_support`)."""
     cuda: tuple[int, int] | None = None
     """The oldest CUDA that does."""
     hardware: str = ""
-    """The two above in words."""
+    """`capability` and `cuda` in words."""
     peak_share: float
-    """Share of the FP8 peak that a large product reaches in a training step (calibrated, see `plan.hardware`)."""
+    """Share of the FP8 peak that a large product reaches in a training step (calibrated, see `plan.machine`)."""
     small: tuple[tuple[float, float], ...] = ()
-    """Rows and columns of weights, each with what is no larger than it in both, that gain nothing by FP8. Empty: nobody
-    has measured which."""
+    """Rows and columns: a weight no larger in both than one of these gains nothing by FP8. Empty: not measured."""
     finer: str = ""
-    """What to choose where a tensor's values span more than its scale can bring into the format; empty: nothing."""
+    """The choice where a tensor's values span more than one scale can bring into the format; empty: none."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """What the recipe cannot be combined with: a key of `model.`, or a word for a feature, to the reason."""
+    """Features that the recipe cannot be combined with, keys of `model.` or phrases, with the reasons."""
 
     @property
     def scales_tensors(self) -> bool:
@@ -106,11 +104,11 @@ class Recipe:
         return self.name if self.backend is Fp8Backend.transformer_engine else f"{self.backend.name}_{self.name}"
 
     def is_small(self, rows: int, columns: int) -> bool:
-        """Whether a rank's weight is too small to gain by FP8, where that is known."""
+        """Whether a rank's weight is known to be too small to gain by FP8."""
         return any(rows <= most_rows and columns <= most_columns for most_rows, most_columns in self.small)
 
     def largest_scale(self, format: str) -> float:
-        """The scale of a tensor of (nearly) zeros, at least; fp32's largest number where amax has no limit."""
+        """The scale of a tensor of (nearly) zeros, or just below it; fp32's largest number where amax has no limit."""
         if not self.least_amax:
             return _FP32_MAX
         largest = FORMAT_MAX[format] / self.least_amax
@@ -160,7 +158,7 @@ def _torchao(refusals: Mapping[str, str] | None = None, **fields: Any) -> Recipe
         has_own_formats=True,
         least_amax=_LEAST_AMAX,
         adds_bias_rounded=True,
-        # What is gathered along the sequence is cast behind that.
+        # Inputs are cast after they are gathered along the sequence.
         gathered_rows=1,
         refusals={**_OF_TORCHAO, **(refusals or {})},
         **fields,
@@ -241,8 +239,8 @@ _TE = (
         peak_share=0.665,
         refusals={
             **_OF_BLOCKS,
-            # MixedPrecisionOptimizer.prepare_model_params_for_param_sync: the loop would have to fill the gradients'
-            # buffer before each gather; weights would be zeros without it.
+            # MixedPrecisionOptimizer.prepare_model_params_for_param_sync: unless the loop filled the gradients' buffer
+            # before each gather, weights would be zeros.
             "fp8_params": "megatron-core gathers these weights in BF16 through the gradient buffer, which this "
             "application does not fill",
         },
@@ -298,7 +296,7 @@ class Fp8Settings:
 
     backend: Fp8Backend
     recipe: Recipe
-    """Of another engine where this one has none of that name, which `rules.fp8` refuses."""
+    """Another engine's where this one has none of that name, which `rules.fp8` refuses."""
     forward_format: str
     """Of inputs and weights: "e4m3"."""
     gradient_format: str
@@ -318,14 +316,14 @@ class Fp8Settings:
     num_layers_at_start_in_bf16: int
     num_layers_at_end_in_bf16: int
     exclude: tuple[str, ...]
-    """Patterns of linear layers kept out of FP8; `AUTO` among them for those too small to gain."""
+    """Patterns of linear layers kept out of FP8, and `AUTO` for those too small to gain."""
     experts_left_out: bool
     """Experts are computed by one kernel in BF16 (`model.moe_grouped_kernel`)."""
     emulate: bool
 
     @property
     def in_local_layers(self) -> bool:
-        """Whether megatron-core's local layers compute it: where it is emulated, and with TorchAO."""
+        """Whether megatron-core's local layers compute it, as with TorchAO and in emulation."""
         return self.emulate or self.backend is Fp8Backend.torchao
 
     @property
@@ -335,7 +333,7 @@ class Fp8Settings:
 
     @property
     def exclude_small(self) -> bool:
-        """Whether layers stay out that are too small to gain."""
+        """Whether layers too small to gain stay out."""
         return AUTO in self.exclude
 
     @property
@@ -390,7 +388,7 @@ def local_layers(model: ModelConfig) -> str:
 
 
 def emulation(model: ModelConfig) -> str:
-    """How messages offer emulation: together with a reset of every setting that excludes it."""
+    """How messages offer emulation: with a reset of every setting that excludes it."""
     in_its_way = {
         "fp8_params=false": model.fp8_params,
         "fp8_dot_product_attention=false": model.fp8_dot_product_attention,

@@ -1,4 +1,4 @@
-"""What a configuration comes to: everything that follows from it and from the machine, resolved once.
+"""Everything that follows from a configuration and a machine, resolved once.
 
     Config → `resolve` → Resolved → rules
                                   → `build_run_spec`, with the machine → RunSpec → model, optimizer, training, plan
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """The same for the parameters of experts: what EP and their own tensor parallelism leave of a stage's ranks."""
+        """The same for the parameters of experts: a stage's ranks over EP · expert tensor parallelism."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
@@ -53,7 +53,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(Resolved):
-    """A checked run on a machine: the one answer to what it is."""
+    """A checked run on a machine."""
 
     launch: Launch
     platform: Platform
@@ -68,7 +68,7 @@ class RunSpec(Resolved):
     @property
     def stored_fp8(self) -> Fp8Settings | None:
         """The FP8 of layers that store their weights in it; None where weights have high precision."""
-        # Emulated layers of TE keep theirs, which `rules.fp8` says.
+        # Emulated layers of TE keep high-precision weights (`rules.fp8`).
         stores = self.fp8 is not None and (self.fp8.backend is Fp8Backend.torchao or not self.fp8.emulate)
         return self.fp8 if stores and self.model.fp8_params else None
 

@@ -16,7 +16,7 @@ from gpt_pretrain.config.errors import ConfigError, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.plan.checkpoints import describe_saves
+from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.rules.machine import machine_notes
 from gpt_pretrain.spec.core_fields import params_dtype

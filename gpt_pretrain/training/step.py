@@ -21,7 +21,7 @@ from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
-from gpt_pretrain.plan.hardware import bf16_peak_tflops
+from gpt_pretrain.plan.machine import bf16_peak_tflops
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.run_spec import RunSpec

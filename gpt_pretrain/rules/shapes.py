@@ -1,0 +1,341 @@
+"""Cross-field rules about divisions: widths over heads, heads and sequences over ranks, and FP8's multiples.
+
+Every value that a message offers is legal: it breaks no rule about divisions in the run at hand, nor, where such a
+value is near, one about shapes elsewhere (`Accepts`).
+
+An FP8 GEMM requires both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
+microbatch. Transformer Engine (TE) 2.12 asserts a part of this when the first microbatch arrives
+(`assert_dim_for_fp8_exec`: rows by 8, columns by 16): the forward product sums over the columns. dgrad sums over the
+weight's rows and wgrad over the tokens, so the rows need the 16 as well. TE checks them only in the backward pass
+(cublaslt_gemm.cu, "Leading dimension requirement on A for FP8 GEMM").
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from gpt_pretrain.config.choices import Activation, PositionEmbedding
+from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
+    ffn_hidden_size,
+    kv_channels,
+    model_parallel_size,
+    num_query_groups,
+    padded_vocab_size,
+)
+from gpt_pretrain.config.errors import divisors, multiples_near, one_of
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
+from gpt_pretrain.spec.recipes import Fp8Settings
+
+type Accepts = Callable[[str, int], bool]
+"""Whether no rule about shapes mentions a key of `model.` where it has a value."""
+
+# How many values on either side of a wrong one are tried for a legal one.
+_REACH = 256
+# Layers whose input each rank casts before it is gathered along the sequence.
+_COLUMN_PARALLEL = (QKV, FC1)
+_OF_EXPERTS = (EXPERT_FC1, EXPERT_FC2)
+
+
+def _whatever(_: str, __: int) -> bool:
+    return True
+
+
+def _rotated_channels(model: ModelConfig, channels: int) -> int:
+    """Channels of a head that rope rotates."""
+    return int(channels * model.rotary_percentage)
+
+
+def _rotates_pairs(model: ModelConfig, channels: int) -> bool:
+    if model.position_embedding_type is not PositionEmbedding.rope or not 0 < model.rotary_percentage <= 1:
+        return True
+    rotated = _rotated_channels(model, channels)
+    return rotated > 0 and rotated % 2 == 0
+
+
+def _are_heads(model: ModelConfig, hidden: int, heads: int) -> bool:
+    """Whether a width divides into so many heads, each with an even number of rotated channels."""
+    if model.kv_channels is not None:
+        return True
+    return hidden % heads == 0 and _rotates_pairs(model, hidden // heads)
+
+
+def _nearest(model: ModelConfig, key: str, legal: Iterable[int], accepts: Accepts) -> list[int]:
+    """The closest of the legal values, which ascend, below and above a key's value; accepted ones if there are any."""
+    found, value = list(legal), getattr(model, key)
+    sides = [[n for n in reversed(found) if n < value], [n for n in found if n > value]]
+    near = [next((n for n in side if accepts(key, n)), None) for side in sides]
+    return [n for n in near if n is not None] or [side[0] for side in sides if side]
+
+
+def _multiples(value: int, step: int) -> range:
+    """Multiples of a step on both sides of a value."""
+    middle = value // step
+    return range(max(1, middle - _REACH) * step, (middle + _REACH) * step + 1, step)
+
+
+def _hidden_sizes(model: ModelConfig, accepts: Accepts) -> str:
+    """A way out: the nearest `hidden_size` for the requested heads, or `kv_channels`."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    step = math.lcm(heads, model.tensor_model_parallel_size)
+    legal = (width for width in _multiples(hidden, step) if _are_heads(model, width, heads))
+    near = _nearest(model, "hidden_size", legal, accepts)
+    return f"use hidden_size={one_of(near)}, or set model.kv_channels" if near else "set model.kv_channels"
+
+
+def _head_counts(model: ModelConfig, multiple_of: int, accepts: Accepts) -> list[int]:
+    """The nearest legal `num_attention_heads` among the multiples of a number."""
+    counts = _multiples(model.num_attention_heads, multiple_of)
+    legal = (count for count in counts if _are_heads(model, model.hidden_size, count))
+    return _nearest(model, "num_attention_heads", legal, accepts)
+
+
+def _heads_over_ranks(model: ModelConfig, accepts: Accepts) -> list[str]:
+    """The way out by another number of heads, if there is one."""
+    tp, groups = model.tensor_model_parallel_size, model.num_query_groups
+    # Where the number of groups is set, one that suits the heads is offered beside them.
+    near = _head_counts(model, tp, accepts if groups is None else _whatever)
+    if not near:
+        return []
+    # TP groups divide every number of heads that TP ranks can share.
+    suits = groups is None or (groups % tp == 0 and all(count % groups == 0 for count in near))
+    return [f"model.num_attention_heads={one_of(near)}" + ("" if suits else f" with model.num_query_groups={tp}")]
+
+
+def _tensor_parallel_sizes(model: ModelConfig, launch: Launch | None) -> str:
+    """The values of `tensor_model_parallel_size` that heads, groups, widths, sequence and processes allow."""
+
+    def is_legal(size: int) -> bool:
+        candidate = replace(model, tensor_model_parallel_size=size)
+        fits = launch is None or launch.world_size % model_parallel_size(candidate) == 0
+        return fits and not [*widths_over_tensor_ranks(candidate), *sequence(candidate)]
+
+    heads, groups = model.num_attention_heads, num_query_groups(model)
+    sizes = [size for size in divisors(math.gcd(heads, groups)) if is_legal(size)]
+    if sizes:
+        return f"model.tensor_model_parallel_size={one_of(sizes)}"
+    return "model.tensor_model_parallel_size=1" + (" with model.sequence_parallel=false" * model.sequence_parallel)
+
+
+def attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts = _whatever) -> Iterator[str]:
+    """Heads over width, groups and tensor-parallel ranks."""
+    heads, tp, groups = model.num_attention_heads, model.tensor_model_parallel_size, num_query_groups(model)
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads={heads}; "
+            f"{_hidden_sizes(model, accepts)}"
+        )
+    legal_groups = [count for count in divisors(heads) if count % tp == 0] or divisors(heads)
+    if heads % groups:
+        ways = [f"model.num_query_groups={one_of(legal_groups)}"]
+        near = [] if groups % tp else _head_counts(model, groups, accepts)
+        ways += [f"model.num_attention_heads={one_of(near)}"] if near else []
+        yield (
+            f"model.num_attention_heads={heads} is not divisible by model.num_query_groups={groups}; "
+            f"use {', or '.join(ways)}"
+        )
+    if heads % tp:
+        ways = [*_heads_over_ranks(model, accepts), _tensor_parallel_sizes(model, launch)]
+        yield (
+            f"model.num_attention_heads={heads} is not divisible by model.tensor_model_parallel_size={tp}; "
+            f"use {', or '.join(ways)}"
+        )
+    elif heads % groups == 0 and groups % tp:
+        # megatron-core can repeat a group over several ranks, at the price of gathering every QKV product. This is
+        # refused because weights must not depend on the layout.
+        yield (
+            f"model.num_query_groups={groups} is not divisible by model.tensor_model_parallel_size={tp}; "
+            f"use model.num_query_groups={one_of(legal_groups)}, or {_tensor_parallel_sizes(model, launch)}"
+        )
+
+
+def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
+    """Channels of a head that rope rotates, in terms of the keys that set them."""
+    hidden, heads, channels = model.hidden_size, model.num_attention_heads, kv_channels(model)
+    if _rotates_pairs(model, channels) or (model.kv_channels is None and hidden % heads):
+        return
+    if model.kv_channels is None:
+        cause = f"model.hidden_size={hidden} makes {heads} heads (model.num_attention_heads) of {channels} channels"
+        way = _hidden_sizes(model, accepts)
+    else:
+        cause = f"model.kv_channels={channels}"
+        legal = (width for width in _multiples(channels, 1) if _rotates_pairs(model, width))
+        near = _nearest(model, "kv_channels", legal, accepts)
+        # With a tiny share, no width within reach rotates a pair.
+        way = f"use {one_of(near)}" if near else ""
+    if model.rotary_percentage < 1:
+        share = f"model.rotary_percentage={model.rotary_percentage}"
+        cause += f", of which {share} rotates {_rotated_channels(model, channels)}"
+        way = f"{way}, or another rotary_percentage" if way else "use another rotary_percentage"
+    yield f"{cause}, and rope rotates pairs of channels; {way}"
+
+
+def widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
+    """Matrices and embedding rows that tensor-parallel ranks share."""
+    tp = model.tensor_model_parallel_size
+    widths = [("hidden_size", model.hidden_size)]
+    # `rules.experts` checks the widths of experts; null is a multiple of hidden_size.
+    if model.num_moe_experts is None and model.ffn_hidden_size is not None:
+        widths.append(("ffn_hidden_size", model.ffn_hidden_size))
+    for name, value in widths:
+        if value % tp:
+            near = _nearest(model, name, _multiples(value, tp), accepts)
+            yield (
+                f"model.{name}={value} is not divisible by model.tensor_model_parallel_size={tp}; "
+                f"use {one_of(near)}, or another tensor_model_parallel_size"
+            )
+    if padded_vocab_size(model) % tp:
+        divisor = model.make_vocab_size_divisible_by
+        yield (
+            f"model.vocab_size={model.vocab_size}, padded to {padded_vocab_size(model)}, is not divisible by "
+            f"model.tensor_model_parallel_size={tp}; use model.make_vocab_size_divisible_by={math.lcm(divisor, tp)}"
+        )
+
+
+def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
+    """Sequence and context parallelism."""
+    tp, cp, length = model.tensor_model_parallel_size, model.context_parallel_size, model.encoder_seq_length
+    if model.sequence_parallel and tp == 1:
+        yield (
+            "model.sequence_parallel=true needs model.tensor_model_parallel_size of 2 or more; "
+            "use false, or parallelism=tp2_sp"
+        )
+    if cp > 1 and model.transformer_engine is False:
+        yield (
+            f"model.context_parallel_size={cp} needs Transformer Engine's attention, and "
+            "model.transformer_engine=false; use context_parallel_size=1, or transformer_engine=null"
+        )
+    # Each context-parallel rank takes two slices, one from either half, which balances the causal mask.
+    need = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
+    if length % need:
+        causes = [f"2 × model.context_parallel_size={cp}"] if cp > 1 else []
+        causes += [f"model.tensor_model_parallel_size={tp} with sequence_parallel"] if model.sequence_parallel else []
+        yield (
+            f"model.encoder_seq_length={length} is not divisible by {need} ({' and '.join(causes)}); "
+            f"use {one_of(_nearest(model, 'encoder_seq_length', _multiples(length, need), accepts))}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Need:
+    """What FP8 products require: the value of a key is a multiple of a step."""
+
+    key: str
+    value: int
+    step: int
+    why: str
+    """Why, in the words of the message."""
+    instead: tuple[str, int] | None = None
+    """A way out by another key of the model."""
+
+
+def _weight(linear: Linear, model: ModelConfig, unit: int) -> str:
+    ranks = " on each tensor parallel rank" if model.tensor_model_parallel_size > 1 else ""
+    return (
+        f"the weight of {linear.kind} is {linear.out_features}×{linear.in_features}{ranks}, and FP8 products take "
+        f"multiples of {unit}"
+    )
+
+
+def _step(count: int, unit: int) -> int:
+    """The step that makes `count` times a number a multiple of `unit`."""
+    return unit // math.gcd(count, unit)
+
+
+def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -> Iterator[_Need]:
+    """Rows and columns of the weights."""
+    unit, tp = settings.recipe.alignment, model.tensor_model_parallel_size
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    # The residual stream is a dimension of every weight, and whole on each rank.
+    yield _Need(key="hidden_size", value=hidden, step=unit, why=_weight(next(iter(fp8.values())), model, unit))
+    # TE asserts that an input that is cast and then gathered over the tensor parallel ranks consists of whole blocks of
+    # 128×128 (`assert_dim_for_all_gather`, `Float8BlockQuantizer.is_quantizable`); others may end in a part of a block.
+    if model.sequence_parallel and settings.recipe.gathers_blocks and fp8.keys() & set(_COLUMN_PARALLEL):
+        yield _Need(
+            key="hidden_size",
+            value=hidden,
+            step=settings.recipe.gathered_rows,
+            why=f"model.fp8_recipe={settings.recipe.name} with model.sequence_parallel=true gathers blocks of "
+            f"{settings.recipe.block}×{settings.recipe.block}",
+        )
+    for kind, count in ((QKV, (heads + 2 * num_query_groups(model)) // tp), (PROJ, heads // tp)):
+        if kind in fp8:
+            step = _step(count, unit)
+            why = _weight(fp8[kind], model, unit)
+            if model.kv_channels is None:
+                near = multiples_near(kv_channels(model), step)[-1]
+                instead = ("kv_channels", near)
+                yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why, instead=instead)
+            else:
+                yield _Need(key="kv_channels", value=model.kv_channels, step=step, why=why)
+    gated = 2 if model.activation is Activation.swiglu else 1
+    etp = expert_tensor_parallel_size(model)
+    for kind, count, ranks in ((FC1, gated, tp), (FC2, 1, tp), (EXPERT_FC1, gated, etp), (EXPERT_FC2, 1, etp)):
+        if kind in fp8:
+            step, why = _step(count, ranks * unit), _weight(fp8[kind], model, unit)
+            if kind in _OF_EXPERTS and model.moe_ffn_hidden_size is not None:
+                yield _Need(key="moe_ffn_hidden_size", value=model.moe_ffn_hidden_size, step=step, why=why)
+            elif model.ffn_hidden_size is None:
+                near = multiples_near(ffn_hidden_size(model), step)[-1]
+                instead = ("ffn_hidden_size", near)
+                yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why, instead=instead)
+            else:
+                yield _Need(key="ffn_hidden_size", value=model.ffn_hidden_size, step=step, why=why)
+
+
+def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, Linear]) -> Iterator[_Need]:
+    """Rows of the activations: the tokens of a microbatch, and those that a rank casts itself."""
+    unit, tp, cp = settings.recipe.alignment, model.tensor_model_parallel_size, model.context_parallel_size
+    micro, length = model.micro_batch_size, model.encoder_seq_length
+    # `sequence` requires these divisors anyway, so every value offered here is legal.
+    divisible = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
+    # An expert's tokens are padded, whatever their number.
+    of_sequences = [linear for kind, linear in fp8.items() if kind not in _OF_EXPERTS]
+    if not of_sequences:
+        return
+    needs = [(of_sequences[0].tokens, cp, unit, f"FP8 products take multiples of {unit}")]
+    columns = [linear for kind, linear in fp8.items() if kind in _COLUMN_PARALLEL]
+    if model.sequence_parallel and columns:
+        # TE asserts the 8; together with TP it makes the 16 of the whole.
+        rows = settings.recipe.gathered_rows
+        why = f"what a rank casts before it is gathered (model.sequence_parallel=true) must be a multiple of {rows}"
+        needs.append((columns[0].local_tokens, cp * tp, rows, why))
+    near = multiples_near(micro, math.lcm(*(_step(length, ranks * rows) for _, ranks, rows, _ in needs)))[-1]
+    for tokens, ranks, rows, rule in needs:
+        step = math.lcm(_step(micro, ranks * rows), divisible)
+        yield _Need(
+            key="encoder_seq_length",
+            value=length,
+            step=step,
+            why=f"with model.micro_batch_size={micro} a rank has {tokens} tokens, and {rule}",
+            instead=("micro_batch_size", near),
+        )
+
+
+def fp8_shape_problems(run: Resolved, accepts: Accepts) -> Iterator[str]:
+    """One message for each key that makes a shape which FP8 products refuse.
+
+    The run's sizes are positive and divide as the layout asks.
+    """
+    model, settings = run.model, run.fp8
+    if settings is None:
+        return
+    fp8: dict[str, Linear] = {}
+    for linear in run.linears:
+        if linear.precision == "fp8":
+            fp8.setdefault(linear.kind, linear)
+    if not fp8:
+        return
+    needs: dict[str, list[_Need]] = {}
+    for need in (*_needs_of_weights(model, settings, fp8), *_needs_of_tokens(model, settings, fp8)):
+        needs.setdefault(need.key, []).append(need)
+    for key, of_key in needs.items():
+        broken = [need for need in of_key if need.value % need.step]
+        if broken:
+            values = one_of(multiples_near(broken[0].value, math.lcm(*(need.step for need in of_key))))
+            ways = [values]
+            if (other := broken[0].instead) is not None and accepts(*other):
+                ways.append(f"model.{other[0]}={other[1]}")
+            yield f"model.{key}={broken[0].value}: {broken[0].why}; use {', or '.join(ways)}"
