@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt_pretrain.commands.doctor import main
+from gpt_pretrain.doctor.__main__ import main
 from gpt_pretrain.doctor.facts import Failure, run_probes
 from tests.launching import REPOSITORY, clean_environment, gpu_environment
 

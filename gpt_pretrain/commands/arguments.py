@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,16 +27,7 @@ _BOLD, _DIM, _CYAN = 1, 2, 36
 _NARROWEST = 40
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """What a command says of itself."""
-
-    about: str
-    """What it does, what it leaves, how it ends; printed first."""
-    examples: str
-
-
-OPTIONS = """\
+_OPTIONS = """\
 --help, -h               this text, with the values the other arguments give
 --cfg, -c job|hydra|all  show the configuration instead of running it;
                          -p PACKAGE: a part; --resolve: no interpolations
@@ -74,7 +65,7 @@ def _key_text(key: Key, values: Mapping[str, Any], width: int) -> str:
 
 
 def print_help(
-    program: Program,
+    doc: str,
     keys: Mapping[str, Key],
     values: Mapping[str, Any],
     groups: Mapping[str, Sequence[str]] | None = None,
@@ -82,21 +73,23 @@ def print_help(
 ) -> None:
     """Prints the help of a command.
 
-    `values` has no open values. `groups` and `choices` are None for a command that composes no configuration.
+    `doc` is the docstring of its module, and `values` has no open values. `groups` and `choices` are None for a command
+    that composes no configuration.
     """
     width = max(_NARROWEST, shutil.get_terminal_size().columns)
-    text = f"{program.about}\n{_heading('Examples', program.examples)}"
+    about, _, examples = doc.strip().partition("\n\nExamples:\n")
+    text = f"{about}\n{_heading('Examples', textwrap.dedent(examples))}"
     if groups is None:
         text += _heading("Keys: give each as KEY=VALUE or --KEY VALUE; those without a value here are needed")
     else:
-        text += _heading("Options", OPTIONS) + _groups(groups, choices or {}, width)
+        text += _heading("Options", _OPTIONS) + _groups(groups, choices or {}, width)
         text += _heading("Keys: set one with KEY=VALUE; ++KEY=VALUE is the same")
     section = ""
     for path, key in keys.items():
         parent = path.rpartition(".")[0]
         if parent not in ("", section):
-            doc = textwrap.fill((schema_sections()[parent].__doc__ or "").replace("`", ""), width)
-            text += f"\n{_styled(doc, _BOLD)}\n"
+            title = textwrap.fill((schema_sections()[parent].__doc__ or "").replace("`", ""), width)
+            text += f"\n{_styled(title, _BOLD)}\n"
         section = parent
         text += _key_text(key, values, width)
     sys.stdout.write(text)

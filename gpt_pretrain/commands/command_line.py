@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt_pretrain.commands.arguments import Program, print_help
+from gpt_pretrain.commands.arguments import print_help
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import (
     UNSUPPORTED,
@@ -175,8 +175,8 @@ def check_request(
     return jobs
 
 
-def show(request: Request, program: Program) -> None:
-    """Prints what a command line asks to see: `--help`, or what Hydra shows.
+def show(request: Request, doc: str) -> None:
+    """Prints what a command line asks to see: `--help`, of which `doc` is the text, or what Hydra shows.
 
     Raises:
         ConfigError: Hydra refuses to show it.
@@ -192,7 +192,7 @@ def show(request: Request, program: Program) -> None:
     choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
     # Unresolved: an interpolation says more than its value, and an open value shows as ???.
     values = dict(flatten(OmegaConf.to_container(composed, resolve=False)))
-    print_help(program, schema_keys(), values, {group: loader.options(group) for group in loader.groups()}, choices)
+    print_help(doc, schema_keys(), values, {group: loader.options(group) for group in loader.groups()}, choices)
 
 
 def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None) -> None:

@@ -39,6 +39,12 @@ MAX_WIDTH = 100
 _NUM_TENSORS = 3
 
 
+def console_of_width(width: int) -> Console:
+    """Standard output: as wide as its terminal, and `width` columns wide where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
 def print_line(out: Console, line: str) -> None:
     """Prints a line neither wrapped nor interpreted: a record stays one line, and brackets in a path stay brackets."""
     out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
