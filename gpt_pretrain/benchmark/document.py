@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, GemmCeiling, Kernel, Machine, Part, Row
+from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, Kernel, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import UserError, show
@@ -27,7 +27,7 @@ VERSION = 1
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
 # Longest name of a kernel in a table: templates of CUDA fill pages.
 _KERNEL_WIDTH = 70
-# Of tables where the output is no terminal: all columns stand side by side.
+# Columns of an output that is no terminal: enough for a whole table.
 WIDTH = 160
 _DTYPES = {"bfloat16": "BF16", "float32": "FP32", "fp8": "FP8"}
 
@@ -49,7 +49,7 @@ class Benchmark:
 
     @property
     def num_gpus(self) -> int:
-        """Of the variant with the most."""
+        """GPUs of the variant with the most."""
         return max(row.num_gpus for row in self.rows)
 
     @property
@@ -107,10 +107,12 @@ def facts(benchmark: Benchmark) -> dict[str, str]:
     machine, model = benchmark.machine, benchmark.config.model
     memory = "" if machine.memory_gib is None else f" ({machine.memory_gib:.1f} GiB)"
     driver = "" if machine.driver is None else f", driver {machine.driver}"
+    ceilings = ", ".join(f"{_DTYPES[ceiling.dtype]} {ceiling.tflops:.4g}" for ceiling in machine.gemms)
+    (side,) = {ceiling.side for ceiling in machine.gemms}
     return {
         "machine": f"{benchmark.num_gpus} × {machine.device}{memory}{driver}",
         "versions": ", ".join(machine.versions),
-        "ceiling": ceilings_sentence(machine.gemms),
+        "ceiling": f"{ceilings} TFLOP/s ({side}³, median)",
         "model": f"{model.num_layers} layers × {model.hidden_size}, sequence {model.encoder_seq_length:,}, micro batch "
         f"{model.micro_batch_size}, global batch {model.global_batch_size}, TP {model.tensor_model_parallel_size}, "
         f"PP {model.pipeline_model_parallel_size}, CP {model.context_parallel_size}; all keys: config.yaml",
@@ -235,13 +237,6 @@ def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
     total = sum(part.time_ms for part in parts) or 1.0
     lines = [[part.kind, _format_ms(part.time_ms), format_percent(part.time_ms / total)] for part in parts]
     return ["kind", "ms/step", "share"], lines
-
-
-def ceilings_sentence(ceilings: Sequence[GemmCeiling]) -> str:
-    """The machine's products in a line."""
-    (side,) = {ceiling.side for ceiling in ceilings}
-    shown = ", ".join(f"{_DTYPES[ceiling.dtype]} {ceiling.tflops:.4g}" for ceiling in ceilings)
-    return f"{shown} TFLOP/s ({side}³, median)"
 
 
 def markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
