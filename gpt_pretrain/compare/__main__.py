@@ -110,11 +110,7 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
 
 
 def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:
-    """Runs that are given as other programs take files, or by a key that is nearly `runs`.
-
-    Raises:
-        ConfigError: They are.
-    """
+    """Refuses runs that are given as other programs take files, or by a key that is nearly `runs`."""
     problems = [
         f"{argument}: finished runs are given as runs={value or '[…]'}; write that, and nothing of training beside it"
         for argument in arguments
