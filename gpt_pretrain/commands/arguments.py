@@ -1,10 +1,10 @@
 """What a command takes and what its `--help` prints.
 
-A command with a few `key=value` of its own says which by a dataclass: names, types, documentation and messages come
-from it, as those of a run come from its schema; nothing is composed. A field without a default must be given. A string
-is what follows the first `=`, to the letter, so that a prompt may hold anything; a list is `[a,b]`, with quotes around
-what holds a comma. A field that is a dataclass is a section: `section.key=value`. `--key value`, `--key=value` and,
-where the key is true or false, `--key` say the same.
+A command with a few `key=value` of its own declares them in a dataclass: names, types, documentation and messages come
+from it, as a run's come from the schema; nothing is composed. A field without a default must be given. A string is what
+follows the first `=`, to the letter, so that a prompt may hold anything; a list is `[a,b]`, with quotes around what
+holds a comma. A field that is a dataclass is a section: `section.key=value`. `--key value`, `--key=value` and, for keys
+that are true or false, `--key` mean the same.
 
 `--help` shows the values of the command line it is asked with, so that `model=llama3_8b --help` shows that model's. It
 is written to be read at 80 columns and to be searched: a key and its documentation are whole lines.
@@ -40,7 +40,7 @@ _OPTIONS = """\
 
 
 def _styled(text: str, style: int) -> str:
-    """Text in a style of terminals (ECMA-48), or as it is where a pipe or a file reads it."""
+    """Text in a terminal's style (ECMA-48); as it is in a pipe or a file."""
     return f"\x1b[{style}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
@@ -178,7 +178,7 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
 
 
 def _build[Arguments](kind: type[Arguments], values: Mapping[str, Any]) -> Arguments:
-    """The dataclass from its keys; those of a section have its name before a dot."""
+    """The dataclass from its keys; a section's keys have its name before a dot."""
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):

@@ -1,8 +1,7 @@
 """The command line of a run: Hydra's own options, read before Hydra reads them, and Hydra run behind the gate.
 
-`parse_command_line` → `check_request` → `show` or `run_hydra`. Everything Hydra's applications understand keeps working
-(`--cfg`, `--info`, `-m`, shell completion, …) because Hydra itself answers; only its errors are told in our way, and
-`--help` is ours.
+`parse_command_line` → `check_request` → `show` or `run_hydra`. Everything that Hydra's applications understand works
+(`--cfg`, `--info`, `-m`, shell completion, …) because Hydra itself answers; only `--help` and the errors are ours.
 """
 
 import argparse
@@ -36,7 +35,7 @@ from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import Job, check_command
 
-# Hydra's option that is never the way out.
+# Hydra's option that is not supported, and never offered.
 _REFUSED = "--experimental-rerun"
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
@@ -70,7 +69,7 @@ class Request:
 
 
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
-    """What is told about an unknown option: a group or a key behind dashes, or a typo."""
+    """The message about an unknown option: a group or a key behind dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
     if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
@@ -113,7 +112,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     if options.experimental_rerun is not None:
         raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
     if options.config_path is not None:
-        # Hydra would read it relative to this file; relative to where the command was typed is what is meant.
+        # Hydra would read it relative to this file; it is meant relative to where the command was typed.
         options.config_path = str(Path(options.config_path).resolve())
     source = Source(
         config_name=options.config_name or "config",
