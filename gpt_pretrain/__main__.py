@@ -1,6 +1,152 @@
-"""`python -m gpt_pretrain`: see `commands.train`."""
+"""gpt_pretrain: pretrain a GPT on megatron-core, configured by Hydra.
 
-from gpt_pretrain.commands.train import main
+Examples:
+    python -m gpt_pretrain                            a tiny GPT on real text
+    python -m gpt_pretrain trainer.max_steps=50 model.optim.lr=1e-3
+    torchrun --nproc-per-node 8 -m gpt_pretrain experiment=llama3_8b_8gpu
+    python -m gpt_pretrain data=text 'model.data.text_files=["corpus/*.jsonl"]'
+    python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one after another
+    python -m gpt_pretrain --config-dir my_conf --config-name my_run
+    python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing
+"""
+# command line → gate (config/) → Hydra → one job, or each of a sweep → training.run.train
+#                               → sbatch, once for each job of a sweep with hydra/launcher=slurm
+#
+# Torch is not imported before the gate has let the command line through. docs/checkpoints.md has a run's exit codes;
+# torchrun's own is 1 after any of them but 0.
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from gpt_pretrain.commands.command_line import Request, run_hydra
+from gpt_pretrain.commands.door import (
+    CRASH,
+    USER_ERROR,
+    importing_torch,
+    of_rank,
+    print_error,
+    print_error_after_rank_zero,
+    print_job,
+    run_with_config,
+)
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.launch.environment import prepare_libraries, set_environment
+from gpt_pretrain.launch.limits import limit_met
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
+from gpt_pretrain.launch.slurm import submit
+from gpt_pretrain.rules.gate import Job, read_job
+
+
+def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
+    """Runs every job of a checked command line under Hydra, and returns the largest of their exit codes."""
+    codes: list[int] = []
+
+    def job(composed: DictConfig) -> None:
+        asked_for = False
+        print_job(len(codes), jobs)
+        try:
+            config = read_job(composed)
+            set_environment(config)
+            prepare_libraries()
+            with importing_torch():
+                from gpt_pretrain.training.run import train
+                from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
+
+            reason = train(config, launch)
+            code, asked_for = EXIT_CODES[reason], reason in ASKED_FOR
+        except (UserError, RunError) as error:
+            print_error_after_rank_zero(error, launch)
+            code = USER_ERROR if isinstance(error, UserError) else CRASH
+        except Exception as error:
+            out_of_memory = None
+            # There is no torch where not even that found room.
+            if "torch" in sys.modules:
+                from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+
+                out_of_memory = explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
+            problem = out_of_memory or limit_met(error)
+            if not request.options.multirun and problem is None:
+                raise
+            # What ran out besides memory is not where it was met first.
+            if out_of_memory is not None or problem is None:
+                traceback.print_exc()
+            if problem is not None:
+                # Below the traceback, where it is seen.
+                print_error(RunError(problem), of_rank(launch))
+            code = CRASH
+        if asked_for and request.options.multirun:
+            # Ctrl-C and signals end the sweep, not only the job that they hit.
+            raise SystemExit(code)
+        codes.append(code)
+
+    run_hydra(request, job)
+    failed = [f"  run {n + 1}: {jobs[n].name} (exit code {code})" for n, code in enumerate(codes) if code]
+    if len(jobs) > 1 and failed:
+        sys.stderr.write("\n".join([f"error: {len(failed)} of {len(jobs)} runs of the sweep failed", *failed]) + "\n")
+    return max(codes, default=0)
+
+
+def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
+    """Whether this machine can run every job of a sweep, asked before the first one trains.
+
+    Raises:
+        ConfigError: It cannot; names the jobs.
+    """
+    set_environment(jobs[0].config)
+    prepare_libraries()
+    from gpt_pretrain.rules.machine import machine_problems
+    from gpt_pretrain.spec.platform import detect_platform
+
+    platform = detect_platform()
+    problems = [f"{problem} [{job.name}]" for job in jobs for problem in machine_problems(job.config, launch, platform)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
+    """Hands the runs of a checked sweep to Slurm and says which jobs they are.
+
+    Raises:
+        UserError: Slurm refuses one; those before it are in its queue.
+    """
+    for job in jobs:
+        assert job.submission is not None, "a sweep's jobs go one way"
+        assert job.config.run_dir is not None, "a sweep's jobs have directories of their own"
+        run_dir = Path(job.config.run_dir)
+        number = submit(job.submission, run_dir, [*request.source_options, *job.arguments])
+        sys.stdout.write(f"job {number}: {job.name}\n    log: {run_dir}/slurm-{number}.out\n")
+        sys.stdout.flush()
+
+
+def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
+    """Runs a checked command line, or hands its jobs to Slurm; returns the exit code.
+
+    Raises:
+        UserError: A run directory cannot be written, is in use or holds what another command left; Slurm refuses a
+            job, or this machine one of a sweep.
+    """
+    # Only where it will be made: another node may not see the place.
+    for job in jobs if launch.is_rank_zero else []:
+        check_run_dir(job.config, "a run")
+        if job.config.run_dir is not None:
+            check_run_lock(Path(job.config.run_dir).absolute())
+    if any(job.submission is not None for job in jobs):
+        submit_jobs(request, jobs)
+        return 0
+    if len(jobs) > 1:
+        check_sweep(jobs, launch)
+    return run_jobs(request, jobs, launch)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_config(__doc__, start, arguments, name="train")
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

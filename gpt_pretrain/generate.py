@@ -1,6 +1,80 @@
-"""`python -m gpt_pretrain.generate`: see `commands.generate`."""
+"""gpt_pretrain.generate: text from a checkpoint, in one process, on CPU or GPU.
 
-from gpt_pretrain.commands.generate import main
+It takes checkpoints of any parallel layout. FP8 models compute in BF16. There
+is no key/value cache: it is for looking at a model, not for serving it.
+
+Exit codes: 0 done; 2 a mistake in what was given, or a damaged checkpoint;
+1 a crash; 130 Ctrl-C.
+
+Examples:
+    python -m gpt_pretrain.generate checkpoint=outputs/mine/checkpoints/step_00000300 prompt="def "
+    python -m gpt_pretrain.generate checkpoint=… prompt="Once" temperature=0 max_new_tokens=40
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from gpt_pretrain.commands.door import importing_torch, run_with_arguments
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.launch.ranks import read_launch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateArguments:
+    """What the command takes."""
+
+    checkpoint: str
+    """A checkpoint's directory, RUN_DIR/checkpoints/step_…, of any parallel layout."""
+    prompt: str
+    """Text to continue, to the letter."""
+    max_new_tokens: int = 160
+    """Tokens to generate; fewer where a document ends, or the sequence length of the training."""
+    temperature: float = 0.7
+    """0: the likeliest token each time; otherwise the divisor of the logits."""
+    top_k: int | None = None
+    """Draw among so many likeliest tokens; null: among all."""
+    seed: int = 1234
+    """Of the draws; sample n of several has seed + n."""
+    num_samples: int = 1
+    """Continuations of the same prompt."""
+    tokenizer: str | None = None
+    """The model's tokenizer.json; null: found in the checkpoint or its run's directory."""
+
+
+def _problems(arguments: GenerateArguments) -> Iterator[str]:
+    """Numbers that mean nothing."""
+    for name in ("max_new_tokens", "top_k", "num_samples"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            yield f"{name}={value} is not positive; use 1 or more{' or null' if name == 'top_k' else ''}"
+    if arguments.temperature < 0:
+        yield f"temperature={arguments.temperature} is negative; use 0 for the likeliest token, or more"
+    if arguments.temperature == 0 and arguments.num_samples > 1:
+        yield f"num_samples={arguments.num_samples} would be the same text with temperature=0; use 1, or a temperature"
+
+
+def generate(arguments: GenerateArguments) -> None:
+    """Prints the prompt with each of its continuations, as soon as it is there."""
+    if problems := list(_problems(arguments)):
+        raise ConfigError(problems)
+    launch = read_launch()
+    if launch.world_size > 1:
+        raise UserError(f"{launch.launcher} started {launch.world_size} processes, and generating takes one")
+    with importing_torch():
+        from gpt_pretrain.training.generation import continuations
+
+    for number, text in enumerate(continuations(**asdict(arguments))):
+        if arguments.num_samples > 1:
+            sys.stdout.write(f"--- sample {number + 1} of {arguments.num_samples}\n")
+        sys.stdout.write(f"{arguments.prompt}{text}\n")
+        sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_arguments(__doc__, GenerateArguments, generate, arguments)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

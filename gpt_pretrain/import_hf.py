@@ -1,6 +1,45 @@
-"""`python -m gpt_pretrain.import_hf`: see `commands.import_hf`."""
+r"""gpt_pretrain.import_hf: a published model, for training it on.
 
-from gpt_pretrain.commands.import_hf import main
+It reads GPT-2, Llama, Mistral, Qwen2.5, Qwen3, Phi-4, Mixtral and Qwen3-MoE
+models from a directory of transformers, and writes a checkpoint of their
+weights with an experiment file that sets the model, its tokenizer and
+checkpoint.init_from. It needs no GPU, and the memory of two tensors.
+
+Exit codes: 0 written; 2 a mistake in what was given, or a model that would not
+be the same here; 1 a crash; 130 Ctrl-C.
+
+Examples:
+    python -m gpt_pretrain.import_hf path=mistral-7b-v0.3 out=start
+    python -m gpt_pretrain --config-dir start experiment=imported data=text \
+        'model.data.text_files=["corpus/*.jsonl"]'
+"""
+
+import sys
+from collections.abc import Sequence
+
+from gpt_pretrain.commands.door import importing_torch, run_with_arguments
+from gpt_pretrain.huggingface.arguments import ImportArguments
+
+
+def import_model(arguments: ImportArguments) -> None:
+    """Imports, and tells what was written and how to go on."""
+    with importing_torch():
+        from gpt_pretrain.huggingface.import_hf import EXPERIMENT, import_hf
+
+    done = import_hf(arguments)
+    sys.stdout.write(
+        f"written: {done.path}\n"
+        f"  {done.architecture.value}, {done.num_parameters:,} parameters in {done.dtype}\n"
+        f"go on with: python -m gpt_pretrain --config-dir {done.path} experiment={EXPERIMENT} data=…\n"
+    )
+    if not done.has_tokenizer:
+        sys.stdout.write("  no tokenizer.json was there: give model.tokenizer, or data of token ids\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_arguments(__doc__, ImportArguments, import_model, arguments)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -31,9 +31,10 @@ KNOWS = {
     # Asks the machine what every room above it would; nothing but its command knows the doctor.
     "doctor": {"config", "launch", "rules", "spec", "megatron", "plan", "training"},
 }
-KNOWS["commands"] = set(KNOWS)
-# `python -m gpt_pretrain.COMMAND` starts a module, or a room's `__main__`: it hands over to its command.
-KNOWS["a door"] = {"commands"}
+# What all commands share.
+KNOWS["commands"] = {"config", "launch", "rules", "megatron"}
+# What `python -m gpt_pretrain.COMMAND` starts: a module beside the rooms, or a room's `__main__`.
+KNOWS["a command"] = set(KNOWS)
 # Rooms that must answer, or work, where torch is not loaded.
 _LIVE = {"torch", "megatron", "transformer_engine"}
 WITHOUT = {"config": _LIVE, "launch": _LIVE, "rules": _LIVE, "report": _LIVE, "compare": _LIVE, "kernels": {"megatron"}}
@@ -55,8 +56,8 @@ def imported_modules(path, package):
 
 def room_of(path, package):
     place = path.relative_to(package)
-    is_door = len(place.parts) == 1 or place.name == "__main__.py" or place.as_posix() == "benchmark/picture.py"
-    return "a door" if is_door else place.parts[0]
+    is_command = len(place.parts) == 1 or place.name == "__main__.py" or place.as_posix() == "benchmark/picture.py"
+    return "a command" if is_command else place.parts[0]
 
 
 def broken_arrows(package):
@@ -94,7 +95,7 @@ def test_no_arrow_of_the_house_runs_back_up():
         ("report/a.py", "def f():\n    import torch.distributed", "report imports torch"),
         ("checkpoint/a.py", "from gpt_pretrain.training import step", "checkpoint imports training"),
         ("kernels/a.py", "from megatron.core import parallel_state", "kernels imports megatron"),
-        ("plan/__main__.py", "from gpt_pretrain.plan import forecast", "a door imports plan"),
+        ("commands/a.py", "from gpt_pretrain.plan import forecast", "commands imports plan"),
     ],
 )
 def test_the_check_finds_an_arrow_that_runs_back_up(tmp_path, file, source, expected):

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 from tests.launching import REPOSITORY, run_ranks
 
 # Command line to what each error names: what is wrong, then the way out.

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from torch.autograd import DeviceType
 
+from gpt_pretrain.benchmark.__main__ import main
 from gpt_pretrain.benchmark.document import (
     Benchmark,
     benchmark_document,
@@ -25,6 +26,7 @@ from gpt_pretrain.benchmark.document import (
     write_documents,
 )
 from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
+from gpt_pretrain.benchmark.picture import main as picture_main
 from gpt_pretrain.benchmark.results import (
     IDLE,
     KINDS,
@@ -43,7 +45,6 @@ from gpt_pretrain.benchmark.results import (
 )
 from gpt_pretrain.benchmark.variants import Loop, Variant, benchmark_variants, run_overrides
 from gpt_pretrain.benchmark.worker import forecast
-from gpt_pretrain.commands.benchmark import draw_picture, main
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -503,7 +504,7 @@ def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, 
     long = "fp8=tensorwise model.fp8_params=true model.use_distributed_optimizer=true"
     rows = [row("bf16", ("BF16 products", 30.0)), failed, row(long, ("FP8 products", 16.0), (IDLE, 0.25))]
     source.write_text(json.dumps({"variants": rows}))
-    assert draw_picture([str(source), str(picture)]) == 0
+    assert picture_main([str(source), str(picture)]) == 0
     drawn = picture.read_text()
     # Text is drawn as outlines whose comments say what it is; a part too narrow has no number.
     assert all(f"<!-- {text} -->" in drawn for text in ("bf16", "FP8 products", IDLE, "30", "16"))
@@ -513,18 +514,18 @@ def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, 
     assert capsys.readouterr().out == f"written: {picture}\n"
 
     source.write_text(json.dumps({"variants": [row("cpu")]}))
-    assert draw_picture([str(source), str(picture)]) == 2
+    assert picture_main([str(source), str(picture)]) == 2
     assert "benchmark.profile=true" in capsys.readouterr().err
     # A kind that the picture does not know would be missing from its bar.
     unknown = json.dumps({"variants": [row("bf16", ("BF16 products", 30.0), ("magic", 9.0))]})
     for other in ("{}", "no JSON", "[1]", '{"variants": [{"name": "bf16", "figures": {}}]}', unknown):
         source.write_text(other)
-        assert draw_picture([str(source), str(picture)]) == 2
+        assert picture_main([str(source), str(picture)]) == 2
         told = capsys.readouterr().err
         assert told.startswith(f"error: {source} ")
         assert "RUN_DIR/benchmark.json of a benchmark with benchmark.profile=true" in told
     source.write_text(json.dumps({"variants": rows}))
-    assert draw_picture([str(source), str(tmp_path / "step.doc")]) == 2
+    assert picture_main([str(source), str(tmp_path / "step.doc")]) == 2
     assert "Format 'doc' is not supported" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gpt_pretrain.commands.checkpoint import main
+from gpt_pretrain.checkpoint.__main__ import main
 from tests.checkpoint_files import publish
 from tests.launching import REPOSITORY
 
@@ -86,7 +86,7 @@ def test_the_program_answers_without_torch_and_explains_itself(run_dir):
     """Loading torch takes seconds, and a login node may not have it."""
     without = (
         "import sys; sys.modules['torch'] = None; sys.modules['megatron'] = None; "
-        "from gpt_pretrain.commands.checkpoint import main; sys.exit(main(sys.argv[1:]))"
+        "from gpt_pretrain.checkpoint.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
 
     def run(*arguments):

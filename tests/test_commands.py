@@ -8,12 +8,12 @@ from enum import Enum
 
 import pytest
 
-from gpt_pretrain.commands.arguments import Program, read_arguments
-from gpt_pretrain.commands.checkpoint import CheckpointArguments, Task
-from gpt_pretrain.commands.doctor import DoctorArguments
+from gpt_pretrain.checkpoint.__main__ import CheckpointArguments, Task
+from gpt_pretrain.commands.arguments import read_arguments
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.doctor.__main__ import DoctorArguments
 from tests.launching import REPOSITORY, run_ranks
 
 OF_A_RUN = ("gpt_pretrain", "gpt_pretrain.plan", "gpt_pretrain.prepare_data", "gpt_pretrain.benchmark")
@@ -157,7 +157,7 @@ def end_by(error):
     ],
 )
 def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, capsys):
-    program = Program(about="", examples="")
+    program = ""
     assert run_with_arguments(program, Arguments, lambda _: end_by(error), ["source=a"]) == code
     assert capsys.readouterr().err == told
 
@@ -165,7 +165,7 @@ def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, cap
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_command_to_be_started_again(number):
     with pytest.raises(SystemExit) as ended:
-        run_with_arguments(Program(about="", examples=""), Arguments, lambda _: end_by(number), ["source=a"])
+        run_with_arguments("", Arguments, lambda _: end_by(number), ["source=a"])
     assert ended.value.code == 75
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt_pretrain.commands.compare import main
+from gpt_pretrain.compare.__main__ import main
 from gpt_pretrain.compare.document import load_comparison
 from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.report.records import Fp8Record

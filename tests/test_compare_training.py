@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from gpt_pretrain.commands.compare import main
+from gpt_pretrain.compare.__main__ import main
 from gpt_pretrain.compare.document import load_comparison
 from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
 from gpt_pretrain.compare.training import Progress

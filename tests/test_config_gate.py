@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.commands.command_line import check_request, parse_command_line
-from gpt_pretrain.commands.train import main
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import read_launch

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from gpt_pretrain.commands.benchmark import main as benchmark
-from gpt_pretrain.commands.compare import main as compare
-from gpt_pretrain.commands.plan import main as plan
-from gpt_pretrain.commands.train import main as train
+from gpt_pretrain.__main__ import main as train
+from gpt_pretrain.benchmark.__main__ import main as benchmark
+from gpt_pretrain.compare.__main__ import main as compare
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
+from gpt_pretrain.plan.__main__ import main as plan
 
 # A folder that even root writes no files into stands for read-only mounts.
 NO_FILES = Path("/proc")

@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from gpt_pretrain.commands.export import main
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.data.tokenizer import train_bpe
+from gpt_pretrain.export import main
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks
@@ -282,7 +282,7 @@ def test_checkpoint_that_is_none_is_told(tmp_path, capsys):
 def test_help_needs_no_torch():
     program = (
         "import sys\n"
-        "from gpt_pretrain.commands.export import main\n"
+        "from gpt_pretrain.export import main\n"
         "assert main(['--help']) == 0 and main(['out=x']) == 2\n"
         "assert 'torch' not in sys.modules and 'megatron' not in sys.modules\n"
     )

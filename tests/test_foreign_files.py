@@ -5,14 +5,14 @@ import re
 
 import pytest
 
+from gpt_pretrain.__main__ import main as train
+from gpt_pretrain.benchmark.picture import main as picture
 from gpt_pretrain.checkpoint.manifest import MANIFEST, read_manifest
-from gpt_pretrain.commands.benchmark import draw_picture as picture
-from gpt_pretrain.commands.import_hf import main as import_hf
-from gpt_pretrain.commands.train import main as train
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import read_foreign_text
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.data.tokenizer import load_tokenizer
+from gpt_pretrain.import_hf import main as import_hf
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics
 from tests.refusals import compose_quickly
 

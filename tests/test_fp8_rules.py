@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.shapes import fp8_shape_problems

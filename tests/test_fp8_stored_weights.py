@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from gpt_pretrain.checkpoint.load import load_weights
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
-from gpt_pretrain.commands.export import main as export_main
+from gpt_pretrain.export import main as export_main
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.rules.gate import load_config
 from tests.emulated_training import TINY, emulated_training, save_checkpoint

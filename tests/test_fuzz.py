@@ -19,17 +19,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from gpt_pretrain.checkpoint.__main__ import main as checkpoint
 from gpt_pretrain.checkpoint.directory import find_checkpoints
 from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors
-from gpt_pretrain.commands.checkpoint import main as checkpoint
-from gpt_pretrain.commands.import_hf import main as import_hf
-from gpt_pretrain.commands.plan import main as plan
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys, schema_sections
 from gpt_pretrain.data.sources import FileSource
 from gpt_pretrain.data.token_files import check_token_file
 from gpt_pretrain.data.tokenizer import load_tokenizer
+from gpt_pretrain.import_hf import main as import_hf
+from gpt_pretrain.plan.__main__ import main as plan
 from tests.checkpoint_files import publish
 from tests.launching import REPOSITORY
 from tests.saved_models import PUBLISHED_LLAMA

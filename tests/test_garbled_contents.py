@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
+from gpt_pretrain.checkpoint.__main__ import main as checkpoint_command
 from gpt_pretrain.checkpoint.manifest import MANIFEST
-from gpt_pretrain.commands.checkpoint import main as checkpoint_command
 from tests.checkpoint_files import publish, rewrite_manifest
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import as_if_written_so, plant_index, plant_object

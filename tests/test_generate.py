@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from gpt_pretrain.checkpoint.saved_model import open_checkpoint
-from gpt_pretrain.commands.export import main as export_main
-from gpt_pretrain.commands.generate import GenerateArguments, main
 from gpt_pretrain.config.choices import CudaGraphImpl
+from gpt_pretrain.export import main as export_main
+from gpt_pretrain.generate import GenerateArguments, main
 from gpt_pretrain.training.generation import continuations, inference_config, loaded_model
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks

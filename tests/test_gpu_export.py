@@ -7,8 +7,8 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 from safetensors.torch import load_file
 
-from gpt_pretrain.commands.export import main as export_main
-from gpt_pretrain.commands.generate import GenerateArguments
+from gpt_pretrain.export import main as export_main
+from gpt_pretrain.generate import GenerateArguments
 from gpt_pretrain.training.generation import continuations
 from tests.saved_models import saved_model, small_tokenizer
 

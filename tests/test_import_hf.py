@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from gpt_pretrain.checkpoint.load import load_weights
 from gpt_pretrain.checkpoint.start import verify_checkpoint
-from gpt_pretrain.commands.export import main as export_main
-from gpt_pretrain.commands.import_hf import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.source import Source
+from gpt_pretrain.export import main as export_main
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
+from gpt_pretrain.import_hf import main
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import out_of_memory

@@ -7,10 +7,10 @@ import time
 import pytest
 from rich.console import Console
 
-from gpt_pretrain.commands.compare import main as compare
-from gpt_pretrain.commands.plan import main
-from gpt_pretrain.commands.train import main as train
+from gpt_pretrain.__main__ import main as train
+from gpt_pretrain.compare.__main__ import main as compare
 from gpt_pretrain.config.errors import format_seconds
+from gpt_pretrain.plan.__main__ import main
 from gpt_pretrain.plan.document import WIDTH, plan_document, print_plan
 from tests.checkpoint_files import file_size_limit
 from tests.launching import run_ranks

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpt_pretrain.commands.prepare_data import main
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.prepare_data import main
 from gpt_pretrain.rules.gate import load_config
 from tests.runs import small_run_arguments
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch import run_dir as module
 from gpt_pretrain.launch.run_dir import check_run_lock, lock_path, run_lock, this_process
@@ -211,7 +211,7 @@ def test_a_second_run_is_refused_before_it_loads_torch(tmp_path, hold):
     process.stdout.readline()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     program = (
-        "import sys; from gpt_pretrain.commands.train import main; code = main(sys.argv[1:]); "
+        "import sys; from gpt_pretrain.__main__ import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = run_ranks(1, ["-c", program, f"run_dir={tmp_path}"])

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.launch.ranks import read_launch

@@ -1,14 +1,11 @@
-"""What a benchmark shows and leaves: tables, `benchmark.json` for scripts, Markdown for people, and a picture.
+"""What a benchmark shows and leaves: tables, `benchmark.json` for scripts and Markdown for people.
 
-Terminal and Markdown have the same columns and the same words. The picture is drawn later, on any machine, from what a
-benchmark with `benchmark.profile=true` left behind, and needs matplotlib (the extra `plot`). A bar is a step; its
-colours are the kinds of work, and the time in which the GPU was idle.
+Terminal and Markdown have the same columns and the same words.
 """
 
 import json
 import shlex
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.benchmark.results import KINDS, MFU_FORMULA, Figures, GemmCeiling, Kernel, Machine, Part, Row
+from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, Kernel, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import UserError, how_to_install, show
-from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
+from gpt_pretrain.config.errors import UserError, show
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent, format_rate
@@ -30,7 +27,7 @@ VERSION = 1
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
 # Longest name of a kernel in a table: templates of CUDA fill pages.
 _KERNEL_WIDTH = 70
-# Of tables where the output is no terminal: all columns stand side by side.
+# Columns of an output that is no terminal: enough for a whole table.
 WIDTH = 160
 _DTYPES = {"bfloat16": "BF16", "float32": "FP32", "fp8": "FP8"}
 
@@ -52,7 +49,7 @@ class Benchmark:
 
     @property
     def num_gpus(self) -> int:
-        """Of the variant with the most."""
+        """GPUs of the variant with the most."""
         return max(row.num_gpus for row in self.rows)
 
     @property
@@ -110,10 +107,12 @@ def facts(benchmark: Benchmark) -> dict[str, str]:
     machine, model = benchmark.machine, benchmark.config.model
     memory = "" if machine.memory_gib is None else f" ({machine.memory_gib:.1f} GiB)"
     driver = "" if machine.driver is None else f", driver {machine.driver}"
+    ceilings = ", ".join(f"{_DTYPES[ceiling.dtype]} {ceiling.tflops:.4g}" for ceiling in machine.gemms)
+    (side,) = {ceiling.side for ceiling in machine.gemms}
     return {
         "machine": f"{benchmark.num_gpus} × {machine.device}{memory}{driver}",
         "versions": ", ".join(machine.versions),
-        "ceiling": ceilings_sentence(machine.gemms),
+        "ceiling": f"{ceilings} TFLOP/s ({side}³, median)",
         "model": f"{model.num_layers} layers × {model.hidden_size}, sequence {model.encoder_seq_length:,}, micro batch "
         f"{model.micro_batch_size}, global batch {model.global_batch_size}, TP {model.tensor_model_parallel_size}, "
         f"PP {model.pipeline_model_parallel_size}, CP {model.context_parallel_size}; all keys: config.yaml",
@@ -240,13 +239,6 @@ def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
     return ["kind", "ms/step", "share"], lines
 
 
-def ceilings_sentence(ceilings: Sequence[GemmCeiling]) -> str:
-    """The machine's products in a line."""
-    (side,) = {ceiling.side for ceiling in ceilings}
-    shown = ", ".join(f"{_DTYPES[ceiling.dtype]} {ceiling.tflops:.4g}" for ceiling in ceilings)
-    return f"{shown} TFLOP/s ({side}³, median)"
-
-
 def markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
     """A table in Markdown, bars in its cells escaped."""
     rows = [titles, ["---"] * len(titles), *lines]
@@ -268,79 +260,3 @@ def print_table(console: Console, title: str, titles: Cells, lines: Sequence[Cel
     for line in lines:
         table.add_row(*map(Text, line))
     console.print(table)
-
-
-# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; idle is grey.
-_COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#882255", "#F0E442", "#BBBBBB")
-_DARK = ("#0072B2", "#D55E00", "#009E73", "#882255")
-# Narrower parts have no room for their number.
-_NARROWEST_WITH_TEXT = 0.04
-# A variant without a name of its own is labelled with its overrides, which are long.
-_LABEL_WIDTH = 32
-
-
-def read_steps(path: Path) -> dict[str, dict[str, float]]:
-    """Variant to kind to milliseconds per step, in the order of the benchmark.
-
-    Raises:
-        UserError: The file cannot be read, does not come from a benchmark, or has no profiled step of a GPU.
-    """
-    try:
-        document = read_foreign_json(path)
-        variants = [(row["name"], row["figures"]) for row in document["variants"]]
-        steps = {
-            name: {part["kind"]: float(part["time_ms"]) for part in figures["parts"]}
-            for name, figures in variants
-            if figures is not None
-        }
-        if unknown := {kind for parts in steps.values() for kind in parts} - {*KINDS}:
-            raise ValueError(f"{unknown} are no kinds of work")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except (ForeignFileError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not what a benchmark of this version leaves behind; give RUN_DIR/benchmark.json of a benchmark "
-            "with benchmark.profile=true"
-        ) from error
-    steps = {name: parts for name, parts in steps.items() if parts}
-    if not steps:
-        raise UserError(f"{path} has no profiled step of a GPU; run the benchmark with benchmark.profile=true on one")
-    return steps
-
-
-def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draws the steps (variant to kind to milliseconds) into a file whose ending says the format (.svg, .png, .pdf).
-
-    Raises:
-        UserError: matplotlib is missing or does not know the ending, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(f"a picture needs matplotlib; {how_to_install('plot')}") from error
-    figure = Figure(figsize=(10, 1.4 + 0.6 * len(steps)), layout="constrained")
-    axes = figure.add_subplot()
-    names = list(steps)
-    labels = [textwrap.fill(name, _LABEL_WIDTH, break_long_words=False, break_on_hyphens=False) for name in names]
-    longest = max(sum(parts.values()) for parts in steps.values())
-    left = dict.fromkeys(names, 0.0)
-    for kind, colour in zip(KINDS, _COLOURS, strict=True):
-        times = [steps[name].get(kind, 0.0) for name in names]
-        if not any(times):
-            continue
-        bars = axes.barh(range(len(names)), times, left=list(left.values()), color=colour, label=kind, height=0.62)
-        texts = [f"{time:.0f}" if time > _NARROWEST_WITH_TEXT * longest else "" for time in times]
-        axes.bar_label(bars, texts, label_type="center", color="white" if colour in _DARK else "black")
-        for name, time in zip(names, times, strict=True):
-            left[name] += time
-    axes.set_yticks(range(len(names)), labels)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.02 * longest)
-    axes.set_xlabel("milliseconds of a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    try:
-        figure.savefig(path)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    print(f"written: {path}")

@@ -2,15 +2,15 @@
 
 The bare loop is the yardstick: megatron-core's own pieces in the shortest loop that trains, built from the
 application's translated configuration, without data loading, logging, validation, schedule or signals. Optimizer and
-loss are megatron-core's own, so the comparison shows what the application's gain; the kernels are those that
-`spec.kernels` chooses, so it does not show what those gain. A key such as `model.activation_cast_fusion=false` leaves
+loss are megatron-core's own, so the comparison shows what the application's gain. The kernels are those that
+`spec.kernels` chooses, so it does not show what they gain. A key such as `model.activation_cast_fusion=false` leaves
 one out in both.
 
 The clock is the same for both loops. The host waits for the device after the first step, after the warm-up and after
 each interval of timed steps, and at no other step; so kernels queue up within an interval as they do in a run.
 
-A data sheet's peak is for a clock that no GPU keeps under load, so a run's use of the machine is told against what
-square products reach here and now, in a process of its own as the measured runs are.
+A data sheet's peak is for a clock that no GPU keeps under load, so a run is measured against what square products reach
+here and now, in a process of their own like the runs.
 """
 
 import platform as python_platform
@@ -18,6 +18,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ class StepProfiler:
 
 
 class Stopwatch:
-    """Counts the steps of a run, and times those after the warm-up; the profiler has those after these."""
+    """Counts the steps of a run, times those after the warm-up, and hands the ones after these to the profiler."""
 
     def __init__(
         self, benchmark: BenchmarkConfig, *, platform: Platform, launched_unix: float, profiler: StepProfiler | None
@@ -183,17 +184,15 @@ class Stopwatch:
         if timed == 0:
             torch.cuda.synchronize()
             self._began = time.monotonic()
-        elif timed > 0 and step <= self._last:
-            self._time(timed)
+        elif timed > 0 and step <= self._last and timed % self._benchmark.interval == 0:
+            self._end_interval(is_last=step == self._last)
         if self._profiler is not None and step >= self._last:
             self._profiler.after_step(step - self._last)
 
-    def _time(self, timed: int) -> None:
-        if timed % self._benchmark.interval:
-            return
+    def _end_interval(self, *, is_last: bool) -> None:
         torch.cuda.synchronize()
         self.step_times_s.append((time.monotonic() - self._began) / self._benchmark.interval)
-        if timed == self._benchmark.steps:
+        if is_last:
             self.memory_gib = memory_gib(self._platform)
             if self._results:
                 sums = torch.stack([result.loss_sum_and_tokens for result in self._results]).cpu()
@@ -203,12 +202,9 @@ class Stopwatch:
 
 
 def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tuple[Kernel, ...]:
-    """The kernels that took longest, the longest first.
+    """The kernels that took longest, the longest first; without `cuda`, the processor's operations.
 
-    Args:
-        events: torch's averages by name (`FunctionEventAvg`), whose times are in microseconds.
-        num_steps: Steps that they are the sum of.
-        cuda: Whether the GPU's kernels count, or the processor's operations.
+    `events` are torch's averages by name over `num_steps` steps (`FunctionEventAvg`), with times in microseconds.
     """
     device = DeviceType.CUDA if cuda else DeviceType.CPU
     times = [
@@ -231,9 +227,7 @@ def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tup
 def parts_of_a_step(events: Sequence[Any], num_steps: int) -> tuple[Part, ...]:
     """The time of a GPU's kernels by kind, and the time in which it had none, the longest first.
 
-    Args:
-        events: torch's single events (`FunctionEvent`), whose times are in microseconds.
-        num_steps: Steps that they are the sum of.
+    `events` are torch's single events of `num_steps` steps (`FunctionEvent`), with times in microseconds.
     """
     kernels = sorted(
         (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
@@ -284,30 +278,25 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
     return tuple(ceilings)
 
 
-def _driver() -> str | None:
-    """Version of NVIDIA's driver; None where nvidia-smi is missing or fails."""
-    try:
-        return ask_driver()[0]
-    except (OSError, RuntimeError):
-        return None
-
-
 def _processor() -> str:
     """The processor's name, which Python knows on few systems."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else python_platform.machine()
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return python_platform.machine()
 
 
 def describe_machine(platform: Platform) -> Machine:
     """Device, driver and versions, and the ceilings of its products."""
+    driver = None
+    # nvidia-smi may be missing, or fail.
+    with suppress(OSError, RuntimeError):
+        driver = ask_driver()[0] if platform.cuda else None
     return Machine(
         device=platform.device_name if platform.cuda else _processor(),
         memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if platform.cuda else None,
-        driver=_driver() if platform.cuda else None,
+        driver=driver,
         versions=tuple(library_versions()),
         gemms=measure_gemms(platform),
     )

@@ -1,4 +1,4 @@
-"""What the processes of a benchmark hand back, and a variant's figures from it: medians, rates and ratios.
+"""What the processes of a benchmark hand back, and a variant's figures computed from it: medians, rates, ratios.
 
 The processes write JSON files (see `worker`); the rest is arithmetic and needs no torch.
 """
@@ -20,7 +20,7 @@ from gpt_pretrain.spec.products import Resolved
 IDLE = "idle"
 OTHER = "norms, activations, loss"
 
-# What a GPU's kernel does, told by its name: kind → pattern of its kernels; the first that matches counts. Names of
+# What a GPU's kernel does, judged by its name: kind → pattern of its kernels; the first that matches counts. Names of
 # cuBLAS (`nvjet_sm90_` and a letter for each type: q and r are E4M3 and E5M2, t is BF16), CUTLASS, cuDNN, flash-attn,
 # Transformer Engine, PyTorch and NCCL.
 _PATTERNS = {
@@ -30,7 +30,7 @@ _PATTERNS = {
     "BF16 products": r"nvjet|gemm|cutlass|cublas",
     "FP8 casts": r"amax|cast_transpose|transpose_optimized_kernel|quantize|(unary|cast).*__nv_fp8|fp8_.*_kernel",
     "optimizer": r"multi_tensor|adam",
-    # Of experts above all: what routes, permutes and pads their rows.
+    # Mostly of experts: what routes, permutes and pads their rows.
     "gathers, scatters, sorts": r"permut|sort|top_?k|row_id_map|padding|index|gather|scatter|cumsum|CatArray",
 }
 _COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
@@ -85,7 +85,7 @@ class Part(JsonObject):
     kind: str
     """One of `KINDS`."""
     time_ms: float
-    """Per step; kernels that run side by side count each."""
+    """Per step; of kernels that run side by side, each counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,22 +122,22 @@ class Forecast(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingDone(JsonObject):
-    """What one rank hands back that has trained to the end; the run directory has the rest."""
+    """What a rank hands back once it has trained to the end; the run directory has the rest."""
 
     max_steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformSeen(JsonObject):
-    """What a process saw of the machine."""
+    """What a process saw of the machine: what decides whether it can run a variant."""
 
     fields: str
-    """Those of `Platform`, as a JSON object."""
+    """The fields of `Platform`, as a JSON object."""
 
     @classmethod
-    def of(cls, platform: Platform) -> Self:
-        """What `platform` gives back."""
-        return cls(fields=json.dumps(asdict(platform)))
+    def of(cls, platform: Platform, **seen: Machine) -> Self:
+        """From the platform that `platform` gives back, and the fields of a subclass."""
+        return cls(fields=json.dumps(asdict(platform)), **seen)
 
     @property
     def platform(self) -> Platform:
@@ -148,11 +148,10 @@ class PlatformSeen(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineSeen(JsonObject):
-    """A machine with its products measured, and what decides whether it can run a variant."""
+class MachineSeen(PlatformSeen):
+    """The same with the machine's products measured."""
 
     machine: Machine
-    platform: PlatformSeen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,14 +57,14 @@ class Variant:
     """One of the runs that are compared."""
 
     name: str
-    """As the key has it that names the variants."""
+    """As written in the key that lists the variants."""
     loop: Loop
     overrides: tuple[str, ...]
     """What it adds to the command line."""
 
     @property
     def file_name(self) -> str:
-        """The name as far as file systems like it; two variants may share it."""
+        """The name without what file systems dislike; two variants may share it."""
         return re.sub(r"[^\w.-]+", "_", self.name)[:60]
 
 
@@ -132,7 +132,7 @@ def load_variants(
 ) -> dict[Variant, Config]:
     """What each variant makes of a command line; the rules about runs are not asked.
 
-    `refuse` tells the problems of a variant; `problems` are those of the command line itself.
+    `refuse` finds the problems of a variant; `problems` are those of the command line itself.
 
     Raises:
         ConfigError: Those problems; and unknown keys, wrong values and what `refuse` found, each with its variant.
@@ -196,7 +196,7 @@ def variant_problems(variant: Variant, config: Config) -> list[str]:
 
 
 def common_key_problems(variant: Variant, section: str, keys: Sequence[str] = ()) -> list[str]:
-    """Problems of keys of a variant that all variants share: `run_dir`, those of a section, and `keys`."""
+    """Problems of a variant that sets keys which all variants share: `run_dir`, those of a section, and `keys`."""
     return [
         f"{key} is the same for all variants; give it beside {section}.variants"
         for key in override_keys(variant.overrides)
@@ -212,7 +212,7 @@ def launch_here(config: Config) -> Launch:
 
 
 def variant_refusals(config: Config, platform: Platform) -> list[str]:
-    """What the rules about runs, and the machine where those are kept, refuse of a run in processes of this machine."""
+    """What the rules about runs, and if those are kept the machine, refuse of a run in processes here."""
     launch = launch_here(config)
     last = launch.world_size - 1
     # The last rank is the one that finds no GPU.
@@ -228,7 +228,7 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]:
-    """What turns a run into a run of the benchmark: its first steps, and nothing beside them."""
+    """The overrides that turn a run into the benchmark's: its first steps, and nothing else."""
     benchmark = config.benchmark
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
     key = "model.optim.sched.decay_steps"

@@ -1,7 +1,7 @@
 """The processes of a benchmark or a comparison: `run_task` starts them, waits for them and reads what they left.
 
 Each process, or rank, is `python -m gpt_pretrain.benchmark.worker TASK.json`, never started by hand. It does what the
-task says and writes what came of it, or why nothing did, beside the task; what it prints is kept in a file.
+task says and writes the result, or why there is none, beside the task; what it prints goes to a file.
 """
 
 import json
@@ -58,13 +58,13 @@ def _answer_path(task: Path, what: Literal["result", "failure"], rank: int) -> P
     return task.with_name(f"{what}.{rank}.json")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome[Result]:
-    """The outcome of a task."""
+    """What came of a task."""
 
-    results: tuple[Result, ...]
+    results: tuple[Result, ...] = ()
     """One for each rank, rank 0's first; empty if it failed."""
-    problem: str | None
+    problem: str | None = None
     """Why it failed, from the rank that failed first; None otherwise."""
 
 
@@ -99,10 +99,10 @@ def run_task[Result: JsonObject](
     failures = _read_all(Failure, [_answer_path(path, "failure", rank) for rank in range(num_processes)])
     results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
     if failures:
-        return Outcome(results=(), problem=min(failures, key=lambda failure: failure.time_unix).problem)
+        return Outcome(problem=min(failures, key=lambda failure: failure.time_unix).problem)
     if code or len(results) < num_processes:
-        return Outcome(results=(), problem=f"ended with exit code {code}; what it printed: {folder / OUTPUT}")
-    return Outcome(results=tuple(results), problem=None)
+        return Outcome(problem=f"ended with exit code {code}; what it printed: {folder / OUTPUT}")
+    return Outcome(tuple(results))
 
 
 def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> list[Result]:
@@ -129,14 +129,13 @@ def _run_processes(task: Path, output: Path, num_processes: int, watch: Callable
             raise
 
 
-def _train_run(config: Config, launch: Launch) -> TrainingDone:
-    """Trains, or goes on from the newest checkpoint of the run directory."""
+def _train(config: Config, launch: Launch, after_step: Callable[..., None] | None = None) -> None:
+    """Trains to the last step, from the newest checkpoint of the run directory where it has one."""
     from gpt_pretrain.training.run import train
 
-    reason = train(config, launch)
+    reason = train(config, launch, after_step)
     if reason != "max_steps":
         raise RunError(f"the run ended early: {reason}")
-    return TrainingDone(max_steps=config.trainer.max_steps)
 
 
 def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
@@ -144,7 +143,6 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
     from gpt_pretrain.spec.core_fields import params_dtype
     from gpt_pretrain.spec.platform import detect_platform
     from gpt_pretrain.spec.run_spec import build_run_spec
-    from gpt_pretrain.training.run import train
 
     platform = detect_platform()
     profiler = None
@@ -154,9 +152,7 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
     if task.kind == "bare":
         run_bare_loop(config, launch, watch.after_step)
     else:
-        reason = train(config, launch, watch.after_step)
-        if reason != "max_steps":
-            raise RunError(f"the run ended early: {reason}")
+        _train(config, launch, watch.after_step)
     assert watch.first_step_s is not None
     assert watch.memory_gib is not None
     return Measured(
@@ -192,7 +188,7 @@ def forecast(config: Config) -> Forecast:
     )
 
 
-def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | PlatformSeen | MachineSeen | Forecast:
+def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | PlatformSeen | Forecast:
     config = task.load_config()
     trains = task.kind in ("app", "bare", "train")
     if trains:
@@ -208,14 +204,16 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
         from gpt_pretrain.spec.platform import detect_platform
 
         platform = detect_platform()
-        seen = PlatformSeen.of(platform)
         if task.kind == "platform":
-            return seen
+            return PlatformSeen.of(platform)
         from gpt_pretrain.benchmark.measure import describe_machine
 
-        return MachineSeen(machine=describe_machine(platform), platform=seen)
+        return MachineSeen.of(platform, machine=describe_machine(platform))
     try:
-        return _train_run(config, launch) if task.kind == "train" else _measure_run(task, folder, config, launch)
+        if task.kind != "train":
+            return _measure_run(task, folder, config, launch)
+        _train(config, launch)
+        return TrainingDone(max_steps=config.trainer.max_steps)
     except Exception as error:
         from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
 

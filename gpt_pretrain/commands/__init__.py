@@ -1,1 +1,1 @@
-"""One module per command, and the one door that all of them go through: arguments, help, messages, exit codes."""
+"""What all commands share: their arguments, help, messages and exit codes."""

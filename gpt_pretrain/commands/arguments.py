@@ -1,10 +1,10 @@
 """What a command takes and what its `--help` prints.
 
-A command with a few `key=value` of its own says which by a dataclass: names, types, documentation and messages come
-from it, as those of a run come from its schema; nothing is composed. A field without a default must be given. A string
-is what follows the first `=`, to the letter, so that a prompt may hold anything; a list is `[a,b]`, with quotes around
-what holds a comma. A field that is a dataclass is a section: `section.key=value`. `--key value`, `--key=value` and,
-where the key is true or false, `--key` say the same.
+A command with a few `key=value` of its own declares them in a dataclass: names, types, documentation and messages come
+from it, as a run's come from the schema; nothing is composed. A field without a default must be given. A string is what
+follows the first `=`, to the letter, so that a prompt may hold anything; a list is `[a,b]`, with quotes around what
+holds a comma. A field that is a dataclass is a section: `section.key=value`. `--key value`, `--key=value` and, for keys
+that are true or false, `--key` mean the same.
 
 `--help` shows the values of the command line it is asked with, so that `model=llama3_8b --help` shows that model's. It
 is written to be read at 80 columns and to be searched: a key and its documentation are whole lines.
@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,16 +27,7 @@ _BOLD, _DIM, _CYAN = 1, 2, 36
 _NARROWEST = 40
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """What a command says of itself."""
-
-    about: str
-    """What it does, what it leaves, how it ends; printed first."""
-    examples: str
-
-
-OPTIONS = """\
+_OPTIONS = """\
 --help, -h               this text, with the values the other arguments give
 --cfg, -c job|hydra|all  show the configuration instead of running it;
                          -p PACKAGE: a part; --resolve: no interpolations
@@ -49,7 +40,7 @@ OPTIONS = """\
 
 
 def _styled(text: str, style: int) -> str:
-    """Text in a style of terminals (ECMA-48), or as it is where a pipe or a file reads it."""
+    """Text in a terminal's style (ECMA-48); as it is in a pipe or a file."""
     return f"\x1b[{style}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
@@ -74,7 +65,7 @@ def _key_text(key: Key, values: Mapping[str, Any], width: int) -> str:
 
 
 def print_help(
-    program: Program,
+    doc: str,
     keys: Mapping[str, Key],
     values: Mapping[str, Any],
     groups: Mapping[str, Sequence[str]] | None = None,
@@ -82,21 +73,23 @@ def print_help(
 ) -> None:
     """Prints the help of a command.
 
-    `values` has no open values. `groups` and `choices` are None for a command that composes no configuration.
+    `doc` is the docstring of its module, and `values` has no open values. `groups` and `choices` are None for a command
+    that composes no configuration.
     """
     width = max(_NARROWEST, shutil.get_terminal_size().columns)
-    text = f"{program.about}\n{_heading('Examples', program.examples)}"
+    about, _, examples = doc.strip().partition("\n\nExamples:\n")
+    text = f"{about}\n{_heading('Examples', textwrap.dedent(examples))}"
     if groups is None:
         text += _heading("Keys: give each as KEY=VALUE or --KEY VALUE; those without a value here are needed")
     else:
-        text += _heading("Options", OPTIONS) + _groups(groups, choices or {}, width)
+        text += _heading("Options", _OPTIONS) + _groups(groups, choices or {}, width)
         text += _heading("Keys: set one with KEY=VALUE; ++KEY=VALUE is the same")
     section = ""
     for path, key in keys.items():
         parent = path.rpartition(".")[0]
         if parent not in ("", section):
-            doc = textwrap.fill((schema_sections()[parent].__doc__ or "").replace("`", ""), width)
-            text += f"\n{_styled(doc, _BOLD)}\n"
+            title = textwrap.fill((schema_sections()[parent].__doc__ or "").replace("`", ""), width)
+            text += f"\n{_styled(title, _BOLD)}\n"
         section = parent
         text += _key_text(key, values, width)
     sys.stdout.write(text)
@@ -185,7 +178,7 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
 
 
 def _build[Arguments](kind: type[Arguments], values: Mapping[str, Any]) -> Arguments:
-    """The dataclass from its keys; those of a section have its name before a dot."""
+    """The dataclass from its keys; a section's keys have its name before a dot."""
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):

@@ -1,8 +1,7 @@
 """The command line of a run: Hydra's own options, read before Hydra reads them, and Hydra run behind the gate.
 
-`parse_command_line` → `check_request` → `show` or `run_hydra`. Everything Hydra's applications understand keeps working
-(`--cfg`, `--info`, `-m`, shell completion, …) because Hydra itself answers; only its errors are told in our way, and
-`--help` is ours.
+`parse_command_line` → `check_request` → `show` or `run_hydra`. Everything that Hydra's applications understand works
+(`--cfg`, `--info`, `-m`, shell completion, …) because Hydra itself answers; only `--help` and the errors are ours.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpt_pretrain.commands.arguments import Program, print_help
+from gpt_pretrain.commands.arguments import print_help
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import find_conf_dir
 from gpt_pretrain.config.keys import (
@@ -37,7 +36,7 @@ from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import Job, check_command
 
-# Hydra's option that is never the way out.
+# Hydra's option that is not supported, and never offered.
 _REFUSED = "--experimental-rerun"
 _COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
 
@@ -71,7 +70,7 @@ class Request:
 
 
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
-    """What is told about an unknown option: a group or a key behind dashes, or a typo."""
+    """The message about an unknown option: a group or a key behind dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
     if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
@@ -114,7 +113,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     if options.experimental_rerun is not None:
         raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
     if options.config_path is not None:
-        # Hydra would read it relative to this file; relative to where the command was typed is what is meant.
+        # Hydra would read it relative to this file; it is meant relative to where the command was typed.
         options.config_path = str(Path(options.config_path).resolve())
     source = Source(
         config_name=options.config_name or "config",
@@ -176,8 +175,8 @@ def check_request(
     return jobs
 
 
-def show(request: Request, program: Program) -> None:
-    """Prints what a command line asks to see: `--help`, or what Hydra shows.
+def show(request: Request, doc: str) -> None:
+    """Prints what a command line asks to see: `--help`, of which `doc` is the text, or what Hydra shows.
 
     Raises:
         ConfigError: Hydra refuses to show it.
@@ -193,7 +192,7 @@ def show(request: Request, program: Program) -> None:
     choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
     # Unresolved: an interpolation says more than its value, and an open value shows as ???.
     values = dict(flatten(OmegaConf.to_container(composed, resolve=False)))
-    print_help(program, schema_keys(), values, {group: loader.options(group) for group in loader.groups()}, choices)
+    print_help(doc, schema_keys(), values, {group: loader.options(group) for group in loader.groups()}, choices)
 
 
 def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None) -> None:

@@ -1,9 +1,11 @@
 """The one door of all commands: arguments in; messages and exit codes out.
 
-    run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark
+    run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare
     run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor, picture
 
-Both end what a user can mend with `error: …` lines instead of a traceback. Exit codes of every command, beside its own:
+A command is what `python -m` starts: a module beside the packages, or a package's `__main__`. Its docstring is the text
+of its `--help`, with the examples last, in a section of their own. What a user can mend ends a command with `error: …`
+lines instead of a traceback. Exit codes of every command, beside its own:
 
       0  done
       1  a crash, or a `RunError`
@@ -17,11 +19,12 @@ Nothing here imports Hydra, OmegaConf or torch before a command needs them: the 
 import io
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gpt_pretrain.commands.arguments import Program, defaults_of, print_help, read_arguments
+from gpt_pretrain.commands.arguments import defaults_of, print_help, read_arguments
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
@@ -36,24 +39,36 @@ if TYPE_CHECKING:
 CRASH, USER_ERROR = 1, 2
 # A command of one process, whatever started the shell that it is typed in.
 ALONE = rank_zero_of(1, local_world_size=1, launcher="none")
+# Longer than a launcher needs to end the other ranks once rank 0 has told the error and left.
+RANK_ZERO_FIRST_S = 3.0
 
 
 def print_error(error: UserError | RunError, who: str = "") -> None:
     """Prints `error: …` lines, one for each problem, without a traceback."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     for problem in problems:
-        sys.stderr.write(f"error{who}: " + _printable(problem).replace("\n", "\n       ") + "\n")
+        # Control characters of what was given would change the line, or the terminal.
+        shown = "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in problem)
+        sys.stderr.write(f"error{who}: " + shown.replace("\n", "\n       ") + "\n")
     sys.stderr.flush()
 
 
+def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:
+    """Prints an error that training raised: on rank 0 at once, elsewhere only if rank 0 does not end the run first.
+
+    An error that all ranks find is then told once, and one that a single rank finds (a file missing on its node) is not
+    lost.
+    """
+    if launch.is_rank_zero:
+        print_error(error)
+    else:
+        time.sleep(RANK_ZERO_FIRST_S)
+        print_error(error, of_rank(launch))
+
+
 def of_rank(launch: Launch | None) -> str:
-    """What tells the errors of ranks apart that each meet their own; empty for a process alone."""
+    """Tells apart the errors that each rank meets for itself; empty for a process alone."""
     return "" if launch is None or launch.world_size == 1 else f" (rank {launch.rank})"
-
-
-def _printable(text: str) -> str:
-    """Control characters of what was given would change the line, or the terminal."""
-    return "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 @contextmanager
@@ -76,7 +91,7 @@ def print_job(number: int, jobs: "Sequence[Job]") -> None:
 def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) -> int:
     """Runs a command in its place of the run, and returns its exit code; see `run_with_config` for the arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As Python has it for errors: an output of another encoding than UTF-8 gets \u2026 for what it has no sign for.
+        # As Python does for errors: an output of another encoding than UTF-8 gets \u2026 for what it has no sign for.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ended_by_signals():
@@ -97,21 +112,17 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
             problem = f"{error.strerror}: what reads the output has ended"
         if problem is None:
             raise
-        _drop_output()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Drops what could not be written: Python would try again as it ends, and print an error of its own.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_error(RunError(problem), of_rank(launch))
         return CRASH
 
 
-def _drop_output() -> None:
-    """Lets go of what could not be written: Python would try it again as it ends, and tell of it itself."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def run_with_config(
-    program: Program,
+    doc: str,
     command: Callable[["Request", "list[Job]", Launch], int | None],
     arguments: Sequence[str] | None,
     *,
@@ -123,7 +134,7 @@ def run_with_config(
     """Checks a command line that Hydra composes, runs it or shows what it asks to see, and returns the exit code.
 
     Args:
-        program: What `--help` says of the command.
+        doc: The docstring of the command's module.
         command: Runs the checked jobs; imports torch itself, once they are known to be right. None it returns means 0.
         arguments: What follows the command's name; `sys.argv` when not given.
         launch: The process's place in the run; read from the launcher's variables when not given.
@@ -142,14 +153,14 @@ def run_with_config(
         if request.runs:
             return command(request, jobs, launch)
         if launch.is_rank_zero:
-            show(request, program)
+            show(request, doc)
         return None
 
     return _run(check_and_run, launch)
 
 
 def run_with_arguments[Arguments](
-    program: Program,
+    doc: str,
     kind: type[Arguments],
     command: Callable[[Arguments], int | None],
     arguments: Sequence[str] | None,
@@ -164,7 +175,7 @@ def run_with_arguments[Arguments](
 
     def read_and_run(_: Launch) -> int | None:
         if {"-h", "--help"} & set(given):
-            print_help(program, section_keys(kind), defaults_of(kind))
+            print_help(doc, section_keys(kind), defaults_of(kind))
             return None
         chosen = read_arguments(kind, given, plain)
         prepare_libraries()
@@ -173,14 +184,14 @@ def run_with_arguments[Arguments](
     return _run(read_and_run, ALONE)
 
 
-def refuse_launcher_and_sweep(what: str, variants: str) -> Callable[["Request", Launch], None]:
-    """What a command refuses that starts processes itself and runs variants: the ranks of a launcher, and sweeps."""
+def refuse_launcher_and_sweep(request: "Request", launch: Launch, what: str, variants: str) -> None:
+    """Refuses the ranks of a launcher, and sweeps, for a command that starts processes itself and runs variants.
 
-    def refuse(request: "Request", launch: Launch) -> None:
-        if launch.world_size > 1:
-            problem = f"{what} starts its processes itself, and {launch.launcher} started this one"
-            raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
-        if request.options.multirun:
-            raise ConfigError([f"-m: {what} compares {variants}=[…] and takes no sweep"])
-
-    return refuse
+    Raises:
+        ConfigError: Names the command as `what`, and the key that its `variants` are given by.
+    """
+    if launch.world_size > 1:
+        problem = f"{what} starts its processes itself, and {launch.launcher} started this one"
+        raise ConfigError([f"{problem}; start it plainly, with trainer.devices={launch.local_world_size}"])
+    if request.options.multirun:
+        raise ConfigError([f"-m: {what} compares {variants}=[…] and takes no sweep"])

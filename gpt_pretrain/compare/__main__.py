@@ -1,6 +1,158 @@
-"""`python -m gpt_pretrain.compare`: see `commands.compare`."""
+r"""gpt_pretrain.compare: does one setting train as well as another, and how much
+sooner does it reach the same loss?
 
-from gpt_pretrain.commands.compare import main
+It takes every argument of python -m gpt_pretrain, trains each of
+compare.variants with compare.seeds seeds, and compares them with the first.
+trainer.devices says how many processes a run has; hydra/launcher=slurm makes
+each a job. Started again with the same run_dir it goes on: what is finished is
+not trained again.
+
+runs=[…] trains nothing and reads finished or running runs: directories of ours,
+the output of Megatron-LM, NeMo or torchtitan, TensorBoard's event files, and
+tables that W&B or MLflow exported. The first is the baseline.
+
+It prints a table and a verdict on each variant, and writes compare.json and
+compare.html into run_dir.
+
+Exit codes: 0 compared; 1 a variant failed, and the others are compared;
+4 compare.max_loss_gap or compare.min_speedup is missed, or cannot be shown;
+75 jobs of Slurm are not done: start it again; 2 a mistake in what was given;
+130 Ctrl-C.
+
+Examples:
+    python -m gpt_pretrain.compare experiment=gpt2_124m_1gpu \
+        compare.variants=[bf16,fp8_delayed] compare.seeds=3 run_dir=outputs/fp8
+    python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8]
+    python -m gpt_pretrain.compare runs=[outputs/a,megatron.log,wandb-export.csv]
+    python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8] \
+        compare.max_loss_gap=0.5% compare.min_speedup=1.2
+"""  # noqa: D205
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
+from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
+from gpt_pretrain.compare.document import Comparison, save_comparison
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.keys import is_known
+from gpt_pretrain.config.schema import GateConfig
+from gpt_pretrain.launch.environment import REQUEUE
+from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_directory, make_run_dir
+
+if TYPE_CHECKING:
+    from gpt_pretrain.commands.command_line import Request
+    from gpt_pretrain.config.schema import Config
+    from gpt_pretrain.launch.ranks import Launch
+    from gpt_pretrain.rules.gate import Job
+
+FAILED, GATE_MISSED = 1, 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedRuns:
+    """What the command takes where it trains nothing."""
+
+    runs: list[str]
+    """Directories of runs, and logs; the first is the baseline."""
+    run_dir: str | None = None
+    """Where compare.json and compare.html go; null: outputs/DATE/TIME_compare."""
+    compare: GateConfig = field(default_factory=lambda: GateConfig(max_loss_gap=None, min_speedup=None))
+
+
+def compare_finished(arguments: FinishedRuns, command: str) -> int:
+    """Reads runs and compares them; returns the exit code."""
+    from gpt_pretrain.compare.sources import read_runs
+
+    problems = [*gate_problems(arguments.compare)]
+    if len(arguments.runs) < 1:
+        problems.append("runs=[] compares nothing; give directories of runs, or logs: runs=[outputs/a,outputs/b]")
+    if problems:
+        raise ConfigError(problems)
+    if arguments.run_dir is not None:
+        check_contents(arguments.run_dir, "a comparison")
+    comparison = compare_runs(read_runs(arguments.runs), command=command, gate=read_gate(arguments.compare))
+    return _publish(comparison, make_directory(arguments.run_dir, "compare"))
+
+
+def train_and_compare(request: "Request", config: "Config", command: str) -> int:
+    """Trains the variants and compares what is finished; returns the exit code.
+
+    Raises:
+        UserError: The run directory holds what another command left.
+    """
+    from gpt_pretrain.compare.console import WIDTH
+    from gpt_pretrain.compare.sources import read_run_dir
+    from gpt_pretrain.compare.training import train_variants
+    from gpt_pretrain.report.console import console_of_width
+
+    check_run_dir(config, "a comparison")
+    run_dir = make_run_dir(config)
+    trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(WIDTH))
+    runs = [
+        read_run_dir(run.run_dir, name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
+        for run, state in trained
+        if state == "finished"
+    ]
+    states = {state for _, state in trained}
+    code = FAILED if "failed" in states else REQUEUE if "waiting" in states else 0
+    finished = {run.variant for run in runs if run.role == "seed"}
+    baseline = trained[0][0].variant.name
+    if baseline not in finished or len(finished) == 1:
+        sys.stdout.write(f"nothing to compare yet: {baseline} and another variant have to be finished\n")
+        return code
+    published = _publish(compare_runs(runs, command=command, gate=read_gate(config.compare)), run_dir)
+    return code or published
+
+
+def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:
+    """Refuses runs that are given as other programs take files, or by a key that is nearly `runs`."""
+    problems = [
+        f"{argument}: finished runs are given as runs={value or '[…]'}; write that, and nothing of training beside it"
+        for argument in arguments
+        for key, _, value in [argument.lstrip("+").partition("=")]
+        if key == "run" and not value.startswith("{")
+    ]
+    names = [word for word in arguments if "=" in word or is_known(word) or word in groups or not word.strip()]
+    if arguments and not names:
+        problems.append(f"{' '.join(arguments)} stand without a key; write runs=[{','.join(arguments)}]")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _publish(comparison: Comparison, directory: Path) -> int:
+    """Prints and writes a comparison; returns 0, or 4 where the gate is missed."""
+    from gpt_pretrain.compare.console import WIDTH, print_comparison
+    from gpt_pretrain.compare.page import write_page
+    from gpt_pretrain.report.console import console_of_width
+
+    print_comparison(comparison, console_of_width(WIDTH))
+    for write in (save_comparison, write_page):
+        sys.stdout.write(f"written: {write(comparison, directory)}\n")
+    return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "gpt_pretrain.compare", *given])
+    if any(argument.lstrip("+-").partition("=")[0] == "runs" for argument in given):
+        return run_with_arguments(__doc__, FinishedRuns, lambda each: compare_finished(each, command), given)
+    from gpt_pretrain.compare.planned import compare_problems
+
+    def train(request: "Request", jobs: "Sequence[Job]", launch: "Launch") -> int:
+        return train_and_compare(request, jobs[0].config, command)
+
+    def refuse(request: "Request", launch: "Launch") -> None:
+        refuse_launcher_and_sweep(request, launch, "a comparison", "compare.variants")
+        _refuse_runs_without_key(request.overrides, request.loader.groups())
+
+    return run_with_config(__doc__, train, given, rules=compare_problems, refuse=refuse, name="compare")
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

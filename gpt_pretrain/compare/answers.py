@@ -1,11 +1,10 @@
 """From runs to answers: what forbids a comparison, a verdict on each variant, the figures, and the gate.
 
-A verdict asks what the whole interval of the loss gap allows (a test of non-inferiority, Schuirmann 1987). That a gap
-is within the noise does not yet say that there is none: where the noise is larger than the gap that counts, nobody can
-tell.
+A verdict asks what the whole interval of the loss gap allows (a test of non-inferiority, Schuirmann 1987). A gap within
+the noise need not be zero: where the noise is larger than the gap that counts, nobody can tell.
 
-The gate is what a comparison must show for a script to go on. A demand is met where the whole confidence interval meets
-it, so a demand that nobody can answer is missed, too.
+The gate is what a comparison must show for a script to go on. A demand is met only by the whole confidence interval, so
+a demand that nobody can answer counts as missed.
 """
 
 import math
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
+from statistics import fmean
 
 from gpt_pretrain.compare.comparability import find_differences, find_obstacles, find_unchecked
 from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
@@ -57,7 +57,7 @@ METHODS = (
 
 
 def judge(gap: Interval, allowed: float) -> Judgement:
-    """What the interval of the relative gap at the end allows to say; above zero the variant's loss is higher."""
+    """What the interval of the final relative gap allows one to say; above zero the variant's loss is higher."""
     if gap.low is None or gap.high is None:
         return "cannot_tell"
     if gap.high < 0:
@@ -142,10 +142,10 @@ def compare_variant(
     *,
     allowed: float,
 ) -> Answer:
-    """Compares the runs of a variant with the baseline's, which nothing forbids.
+    """Compares the runs of a variant with the baseline's, where nothing forbids it.
 
-    `repeats` are the baseline's with other microbatches. `beside` are the runs of each further variant that nothing
-    forbids; they tell the noise, too.
+    `repeats` are the baseline's with other microbatches. `beside` are the runs of each other comparable variant; they
+    also tell the noise.
     """
     variant, baseline = ours[0].variant, theirs[0].variant
     rates = [_mean([run.tokens_per_s_per_gpu for run in side]) for side in (ours, theirs)]
@@ -239,7 +239,7 @@ def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> str:
 def _mean(values: Sequence[float | None]) -> float | None:
     """None where one is not known."""
     known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if len(known) == len(values) else None
+    return fmean(known) if len(known) == len(values) else None
 
 
 def _known[Value: (int, float)](values: Sequence[Value | None], sum_up: Callable[[list[Value]], Value]) -> Value | None:
@@ -261,13 +261,13 @@ def _figures(runs: Sequence[RunRecord]) -> Figures:
 
 
 def _last_loss(run: RunRecord) -> float | None:
-    """Mean of the last losses, as many as a window of smoothing has in a run of its own; of few, the last."""
+    """Mean of the last losses, as many as a window of smoothing holds in this run; at least the last one."""
     losses = run.training.losses[-max(1, round(WINDOW * len(run.training.losses))) :]
-    return math.fsum(losses) / len(losses) if losses else None
+    return fmean(losses) if losses else None
 
 
 def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
-    """The tensors that FP8 saturates most, and flushes most among those, by means over steps and runs."""
+    """The tensors that FP8 saturates most, and among equals flushes most, by means over steps and runs."""
     by_tensor: dict[tuple[str, str], list[tuple[float | None, float]]] = {}
     for tensor in (tensor for run in runs for record in run.fp8 for tensor in record.tensors):
         by_tensor.setdefault((tensor.layer, tensor.tensor), []).append((tensor.saturated, tensor.flushed))
@@ -276,7 +276,7 @@ def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
             layer=layer,
             tensor=tensor,
             saturated=_mean([saturated for saturated, _ in shares]),
-            flushed=math.fsum(flushed for _, flushed in shares) / len(shares),
+            flushed=fmean(flushed for _, flushed in shares),
         )
         for (layer, tensor), shares in by_tensor.items()
     ]

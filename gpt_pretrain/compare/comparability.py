@@ -1,7 +1,7 @@
 """What may be compared: the settings that two losses must share to mean the same, and those in which runs differ.
 
-Logs of other codes tell some settings under their own names; their readers translate these into our keys, so that one
-table serves all. What a log does not tell is said, and taken for equal.
+Logs of other codes have some settings under their own names; their readers translate these into our keys, so that one
+table serves all. A setting that a log lacks is taken for equal, and the comparison says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +80,7 @@ def find_obstacles(runs: Sequence[RunRecord], baseline: RunRecord) -> list[Obsta
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """The settings that not all runs which tell them share, seeds left out."""
+    """The settings that have several values among the runs that tell them, seeds left out."""
     settings = [settings_of(run) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if key != SEED]
     return [
@@ -91,7 +91,7 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
 
 
 def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """What runs do not tell of what has to be equal."""
+    """What has to be equal, and some runs do not tell."""
     told = {
         what: [any(run.setting(key) is not None for key in keys) for run in runs] for what, keys in IDENTITY.items()
     }

@@ -1,6 +1,6 @@
 """A comparison on a terminal or in a log: what forbids it, a table of the variants, the verdicts, the gate.
 
-The page shows the same table, so that its columns and words are written once, here.
+The page shows the same table, whose columns and words are written only here.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from rich.text import Text
 from gpt_pretrain.compare.document import Answer, Comparison, Figures, Interval
 from gpt_pretrain.report.columns import UNKNOWN, format_count, format_gib, format_loss, format_share
 
-# Rows of a log, where no terminal says how wide it is.
+# Width of a log's rows, where no terminal gives its own.
 WIDTH = 120
 _NUM_HURTS = 3
 _HEADINGS = ("variant", "runs", "loss", "gap", "time to loss", "tokens/s per GPU", "memory", "skipped", "FP8")
@@ -20,29 +20,30 @@ _HEADINGS = ("variant", "runs", "loss", "gap", "time to loss", "tokens/s per GPU
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Prints a comparison: what cannot be compared comes before any number."""
-    for lines, style in ((_obstacle_lines(comparison), "bold red"), (comparison.unchecked, "yellow")):
-        for line in lines:
-            console.print(Text(line, style=style))
+
+    def say(line: str, style: str) -> None:
+        console.print(Text(line, style=style))
+
+    for each in comparison.obstacles:
+        values = f"{each.key} is {each.value}, {comparison.baseline}'s is {each.baseline_value}"
+        say(f"{each.run} cannot be compared with {comparison.baseline}: {values}", "bold red")
+    for line in comparison.unchecked:
+        say(line, "yellow")
     console.print(_table(comparison))
     for figures in comparison.figures:
         for hurt in figures.hurts[:_NUM_HURTS]:
-            console.print(
-                Text(
-                    f"{figures.variant}: {hurt.layer} {hurt.tensor}: {format_share(hurt.saturated)} saturated, "
-                    f"{format_share(hurt.flushed)} flushed to zero",
-                    style="dim",
-                )
-            )
+            shares = f"{format_share(hurt.saturated)} saturated, {format_share(hurt.flushed)} flushed to zero"
+            say(f"{figures.variant}: {hurt.layer} {hurt.tensor}: {shares}", "dim")
     for answer in comparison.answers:
-        console.print(Text(answer.sentence, style=_STYLES[answer.judgement]))
+        say(answer.sentence, _STYLES[answer.judgement])
         for reason in answer.reasons:
             if reason not in answer.sentence:
-                console.print(Text(f"  {reason}", style="dim"))
+                say(f"  {reason}", "dim")
     if comparison.gate is not None:
         for missed in comparison.gate.missed:
-            console.print(Text(f"gate: {missed}", style="bold red"))
+            say(f"gate: {missed}", "bold red")
         if not comparison.gate.missed:
-            console.print(Text("gate: passed", style="bold green"))
+            say("gate: passed", "bold green")
 
 
 _STYLES = {
@@ -52,14 +53,6 @@ _STYLES = {
     "cannot_tell": "bold yellow",
     "not_comparable": "bold red",
 }
-
-
-def _obstacle_lines(comparison: Comparison) -> Iterator[str]:
-    for each in comparison.obstacles:
-        yield (
-            f"{each.run} cannot be compared with {comparison.baseline}: {each.key} is {each.value}, "
-            f"{comparison.baseline}'s is {each.baseline_value}"
-        )
 
 
 def _table(comparison: Comparison) -> Table:
@@ -85,10 +78,8 @@ def _cells(figures: Figures, answer: Answer | None) -> Iterator[str]:
     yield figures.variant
     yield str(figures.num_runs)
     yield format_loss(figures.last_loss)
-    gap = None if answer is None else answer.loss_gap
-    yield UNKNOWN if gap is None else f"{100 * gap.value:+.2f}%{_width(gap)}"
-    speedup = None if answer is None else answer.speedup
-    yield UNKNOWN if speedup is None else f"{speedup.value:.2f}×{_range(speedup)}"
+    yield UNKNOWN if answer is None or answer.loss_gap is None else _gap(answer.loss_gap)
+    yield UNKNOWN if answer is None or answer.speedup is None else _speedup(answer.speedup)
     ratio = None if answer is None else answer.throughput_ratio
     yield format_count(figures.tokens_per_s_per_gpu) + ("" if ratio is None else f" ({ratio:.2f}×)")
     yield format_gib(figures.memory_gib)
@@ -96,9 +87,11 @@ def _cells(figures: Figures, answer: Answer | None) -> Iterator[str]:
     yield format_share(figures.fp8_share)
 
 
-def _width(gap: Interval) -> str:
-    return "" if gap.low is None or gap.high is None else f" ±{50 * (gap.high - gap.low):.2f}%"
+def _gap(gap: Interval) -> str:
+    width = "" if gap.low is None or gap.high is None else f" ±{50 * (gap.high - gap.low):.2f}%"
+    return f"{100 * gap.value:+.2f}%{width}"
 
 
-def _range(ratio: Interval) -> str:
-    return "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+def _speedup(ratio: Interval) -> str:
+    ends = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.value:.2f}×{ends}"

@@ -5,14 +5,13 @@
     NeMo 2       its progress printer: `Training epoch 0, iteration 28/99 | … | reduced_train_loss: 2.778 | …`
     torchtitan   components/metrics.py, MetricsProcessor.log: `step: 10  loss: 7.5  … tps: 7,034  …`, with colors
 
-Anything may stand between those lines. A line that begins as one of them and does not go on as one is damaged: it is
-named, rather than left out of a curve. Only the last line of a file may be torn, as a run that goes on leaves it.
+Anything may stand between those lines. A line that begins like one of them and goes on otherwise is damaged, and an
+error rather than a gap in a curve. Only the last line of a file may be torn, as a running program leaves it.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -36,7 +35,7 @@ _EXPECTED: Mapping[Format, str] = {
     "torchtitan": "`step: N  loss: N  … memory: NGiB(N%)  tps: N …`",
 }
 
-# Megatron-LM's arguments, and what is ours.
+# Megatron-LM's arguments, and our keys for them.
 _ARGUMENTS = {
     "num_layers": "model.num_layers",
     "hidden_size": "model.hidden_size",
@@ -62,7 +61,7 @@ _ARGUMENT = re.compile(r"^ *(?:\[[^\]]*\]:? *)?(\w+) \.{3,} (.+)$")
 
 
 class _Damaged(Exception):
-    """A line that begins as one of a format and does not go on as one."""
+    """A line that begins like one of a format and goes on otherwise."""
 
 
 def _number(text: str | None) -> float:
@@ -103,17 +102,13 @@ def _pairs(text: str, between: str, assign: str) -> dict[str, str]:
 
 
 def read_megatron_line(series: Series, line: str, place: str) -> None:
-    """Takes in a line of Megatron-LM's.
-
-    Raises:
-        _Damaged: It begins as one and does not go on as one.
-    """
+    """Takes in a line that Megatron-LM printed; raises `_Damaged`."""
     if match := _MEGATRON.search(line):
         values = _pairs(line[match.end() :], "|", ":")
         loss = first_known(("lm loss", "loss"), values)
         milliseconds = _above_zero(values.get("elapsed time per iteration (ms)"))
         if loss is None:
-            # Where every step of the interval was skipped there is no loss.
+            # There is no loss where every step of the interval was skipped.
             if "number of skipped iterations" not in values:
                 raise _Damaged
         else:
@@ -146,11 +141,7 @@ def read_megatron_line(series: Series, line: str, place: str) -> None:
 
 
 def read_nemo_line(series: Series, line: str, place: str) -> None:
-    """Takes in a line of NeMo's, of either version.
-
-    Raises:
-        _Damaged: It begins as one and does not go on as one.
-    """
+    """Takes in a line that NeMo printed, in either version; raises `_Damaged`."""
     if match := _NEMO_LINE.search(line):
         values = _pairs(line[match.end() :], "|", ":")
         series.max_steps = _whole(match[2]) + 1
@@ -164,7 +155,7 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
     else:
         return
     seconds = first_known(("train_step_timing in s", "train_step_timing"), values)
-    # A bar is drawn several times a step, and a step that is counted from zero is done after one more.
+    # NeMo counts steps from zero, and draws a bar several times for each.
     done = _whole(step) + 1
     if series.points and series.points[-1].step == done:
         series.points.pop()
@@ -173,7 +164,7 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
             step=done,
             loss=_number(values.get("reduced_train_loss")),
             samples=_optional(values, "consumed_samples", _whole),
-            # Rounded to three digits, which may be none.
+            # Rounded to three digits, and so perhaps to zero.
             step_s=None if seconds is None else _number(values[seconds]) or None,
         ),
         place,
@@ -187,11 +178,7 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
 
 
 def read_torchtitan_line(series: Series, line: str, place: str) -> None:
-    """Takes in a line of torchtitan's.
-
-    Raises:
-        _Damaged: It begins as one and does not go on as one.
-    """
+    """Takes in a line that torchtitan printed; raises `_Damaged`."""
     if match := _TITAN.search(line):
         values = dict(re.findall(r"(\w+): +(\S+)", line[match.start() :]))
         # Its first versions called tokens words.
@@ -221,21 +208,16 @@ def read_torchtitan_line(series: Series, line: str, place: str) -> None:
         series.settings["parameters"] = match[1].replace(",", "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    is_one: Callable[[str], object]
-    read: Callable[[Series, str, str], None]
-
-
-_KINDS: Mapping[Format, _Kind] = {
-    "nemo": _Kind(lambda line: _NEMO_LINE.search(line) or _NEMO_BAR.search(line), read_nemo_line),
-    "megatron": _Kind(_MEGATRON.search, read_megatron_line),
-    "torchtitan": _Kind(_TITAN.search, read_torchtitan_line),
+# What begins a code's lines, and their reader.
+_CODES: Mapping[Format, tuple[re.Pattern[str], Callable[[Series, str, str], None]]] = {
+    "nemo": (re.compile(f"{_NEMO_LINE.pattern}|{_NEMO_BAR.pattern}"), read_nemo_line),
+    "megatron": (_MEGATRON, read_megatron_line),
+    "torchtitan": (_TITAN, read_torchtitan_line),
 }
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines without colors; a carriage return ends one, too: a progress bar draws its lines over each other."""
+    """Lines without colors; a carriage return also ends a line: a progress bar draws its lines over each other."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             yield _COLORS.sub("", line[:_MAX_LINE].rstrip("\n"))
@@ -248,16 +230,17 @@ def read_console_log(path: Path) -> Series | None:
         UserError: A line is damaged; names the file, the line and what was expected.
     """
     check_size(path)
-    format_ = next((name for line in _lines(path) for name, kind in _KINDS.items() if kind.is_one(line)), None)
+    format_ = next((name for line in _lines(path) for name, (start, _) in _CODES.items() if start.search(line)), None)
     if format_ is None:
         return None
+    read = _CODES[format_][1]
     series = Series(source=str(path), format=format_)
     torn = None
     for number, line in enumerate(_lines(path), start=1):
         if torn is not None and line.strip():
             raise UserError(f"{torn}: damaged; expected {_EXPECTED[format_]}; remove the line, or restore the file")
         try:
-            _KINDS[format_].read(series, line, f"{path}:{number}")
+            read(series, line, f"{path}:{number}")
         except _Damaged:
             torn = f"{path}:{number}"
     if not series.points:

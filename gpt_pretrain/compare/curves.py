@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean, geometric_mean
 
 from gpt_pretrain.compare.document import GapCurve, Interval, NoiseSource, RunRecord, TimeToLoss
 from gpt_pretrain.compare.statistics import (
@@ -29,7 +30,7 @@ _NUM_GRID, _NUM_GAPS = 400, 101
 
 
 class Incomparable(Exception):
-    """Why nothing can be told of two sets of runs."""
+    """Why two sets of runs cannot be compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,18 +41,17 @@ class _Curve:
     positions: tuple[int, ...]
     smoothed: Smoothed
 
+    def seed(self) -> str:
+        return str(self.run.seed)
+
     def gpu_seconds_at(self, x: float) -> float:
         return interpolate(self.positions, self.run.training.gpu_seconds, x)
 
 
 def diverged(run: RunRecord) -> bool:
-    """Whether the last losses are not finite; a skipped step's loss is in none of the points."""
+    """Whether none of the last losses is finite; no point includes the loss of a skipped step."""
     last = run.training.losses[-max(1, len(run.training.losses) // 20) :]
     return not any(math.isfinite(loss) for loss in last)
-
-
-def _seed(curve: _Curve) -> str:
-    return str(curve.run.seed)
 
 
 def _seeds(runs: Sequence[RunRecord]) -> list[str]:
@@ -61,7 +61,7 @@ def _seeds(runs: Sequence[RunRecord]) -> list[str]:
 class Pair:
     """A variant's runs and the baseline's, on common ground.
 
-    `beside` are the runs of further variants; those that share the seeds and the ground tell the noise, too.
+    `beside` are the runs of further variants; those that share the seeds and the ground also tell the noise.
 
     Raises:
         Incomparable: There is no common ground.
@@ -111,19 +111,19 @@ class Pair:
         self.is_whole = last >= 0.98 * max(positions[run.name][-1] for run in everyone)
         self.paired = len(ours) > 1 and all(run.seed is not None for run in ours) and _seeds(ours) == _seeds(theirs)
         if self.paired:
-            self.ours.sort(key=_seed)
-            self.theirs.sort(key=_seed)
+            self.ours.sort(key=_Curve.seed)
+            self.theirs.sort(key=_Curve.seed)
         self.beside: list[list[_Curve]] = []
         for runs in beside if self.paired else ():
             spans = [positions_of(run) for run in runs]
             covers = all(span and span[0] <= first and span[-1] >= last for span in spans)
             if covers and _seeds(runs) == _seeds(ours) and not any(map(diverged, runs)):
                 with suppress(Incomparable):
-                    self.beside.append(sorted(map(curve, runs), key=_seed))
+                    self.beside.append(sorted(map(curve, runs), key=_Curve.seed))
         self.noise = self._noise_of_repeat()
 
     def _noise_of_repeat(self) -> float | None:
-        """The noise of the baseline against itself, where seeds tell none."""
+        """The noise of the baseline against itself; None where seeds tell the noise, or there is no repeat."""
         if not self.repeats or len(self.ours) > 1 or len(self.theirs) > 1:
             return None
         again = self.repeats[0].smoothed
@@ -151,8 +151,7 @@ class Pair:
     def final_losses(self) -> tuple[float, float]:
         """Geometric means of ours and theirs at the end."""
         ours, theirs = (
-            math.exp(math.fsum(math.log(each.smoothed.at(self.end)) for each in side) / len(side))
-            for side in (self.ours, self.theirs)
+            geometric_mean(each.smoothed.at(self.end) for each in side) for side in (self.ours, self.theirs)
         )
         return ours, theirs
 
@@ -172,7 +171,7 @@ class Pair:
         )
 
     def times(self) -> list[TimeToLoss]:
-        """Until each level that all runs come down to, the highest first."""
+        """The times to each loss level that all runs come down to, the highest first."""
         lowest = max(each.smoothed.at(self.end) for each in (*self.ours, *self.theirs))
         first = self.theirs[0].smoothed
         span = self.end - self.start
@@ -200,8 +199,8 @@ class Pair:
             estimate = replace(estimate, half_width=self._noise_of_time(level, grid))
         return TimeToLoss(
             loss=level,
-            baseline_gpu_s=math.exp(math.fsum(theirs) / len(theirs)),
-            gpu_s=math.exp(math.fsum(ours) / len(ours)),
+            baseline_gpu_s=math.exp(fmean(theirs)),
+            gpu_s=math.exp(fmean(ours)),
             speedup=ratio(estimate),
         )
 
@@ -219,19 +218,21 @@ class Pair:
 
 def relative(gap: Estimate) -> Interval:
     """A difference of logarithms as a relative gap."""
+
+    def expm1(log: float) -> float:
+        # Where a loss hardly falls, a little noise is any time at all: a ratio above half a billion is infinite.
+        return math.inf if log > 20 else math.expm1(log)
+
     if gap.half_width is None:
-        return Interval(value=_expm1(gap.value), low=None, high=None)
-    low, high = _expm1(gap.value - gap.half_width), _expm1(gap.value + gap.half_width)
-    return Interval(value=_expm1(gap.value), low=low, high=high)
-
-
-def _expm1(log: float) -> float:
-    """Where a loss hardly falls, a little noise is any time at all: a ratio above half a billion is infinite."""
-    return math.inf if log > 20 else math.expm1(log)
+        return Interval(value=expm1(gap.value), low=None, high=None)
+    return Interval(
+        value=expm1(gap.value), low=expm1(gap.value - gap.half_width), high=expm1(gap.value + gap.half_width)
+    )
 
 
 def ratio(estimate: Estimate) -> Interval:
     """A difference of logarithms as a ratio."""
     gap = relative(estimate)
-    low, high = (None if end is None else 1 + end for end in (gap.low, gap.high))
-    return Interval(value=1 + gap.value, low=low, high=high)
+    if gap.low is None or gap.high is None:
+        return replace(gap, value=1 + gap.value)
+    return Interval(value=1 + gap.value, low=1 + gap.low, high=1 + gap.high)

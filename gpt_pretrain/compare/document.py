@@ -4,8 +4,8 @@ Everything that is shown (console, page) comes from a `Comparison`, so that a pa
 alone. Losses are in nats per token, gaps and shares are fractions (0.01 is 1%), times are GPU-seconds: seconds of
 training times GPUs, without validation, checkpoints and the warm-up of compilation.
 
-A tuple that is empty, and null, mean that a run or a log does not tell. JSON has no NaN and no infinity: losses that
-diverged are the strings "nan", "inf" and "-inf", as in `metrics.jsonl`.
+An empty tuple, or null, means that a run or a log does not tell. JSON has no NaN and no infinity: losses that diverged
+are the strings "nan", "inf" and "-inf", as in `metrics.jsonl`.
 """
 
 import json
@@ -33,7 +33,7 @@ NoiseSource = Literal["paired seeds", "seeds", "microbatches", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve(JsonObject):
-    """Losses over a run; all tuples that are not empty have one entry a point, steps rising."""
+    """Losses over a run: rising steps, and in each tuple that is not empty an entry for each of them."""
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]
@@ -77,7 +77,7 @@ class RunRecord(JsonObject):
     skipped_steps: int | None
     """Steps that updated nothing because loss, gradient or FP8 tensors were not finite."""
     fp8_share: float | None
-    """Share of the FLOPs of matrix products that FP8 did, 0 to 1."""
+    """Share of the matrix products' FLOPs that FP8 did, 0 to 1."""
     fp8: tuple[Fp8Record, ...]
     """Statistics of FP8 tensors, layer by layer, at the steps at which they were logged."""
     configuration: tuple[Setting, ...]
@@ -141,7 +141,7 @@ class Figures(JsonObject):
 
     variant: str
     num_runs: int
-    """Those with role seed."""
+    """Runs with role seed."""
     last_loss: float | None
     """Mean of the last 5% of the logged losses of all runs; runs of other lengths end elsewhere (see `Answer`)."""
     tokens_per_s_per_gpu: float | None
@@ -188,7 +188,7 @@ class Answer(JsonObject):
     sentence: str = ""
     """The verdict."""
     reasons: tuple[str, ...] = ()
-    """Why nothing more can be told, and what to do about it."""
+    """Why the answer says no more, and what to do about it."""
     final_losses: tuple[float, ...] = ()
     """The variant's and the baseline's smoothed losses at the last tokens that both have, geometric means over the
     runs; empty where nothing could be compared."""
@@ -254,7 +254,7 @@ def save_comparison(comparison: Comparison, directory: Path) -> Path:
 
 
 def write_result(path: Path, text: str) -> Path:
-    """Writes a file of a comparison in one piece and returns its path.
+    """Writes a comparison's file in one piece and returns its path.
 
     Raises:
         UserError: It cannot be written.

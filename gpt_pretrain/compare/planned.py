@@ -1,11 +1,11 @@
 """Which runs a comparison trains: variants × seeds, each with a run directory that tells how far it has come.
 
 Run k of every variant has `model.seed` + k, and so the same initial weights, data order and dropout as run k of the
-others: what they differ in is the variant. With one seed the baseline runs once more with other microbatches, whose
-sums are rounded in another order and otherwise the same; that is the noise a single seed can tell.
+others: they differ only in the variant. With one seed the baseline runs once more with other microbatches, which only
+changes the order in which sums are rounded; that is the noise a single seed can tell.
 
-A run is a directory as any other run's. It is finished when its records say so; what is unfinished goes on from its
-newest checkpoint. A directory that was trained with other values is refused rather than taken for an answer.
+A run's directory is like that of any other run. It is finished when its records say so; an unfinished run goes on from
+its newest checkpoint. A directory that was trained with other values is refused rather than taken for an answer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,11 +53,11 @@ class PlannedRun:
     config: Config
     """What the variant makes of the command line; seed, microbatches and directory are the run's own."""
     problems: tuple[str, ...]
-    """What the rules about runs, or this machine, refuse of it: it cannot be trained."""
+    """Why the rules about runs, or this machine, refuse to train it."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """What people read."""
         return f"{self.variant.name}, seed {self.seed}" + (", other microbatches" if self.role == "repeat" else "")
 
     @property
@@ -77,7 +77,7 @@ class PlannedRun:
         metrics = load_metrics(self.run_dir)
         if metrics.summary is not None:
             return metrics.summary.end_reason == "max_steps"
-        # One that was killed after its last step: started again, it has nothing to do and leaves no summary either.
+        # A run that was killed after its last step would, started again, do nothing and leave no summary either.
         return bool(metrics.train) and metrics.train[-1].step >= self.max_steps
 
 
@@ -114,15 +114,18 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """The runs in the order of training: all variants of the first seed, then of the next.
 
-    So a comparison that was cut short compares what it has.
-
-    `submission` says how each is handed to Slurm; None: it runs in processes of this machine.
+    A comparison that is cut short can then compare what it has. `submission` says how each run is handed to Slurm;
+    None: it runs in processes of this machine.
 
     Raises:
-        ConfigError: A variant adds unknown keys, wrong values, or keys that are the same for all; it changes what
-            losses must share; the baseline breaks a rule about runs.
+        ConfigError: A variant adds unknown keys, wrong values, or keys that all must share; it changes what losses must
+            share; the baseline breaks a rule about runs.
         UserError: A run directory holds a run with other values.
     """
+
+    def launch_of(config: Config) -> Launch:
+        """Rank 0 of a run, here or in its job."""
+        return launch_here(config) if submission is None else submission.launch
 
     def refuse(variant: Variant, config: Config) -> Iterator[str]:
         yield from common_key_problems(variant, "compare", ["model.seed"])
@@ -159,7 +162,7 @@ def plan_runs(
             run_dir=path,
             overrides=(*overrides, *variant.overrides, *own, run_dir_override(path)),
             config=loaded,
-            problems=tuple(config_problems(loaded, launch_of(loaded, submission))),
+            problems=tuple(config_problems(loaded, launch_of(loaded))),
         )
 
     first, baseline = config.model.seed, variants[0]
@@ -167,15 +170,15 @@ def plan_runs(
     if runs[0].problems:
         raise ConfigError([f"{problem} [{baseline.name}]" for problem in runs[0].problems])
     if config.compare.seeds == 1:
-        other = other_micro_batch_size(runs[0].config, launch_of(runs[0].config, submission))
+        other = _other_micro_batch_size(runs[0].config, launch_of(runs[0].config).world_size)
         runs += [] if other is None else [plan(baseline, first, other)]
     for run in runs:
-        check_same_values(run)
+        _check_same_values(run)
     return runs
 
 
 def _obstacles(variant: Variant, configs: Mapping[Variant, Config], baseline: Variant) -> Iterator[str]:
-    """What a variant changes that its losses must share with the baseline's: found here, not after days of training."""
+    """Settings that a variant must share with the baseline and changes: found here, not after days of training."""
     ours, theirs = (dict(flatten(config_to_dict(configs[each]))) for each in (variant, baseline))
     for what, keys in IDENTITY.items():
         for key in keys:
@@ -186,30 +189,19 @@ def _obstacles(variant: Variant, configs: Mapping[Variant, Config], baseline: Va
                 )
 
 
-def launch_of(config: Config, submission: Submission | None) -> Launch:
-    """Rank 0 of a run, here or in its job."""
-    if submission is not None:
-        return submission.launch
-    return launch_here(config)
-
-
-def other_micro_batch_size(config: Config, launch: Launch) -> int | None:
-    """Microbatches of about half the size, or of twice where they are single samples; None where there are none."""
+def _other_micro_batch_size(config: Config, world_size: int) -> int | None:
+    """About half the size of the run's microbatches, or twice where they are single samples; None where none fits."""
     model = config.model
     size = model.micro_batch_size
     smaller = [divisor for divisor in range(1, size) if size % divisor == 0]
     if smaller:
         return smaller[-1]
-    samples = model.global_batch_size // data_parallel_size(model, launch.world_size)
+    samples = model.global_batch_size // data_parallel_size(model, world_size)
     return 2 if samples % 2 == 0 else None
 
 
-def check_same_values(run: PlannedRun) -> None:
-    """Whether what the run's directory holds was trained with the values of this command line.
-
-    Raises:
-        UserError: It was not; names the keys and both values.
-    """
+def _check_same_values(run: PlannedRun) -> None:
+    """Refuses a directory whose run was trained with other values than this command line's, and names these."""
     saved_path = run.run_dir / "config.yaml"
     if not saved_path.exists():
         return

@@ -57,7 +57,7 @@ class Series:
     """Steps after which a process started: the next point has its warm-up."""
 
     def add(self, point: Point, place: str) -> None:
-        """Takes a point in; one that goes back begins again there, as a resumed run does.
+        """Adds a point; one at an earlier step replaces all from there on, as a resumed run does.
 
         Raises:
             UserError: There are too many.
@@ -71,7 +71,7 @@ class Series:
             raise UserError(f"{place}: more than {MAX_POINTS:,} logged steps; log fewer, or cut the file")
 
     def build(self) -> RunRecord:
-        """The record; its name, variant and role are given later, by what tells it from others."""
+        """The record; its name, variant and role follow later from what tells it from other runs."""
         points = self.points
         tokens = self._tokens()
         rates = self._gpu_s_per_step(tokens)
@@ -109,8 +109,9 @@ class Series:
         )
 
     def _tokens(self) -> tuple[int, ...]:
-        """Tokens at each point: as told, by samples, or by steps of a batch; empty where none of them is known."""
-        length, batch = (read_number(self.settings.get(f"model.{key}")) for key in _SIZES)
+        """Tokens at each point, as logged or from samples or steps; empty where some are not known."""
+        length = read_number(self.settings.get("model.encoder_seq_length"))
+        batch = read_number(self.settings.get("model.global_batch_size"))
         told = [
             point.tokens
             if point.tokens is not None
@@ -131,7 +132,9 @@ class Series:
                 rates.append(per_step / point.tokens_per_s_per_gpu)
             else:
                 rates.append(_times(point.step_s, self.num_gpus))
-        warm_ups = {self._after(step) for step in self.starts}
+        warm_ups = {
+            next((index for index, point in enumerate(self.points) if point.step > step), 0) for step in self.starts
+        }
         known = [rate for rate in rates if rate is not None and 0 < rate < math.inf]
         usual = [rate for index, rate in enumerate(known, start=1) if index not in warm_ups]
         if not usual or len(known) < len(rates):
@@ -139,12 +142,6 @@ class Series:
         pace = statistics.median(usual)
         # The first point has the warm-up of the first start.
         return [pace, *(pace if index in warm_ups else rate for index, rate in enumerate(known, start=1))]
-
-    def _after(self, step: int) -> int:
-        return next((index for index, point in enumerate(self.points) if point.step > step), 0)
-
-
-_SIZES = ("encoder_seq_length", "global_batch_size")
 
 
 def _times[Number: (int, float)](value: Number | None, factor: Number | None) -> Number | None:
@@ -164,7 +161,7 @@ def read_seed(settings: Mapping[str, str]) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Text of a log as it may be shown: a log must steer no terminal, and fill no screen."""
+    """A log's text as it may be shown: it must not steer the terminal, nor fill the screen."""
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:_MAX_TEXT])
     return f"{shown}…" if len(text) > _MAX_TEXT else shown
 
@@ -218,19 +215,18 @@ def thinned(curve: Curve) -> Curve:
     if per_point <= 1:
         return curve
     ends = [*range(per_point, len(curve.steps), per_point), len(curve.steps)]
-    groups = [curve.losses[max(0, end - per_point) : end] for end in ends]
+
+    def mean(losses: Sequence[float]) -> float:
+        """Of the finite losses: one skipped step does not spoil its neighbours. Not finite where none is."""
+        finite = list(filter(math.isfinite, losses))
+        return statistics.fmean(finite) if finite else losses[-1]
+
     return Curve(
         steps=tuple(curve.steps[end - 1] for end in ends),
-        losses=tuple(_finite_mean(group) for group in groups),
+        losses=tuple(mean(curve.losses[max(0, end - per_point) : end]) for end in ends),
         tokens=tuple(curve.tokens[end - 1] for end in ends) if curve.tokens else (),
         gpu_seconds=tuple(curve.gpu_seconds[end - 1] for end in ends) if curve.gpu_seconds else (),
     )
-
-
-def _finite_mean(losses: Sequence[float]) -> float:
-    """Of the finite losses: one skipped step does not spoil its neighbours. Not finite where all are not."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return math.fsum(finite) / len(finite) if finite else losses[-1]
 
 
 def thinned_records(records: Sequence[Fp8Record]) -> tuple[Fp8Record, ...]:
@@ -241,7 +237,7 @@ def thinned_records(records: Sequence[Fp8Record]) -> tuple[Fp8Record, ...]:
 
 
 def check_size(path: Path) -> None:
-    """Refuses a file that is too large to be read, and what is no file: a pipe would be waited for.
+    """Refuses a file that is too large to be read, and anything else than a file: reading a pipe would wait.
 
     Raises:
         UserError: It is one of these, or cannot be read at all.

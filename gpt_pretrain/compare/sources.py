@@ -4,7 +4,7 @@
     file        a copy of metrics.jsonl or compare.json, one event file, what Megatron-LM, NeMo or torchtitan printed,
                 an exported table
 
-Then each run gets a name, and runs of ours that differ in seeds or microbatches alone become one variant. Ours are read
+Then each run gets a name, and our runs that differ only in seeds or microbatches become one variant. Our runs are read
 here, finished or not, from any machine. Their configuration is read as plain values: earlier versions had other keys.
 """
 
@@ -83,7 +83,7 @@ def _read_directory(place: Path) -> list[RunRecord]:
         return [read_run_dir(place)]
     if (place / FILE_NAME).exists():
         return [*load_comparison(place / FILE_NAME).runs]
-    # Ahead of the event files, which runs of ours have, too: a folder of runs says nothing of their configurations.
+    # Before event files, which our runs also have: read as those, a folder of runs would lose their configurations.
     if below := sorted(path.parent for depth in range(1, MAX_DEPTH) for path in place.glob("*/" * depth + _METRICS)):
         raise UserError(f"runs: {place} is a folder of runs, and no run; give the runs in it: {_as_argument(below)}")
     if events := find_event_files(place):
@@ -110,7 +110,7 @@ def _read_file(place: Path) -> list[RunRecord]:
         return [read_run_dir(place)]
     if start.startswith(b'{"version": '):
         return [*load_comparison(place).runs]
-    # The version that begins every event file.
+    # Every event file begins with this version.
     if b"brain.Event:" in start[:64]:
         found = read_event_files(place, [place])
     elif (log := read_console_log(place)) is not None:
@@ -128,9 +128,9 @@ def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
     groups: dict[tuple[object, ...], list[RunRecord]] = {}
     for place, at_place in enumerate(places):
         for index, run in enumerate(at_place):
-            # Those of a comparison have variants already, which mean other settings in another comparison.
+            # Runs of a comparison have variants already, which mean other settings in another comparison.
             first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
-            # Two logs of one name are two variants: a place tells them apart.
+            # Two logs with the same name are two variants: their places tell them apart.
             key: tuple[object, ...] = (run.variant, place, None if run.variant else index)
             if run.format == "gpt_pretrain" and run.configuration:
                 key = (run.variant, *sorted(variant_settings(first).items()))
@@ -145,18 +145,19 @@ def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
         repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
         seeds.add((variant, run.seed))
         name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}" + " again" * repeats
-        # Those of a comparison have names and roles, too.
+        # Runs of a comparison have names and roles, too.
         given = run.name if run.variant == variant else name
         named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))
-    return _unique(named)
+    return [replace(run, name=name) for run, name in zip(named, _numbered([run.name for run in named]), strict=True)]
 
 
-def _unique(runs: Sequence[RunRecord]) -> list[RunRecord]:
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The names, with a number behind one that was there before."""
     taken: Counter[str] = Counter()
     unique = []
-    for run in runs:
-        taken[run.name] += 1
-        unique.append(run if taken[run.name] == 1 else replace(run, name=f"{run.name} {taken[run.name]}"))
+    for name in names:
+        taken[name] += 1
+        unique.append(name if taken[name] == 1 else f"{name} {taken[name]}")
     return unique
 
 
@@ -169,12 +170,7 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
         own = variant_settings(run)
         differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
         names.append(" ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])]))
-    taken: Counter[str] = Counter()
-    for index, name in enumerate(names):
-        taken[name] += 1
-        if taken[name] > 1:
-            names[index] = f"{name} {taken[name]}"
-    return names
+    return _numbered(names)
 
 
 def _plain_name(run: RunRecord) -> str:
@@ -192,11 +188,7 @@ def _plain_name(run: RunRecord) -> str:
 
 
 def _read_config(path: Path) -> dict[str, str]:
-    """Every dotted key with its value as YAML has it; nothing where there is no file.
-
-    Raises:
-        UserError: It is damaged.
-    """
+    """Every dotted key with its value as YAML has it; nothing where there is no file. A damaged one is an error."""
     try:
         check_yaml(path)
         content = yaml.safe_load(read_foreign_text(path))
@@ -217,7 +209,7 @@ def _written(value: Any) -> str:
 
 
 def _resolved(settings: dict[str, str]) -> dict[str, str]:
-    """With the widths that null stands for, so that a log which tells them can be compared."""
+    """The settings with the widths that null stands for, to compare them with a log that tells them."""
     model = {key.removeprefix("model."): value for key, value in settings.items()}
     hidden, heads = (read_number(model.get(key)) for key in ("hidden_size", "num_attention_heads"))
     if hidden is not None and heads is not None:
@@ -233,10 +225,9 @@ def _resolved(settings: dict[str, str]) -> dict[str, str]:
 def read_run_dir(
     place: Path, *, name: str = "", variant: str = "", role: Role = "seed", seed: int | None = None
 ) -> RunRecord:
-    """Reads a run.
+    """Reads a run from its directory, or from a copy of its `metrics.jsonl` alone.
 
-    `place` is its directory, or a copy of its `metrics.jsonl` alone. What is not given here is given later, by what
-    tells runs apart.
+    A name, variant or seed that is not given here follows later from what tells the runs apart.
 
     Raises:
         UserError: A file is missing or damaged, or no training step was logged.
@@ -246,7 +237,7 @@ def read_run_dir(
     metrics = load_records(path)
     if not metrics.train:
         raise UserError(f"{path} has no record of kind train; expected one every trainer.log_every_n_steps steps")
-    # A copy under another name lies among other runs' files.
+    # Beside a copy under another name lie the files of other runs.
     is_copy = metrics_path(path.parent) != path
     settings = {} if is_copy else _read_config(path.parent / "config.yaml")
     train = metrics.train
@@ -288,7 +279,7 @@ def _has_rates(metrics: Metrics) -> bool:
 
 
 def _seconds_per_step(metrics: Metrics) -> list[float]:
-    """At each record; the warm-up of each start, and what a rewind took, at the pace of the other steps."""
+    """At each record; the warm-up of a start, and a rewind, count at the pace of the other steps."""
     restarts = [restart.step for restart in (*metrics.starts, *metrics.rewinds)]
     first_after = {next((record.step for record in metrics.train if record.step > step), 0) for step in restarts}
     usual = [record.step_time_s for record in metrics.train if record.step not in first_after]
@@ -297,16 +288,13 @@ def _seconds_per_step(metrics: Metrics) -> list[float]:
 
 
 def _state(path: Path, metrics: Metrics) -> str:
-    if metrics.summary is None:
-        return "running" if _is_held(path.parent) else "ended without a summary"
-    return "finished" if metrics.summary.end_reason == "max_steps" else f"ended early: {metrics.summary.end_reason}"
-
-
-def _is_held(run_dir: Path) -> bool:
-    """Whether a living run holds a directory, as far as this machine can know: one that was killed leaves its lock."""
+    if metrics.summary is not None:
+        reason = metrics.summary.end_reason
+        return "finished" if reason == "max_steps" else f"ended early: {reason}"
     try:
-        check_run_lock(run_dir)
+        # A run that was killed leaves its lock, but no living process that holds it.
+        check_run_lock(path.parent)
     except (UserError, OSError):
-        # A directory that cannot be written, as another user's is, does not tell how old its lock is.
-        return True
-    return False
+        # A directory that cannot be written, as another user's, does not tell how old its lock is.
+        return "running"
+    return "ended without a summary"

@@ -17,61 +17,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from statistics import NormalDist, fmean, variance
 
 CONFIDENCE = 0.95
 # Windows of a repeat's second half whose mean differences count as independent.
 NUM_BATCHES = 10
-
-
-def _beta_fraction(a: float, b: float, x: float) -> float:
-    """The continued fraction of the incomplete beta function (DLMF 8.17.22), by Lentz's algorithm."""
-    tiny = 1e-300
-    c, d = 1.0, 1.0 / (1.0 - (a + b) * x / (a + 1.0) or tiny)
-    fraction = d
-    for m in range(1, 1000):
-        for numerator in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1.0 / (1.0 + numerator * d or tiny)
-            c = 1.0 + numerator / c or tiny
-            fraction *= c * d
-        if abs(c * d - 1.0) < 1e-14:
-            break
-    return fraction
-
-
-def _beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function (DLMF 8.17.2)."""
-    if x <= 0.0 or x >= 1.0:
-        return float(x >= 1.0)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    # The fraction converges fast on this side of the mean; the other side is its mirror image (DLMF 8.17.4).
-    if x < (a + 1.0) / (a + b + 2.0):
-        return front * _beta_fraction(a, b, x) / a
-    return 1.0 - front * _beta_fraction(b, a, 1.0 - x) / b
+# Parts of an integral, an even number.
+_NUM_PARTS = 512
 
 
 @cache
 def t_quantile(confidence: float, freedom: float) -> float:
-    """How many standard errors a two-sided Student interval reaches.
+    """How many standard errors a two-sided Student interval reaches, to nine digits.
 
-    Args:
-        confidence: Between 0 and 1.
-        freedom: Degrees of freedom, above 0, whole or not.
+    `confidence` is between 0 and 1; the degrees of `freedom` are 1 or more, whole or not.
     """
-    # P(|T| > t) = I_{ν/(ν+t²)}(ν/2, 1/2) (DLMF 8.17.11 and Abramowitz & Stegun 26.7.1), which falls with t.
-    low, high = 0.0, 1.0
-    while _beta(freedom / 2, 0.5, freedom / (freedom + high * high)) > 1 - confidence:
-        high *= 2
-    # Halves the bracket to the last digit of a float.
-    for _ in range(53):
-        middle = (low + high) / 2
-        if _beta(freedom / 2, 0.5, freedom / (freedom + middle * middle)) > 1 - confidence:
-            low = middle
-        else:
-            high = middle
-    return high
+    # With T = √ν·tan θ the density of θ is a power of its cosine (Abramowitz & Stegun 26.7):
+    # P(|T| ≤ t) = 2Γ((ν+1)/2) / (√π·Γ(ν/2)) · ∫ cos^(ν−1) θ dθ, from 0 to atan(t/√ν).
+    front = 2 * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    # P is concave, so Newton's method rises to the quantile from the normal distribution's, which lies below.
+    t, step = NormalDist().inv_cdf((1 + confidence) / 2), math.inf
+    while step > 1e-12 * t:
+        width = math.atan(t / math.sqrt(freedom)) / _NUM_PARTS
+        powers = [math.cos(index * width) ** (freedom - 1) for index in range(_NUM_PARTS + 1)]
+        simpson = powers[0] + 4 * math.fsum(powers[1::2]) + 2 * math.fsum(powers[2:-1:2]) + powers[-1]
+        density = front / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
+        step = (confidence - front * simpson * width / 3) / density
+        t += step
+    return t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,28 +55,16 @@ class Estimate:
     half_width: float | None
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _variance(values: Sequence[float]) -> float:
-    """Of the population, from a sample of two or more."""
-    mean = _mean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-
-
 def _residual_variance(variants: Sequence[Sequence[float]]) -> tuple[float, int]:
     """What neither the variant nor the seed explains, and its degrees of freedom: an analysis of variance in blocks.
 
-    All variants count as equally noisy. Of two, the variance is half that of their differences, seed by seed.
-
-    Args:
-        variants: Two or more, each with one value for each of the same two or more seeds.
+    Each of the two or more variants has one value for each of the same two or more seeds. All count as equally noisy.
+    For two of them, the variance is half that of their differences, seed by seed.
     """
-    seeds = [_mean(values) for values in zip(*variants, strict=True)]
-    mean = _mean(seeds)
+    seeds = list(map(fmean, zip(*variants, strict=True)))
+    mean = fmean(seeds)
     squares = [
-        (value - of_seed - _mean(values) + mean) ** 2
+        (value - of_seed - fmean(values) + mean) ** 2
         for values in variants
         for value, of_seed in zip(values, seeds, strict=True)
     ]
@@ -114,26 +75,26 @@ def _residual_variance(variants: Sequence[Sequence[float]]) -> tuple[float, int]
 def difference(
     ours: Sequence[float], theirs: Sequence[float], *, paired: bool, beside: Sequence[Sequence[float]] = ()
 ) -> Estimate:
-    """The mean of `ours` over that of `theirs`, with the interval of the module's table.
+    """The mean of `ours` less that of `theirs`, with the interval of the module's table.
 
     Args:
-        ours: One value a run, at least one.
-        theirs: Likewise; in the same order of seeds where `paired`.
-        paired: Whether each run of ours shares its seed with that of theirs.
-        beside: Of further variants, likewise in this order; they tell the noise, too, where `paired`.
+        ours: One value for each run, at least one.
+        theirs: Likewise; where `paired`, each shares its seed with that of ours in the same place.
+        paired: Whether they share their seeds.
+        beside: Values of further variants, in the same order of seeds; where `paired`, they tell the noise, too.
     """
-    value = _mean(ours) - _mean(theirs)
+    value = fmean(ours) - fmean(theirs)
     if paired:
-        variance, num_free = _residual_variance([ours, theirs, *beside])
-        return Estimate(value=value, half_width=t_quantile(CONFIDENCE, num_free) * math.sqrt(2 * variance / len(ours)))
+        residual, num_free = _residual_variance([ours, theirs, *beside])
+        return Estimate(value=value, half_width=t_quantile(CONFIDENCE, num_free) * math.sqrt(2 * residual / len(ours)))
     sides = [side for side in (ours, theirs) if len(side) > 1]
     if not sides:
         return Estimate(value=value, half_width=None)
     if len(sides) == 1:
         (side,) = sides
-        error = math.sqrt(_variance(side) * (1 / len(ours) + 1 / len(theirs)))
+        error = math.sqrt(variance(side) * (1 / len(ours) + 1 / len(theirs)))
         return Estimate(value=value, half_width=t_quantile(CONFIDENCE, len(side) - 1) * error)
-    shares = [_variance(side) / len(side) for side in sides]
+    shares = [variance(side) / len(side) for side in sides]
     if not sum(shares):
         return Estimate(value=value, half_width=0.0)
     # Welch and Satterthwaite's degrees of freedom.
@@ -144,22 +105,18 @@ def difference(
 def noise_of(differences: Sequence[float]) -> float:
     """How far a run lies from itself: the half width for one difference whose true value is zero.
 
-    Args:
-        differences: Between a run and its repeat, one for each window; taken as independent, which differences that
-            last longer than a window are not: the noise is then too small.
+    The `differences` are between a run and its repeat, one for each window. They count as independent; where they last
+    longer than a window, the noise comes out too small.
     """
-    return t_quantile(CONFIDENCE, len(differences)) * math.sqrt(_mean([each * each for each in differences]))
+    return t_quantile(CONFIDENCE, len(differences)) * math.sqrt(fmean(each * each for each in differences))
 
 
 class Smoothed:
     """A loss curve averaged over a window: at x, the mean of the loss from x − window/2 to x + window/2.
 
     A logged loss counts for everything since the point before, so curves that were logged at different intervals are
-    averaged over the same tokens.
-
-    Args:
-        points: Two or more positions (tokens or steps), rising, with their losses.
-        window: Width, in the unit of the positions.
+    averaged over the same tokens. The two or more `points` are rising positions (tokens or steps) with their losses;
+    `window` has the unit of the positions.
     """
 
     def __init__(self, points: Sequence[tuple[float, float]], window: float) -> None:
@@ -189,12 +146,8 @@ class Smoothed:
     def first_at(self, level: float, grid: Sequence[float]) -> float | None:
         """The first position at which the smoothed loss has come down to a level.
 
-        Args:
-            level: A loss.
-            grid: Rising positions at which to look; between two of them the loss is taken as a line.
-
-        Returns:
-            None where the loss stays above, or is below from the beginning.
+        It looks at the rising positions of `grid`, and takes the loss between two of them as a line. None where the
+        loss stays above the level, or is below it from the beginning.
         """
         above = self.at(grid[0])
         if above <= level:

@@ -4,8 +4,8 @@
     MLflow   a chart's export: `"Run","Run ID","metric","step","timestamp","value"`, one row a value
     others   one run: a column of steps, and columns that are named like a metric of a known code
 
-Which metric is the loss is told by its name; `_NAMES` has those of our runs, Megatron-LM, NeMo, torchtitan,
-transformers and nanoGPT.
+Metrics are recognised by their names: `_NAMES` has those of our runs, Megatron-LM, NeMo, torchtitan, transformers and
+nanoGPT.
 """
 
 import csv
@@ -132,7 +132,7 @@ def read_event_files(directory: Path, paths: Sequence[Path]) -> list[Series]:
         raise UserError(f"{directory}: its event files have more than {format_bytes(MAX_BYTES)}; give one run's folder")
     found = []
     names: set[str] = set()
-    # A writer that makes its own folder for each tag, as add_scalars does, is not one run.
+    # Writers such as add_scalars make a folder for each tag; those folders are no runs.
     for place in dict.fromkeys(path.parent for path in paths) if directory.is_dir() else paths:
         columns = _event_columns(place)
         names |= set(columns)
@@ -186,7 +186,7 @@ def read_table(path: Path) -> list[Series] | None:
     check_size(path)
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)
-        # A row ends some lines after the one before it where a cell in quotes has several.
+        # A row spans several lines where a cell in quotes does.
         rows = ((reader.line_num, row) for row in reader)
         try:
             _, heading = next(rows, (0, []))
@@ -247,7 +247,7 @@ def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
             _refuse(path, line, f"a whole number in {heading[axis]!r}, not {row[axis][:40]!r}")
         for run, metrics in by_run.items():
             for name, index in metrics.items():
-                # Only what is read: other columns may hold anything.
+                # Other columns are not read, and may hold anything.
                 if name.lower() in _KNOWN and (value := _cell(path, line, name, row[index])) is not None:
                     columns[run][name][int(step)] = value
     is_wandb = any(by_run) or "_step" in heading or "_runtime" in heading

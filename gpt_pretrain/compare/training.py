@@ -1,14 +1,14 @@
 """Trains what a comparison compares: each run in processes of its own, here one after another or as jobs of Slurm.
 
-    planned.plan_runs → finished ones are left alone → benchmark.worker (torchrun) or sbatch → run directories
+    planned.plan_runs → finished runs are left alone → benchmark.worker (torchrun) or sbatch → run directories
 
-Ctrl-C and SIGTERM reach the run, which saves a checkpoint and leaves; the same command goes on from there. A run that
-fails does not keep the others from being trained.
+Ctrl-C and SIGTERM reach the run, which saves a checkpoint and ends; the same command goes on from there. When a run
+fails, the others are still trained.
 """
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -47,9 +47,9 @@ State = Literal["finished", "failed", "waiting"]
 
 
 class Progress:
-    """Which run of how many trains, how far it is, and when it and all others will be done.
+    """Says which of the runs trains, how far it is, and when it and all others will be done.
 
-    On a terminal a line that is redrawn; anywhere else a line a minute.
+    On a terminal it redraws a line; anywhere else it prints a line a minute.
     """
 
     def __init__(self, runs: Sequence[PlannedRun], console: Console) -> None:
@@ -74,7 +74,7 @@ class Progress:
         )
         steps_to_come = sum(self._steps[number:])
         if steps_to_come and record.eta_s is not None:
-            # As if all were as fast as this one, and none of them had begun.
+            # As if all were as fast as this one, and none had begun.
             text += f", about {format_duration(record.eta_s + steps_to_come * record.step_time_s)} for all"
         if not self._console.is_terminal:
             self.tell(number, text)
@@ -101,10 +101,10 @@ class Progress:
 
 
 def _newest_record(run: PlannedRun) -> TrainRecord | None:
-    """None before the first one of its present process.
+    """The newest training record; None before the first one of the run's present process.
 
-    Read from the end of the file: to read all of it every two seconds would keep a processor of a machine busy on which
-    times are taken. What is damaged is told when the run is compared.
+    It is read from the end of the file: reading all of it every two seconds would keep a processor busy on a machine
+    that takes times. Damaged lines are reported when the run is compared.
     """
     path = metrics_path(run.run_dir)
     if not path.exists():
@@ -159,12 +159,9 @@ def train_variants(
 def _refused_here(
     runs: Sequence[PlannedRun], source: Source, overrides: Sequence[str], run_dir: Path
 ) -> list[PlannedRun]:
-    """The runs with what this machine refuses of those that it still has to train.
+    """The runs, and why this machine refuses those that it still has to train.
 
-    A process of its own looks at the machine: this one keeps no CUDA context beside the runs, and needs no torch.
-
-    Raises:
-        RunError: That process failed.
+    A process of its own looks at the machine: this one needs no torch, and holds no CUDA context beside the runs.
     """
     if all(run.is_finished for run in runs):
         return list(runs)
@@ -179,11 +176,7 @@ def _refused_here(
 
 
 def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
-    """Says which variants are left out before the others are trained.
-
-    Raises:
-        ConfigError: What is left compares nothing: no baseline, or nothing beside it.
-    """
+    """Says which variants are left out; refuses where no baseline is left, or nothing to compare with it."""
     seeds = [run for run in runs if run.role == "seed"]
     left = {run.variant.name for run in seeds if not run.problems or run.is_finished}
     refused = {run.variant.name: run.problems for run in seeds if run.variant.name not in left}
@@ -213,7 +206,15 @@ def _train(
         elif submission is not None:
             state, problem = "waiting", _hand_over(run, source, starts)
         else:
-            problem = _train_here(run, source, starts, partial(progress.watch, number))
+            problem = run_task(
+                "train",
+                TrainingDone,
+                _next_folder(starts),
+                source=source,
+                overrides=run.overrides,
+                num_processes=run.config.trainer.devices or 1,
+                watch=partial(progress.watch, number),
+            ).problem
             if problem is None:
                 progress.tell(number, "finished")
             else:
@@ -224,26 +225,8 @@ def _train(
     return trained
 
 
-def _train_here(run: PlannedRun, source: Source, starts: Path, watch: Callable[[], None]) -> str | None:
-    """Trains a run in processes of this machine, from where it stands; answers why it failed."""
-    outcome = run_task(
-        "train",
-        TrainingDone,
-        _next_folder(starts),
-        source=source,
-        overrides=run.overrides,
-        num_processes=run.config.trainer.devices or 1,
-        watch=watch,
-    )
-    return outcome.problem
-
-
 def _hand_over(run: PlannedRun, source: Source, starts: Path) -> str:
-    """Submits a run to Slurm, unless a job has it already; answers which job that is.
-
-    Raises:
-        UserError: Slurm refuses it, or its directory cannot be a job's.
-    """
+    """Submits a run to Slurm, unless a job has it already, and returns which job that is."""
     job = starts / _JOB
     if job.exists() and has_job(number := job.read_text(encoding="utf-8").strip()):
         return f"job {number} has it"

@@ -1,6 +1,68 @@
-"""`python -m gpt_pretrain.doctor`: see `commands.doctor`."""
+"""gpt_pretrain.doctor: would training, and training in FP8, work here, and what
+mends what does not.
 
-from gpt_pretrain.commands.doctor import main
+Exit codes: 0 both work; 3 training alone; 1 neither; 2 a wrong argument;
+130 Ctrl-C.
+
+Examples:
+    python -m gpt_pretrain.doctor
+    python -m gpt_pretrain.doctor --json
+    python -m gpt_pretrain.doctor --assume-gpu h200
+"""  # noqa: D205
+
+import sys
+
+if sys.version_info < (3, 12):  # noqa: UP036  the doctor is asked by those who did not install it
+    sys.stderr.write(
+        f"error: this is Python {sys.version.split()[0]}, and gpt_pretrain needs 3.12 or newer; "
+        "make install PYTHON=/path/to/python3.12\n"
+    )
+    sys.exit(1)
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.config.choices import PlanGpu
+from gpt_pretrain.doctor.facts import examine
+from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
+from gpt_pretrain.plan.machine import GPUS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorArguments:
+    """What the command takes."""
+
+    json: bool = False
+    """Print the facts and the verdict as a JSON object."""
+    assume_gpu: PlanGpu | None = None
+    """Judge the libraries as if this GPU were there: on a login node, or while an image is built. null: as it is."""
+
+
+def diagnose(arguments: DoctorArguments) -> int:
+    """Examines this machine, prints the verdict and returns its exit code."""
+    facts = examine(None if arguments.assume_gpu is None else GPUS[arguments.assume_gpu])
+    verdict = give_verdict(facts)
+    as_json = arguments.json
+    if not as_json:
+        try:
+            from gpt_pretrain.doctor.console import print_verdict
+        except ModuleNotFoundError as error:
+            # What draws the tables is one of the things that may be missing.
+            sys.stderr.write(f"error: {error}; the verdict as JSON:\n")
+            as_json = True
+        else:
+            print_verdict(facts, verdict)
+    if as_json:
+        sys.stdout.write(json.dumps(doctor_document(facts, verdict), indent=2, ensure_ascii=False) + "\n")
+    return verdict.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_arguments(__doc__, DoctorArguments, diagnose, arguments)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

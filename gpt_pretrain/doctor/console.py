@@ -1,7 +1,7 @@
 """The doctor's answer as tables, readable at 100 columns; a fix is a line of its own, to be copied."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
@@ -9,16 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.doctor.facts import (
-    Apex,
-    Blocks,
-    Driver,
-    Facts,
-    Failure,
-    Finding,
-    Torch,
-    TransformerEngine,
-)
+from gpt_pretrain.doctor.facts import Apex, Blocks, Driver, Facts, Failure, Torch, TransformerEngine
 from gpt_pretrain.doctor.verdict import Verdict
 from gpt_pretrain.spec.platform import MULTICAST_OFF
 
@@ -26,22 +17,18 @@ from gpt_pretrain.spec.platform import MULTICAST_OFF
 _WIDTH = 100
 _GOOD, _HALF, _BAD = "bold green", "bold yellow", "bold red"
 _STYLES = {Blocks.training: _BAD, Blocks.fp8: _HALF, Blocks.nothing: "bold cyan"}
+_SLOWER = "runs are slower without it"
 _CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.nothing: "note"}
 
 
-def _failed(failure: Failure) -> tuple[str, str]:
-    if failure.is_missing:
-        return "not installed", ""
+def _failed(failure: Failure, without: str = "") -> tuple[str, str]:
+    """Version and remark; `without` says what runs lose where the library is not installed."""
     # A finding says why.
-    return failure.version or "?", "cannot be used"
-
-
-def _failed_without_loss(failure: Failure, without: str = "runs are slower without it") -> tuple[str, str]:
-    return ("not installed", without) if failure.is_missing else _failed(failure)
+    return ("not installed", without) if failure.is_missing else (failure.version or "?", "cannot be used")
 
 
 def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Name, version and remark of each."""
+    """Name, version and remark of each library, and of the GPUs."""
     yield "Python", facts.python, facts.executable
     torch, driver, application = facts.torch, facts.driver, facts.application
     te, apex = facts.transformer_engine, facts.apex
@@ -56,12 +43,17 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "NVIDIA driver", driver.version, f"{newest}{len(driver.gpus)} GPU(s)"
     else:
         yield "NVIDIA driver", *(("none", "") if driver.is_missing else ("?", driver.problem))
-    yield from _gpus(facts, torch)
+    if isinstance(torch, Torch) and torch.gpus:
+        yield from _gpus(facts, torch)
     if isinstance(te, TransformerEngine):
         yield "Transformer Engine", te.version, f"with cuDNN {te.cudnn}, cuBLASLt {te.cublaslt}"
     else:
         yield "Transformer Engine", *_failed(te)
-    yield from _optional_libraries(facts)
+    for name, library, without in (
+        ("FlashAttention-4", facts.flash_attention, _SLOWER),
+        ("TorchAO", facts.torchao, "its recipes are emulated only"),
+    ):
+        yield name, *(_failed(library, without) if isinstance(library, Failure) else (library.version, "loads"))
     if isinstance(application, Failure):
         yield "megatron-core", application.version or "not installed", "training does not load"
     else:
@@ -70,33 +62,17 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
         parts = ", ".join(part.removeprefix("apex_").replace("_", " ") for part, loads in apex.parts.items() if loads)
         yield "apex", apex.version, parts or "none of its compiled parts load"
     else:
-        yield "apex", *_failed_without_loss(apex)
+        yield "apex", *_failed(apex, _SLOWER)
 
 
-def _optional_libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    for name, library, without in (
-        ("FlashAttention-4", facts.flash_attention, "runs are slower without it"),
-        ("TorchAO", facts.torchao, "its recipes are emulated only"),
-    ):
-        if isinstance(library, Failure):
-            yield name, *_failed_without_loss(library, without)
-        else:
-            yield name, library.version, "loads"
-
-
-def _gpus(facts: Facts, torch: Torch | Failure) -> Iterator[tuple[str, str, str]]:
-    if isinstance(torch, Failure) or not torch.gpus:
-        return
+def _gpus(facts: Facts, torch: Torch) -> Iterator[tuple[str, str, str]]:
     gpu = torch.gpus[0]
     capability = ".".join(map(str, gpu.compute_capability))
     bf16 = "BF16" if gpu.compute_capability >= (8, 0) else "no BF16"
     peers = {None: "", True: ", each reaches the other's memory", False: ", no access to each other's memory"}
     name = "GPU (assumed)" if facts.assumed_gpu is not None else "GPU"
-    yield (
-        name,
-        f"{len(torch.gpus)} × {gpu.name}",
-        f"compute capability {capability}, {bf16}, {gpu.memory_gib:.0f} GiB{peers[torch.peer_access]}",
-    )
+    remark = f"compute capability {capability}, {bf16}, {gpu.memory_gib:.0f} GiB{peers[torch.peer_access]}"
+    yield name, f"{len(torch.gpus)} × {gpu.name}", remark
     multicast = [f"{name}={facts.environment[name]}" for name in MULTICAST_OFF if name in facts.environment]
     yield "NVLink multicast", "", ", ".join(multicast) or "as the libraries choose (no variable is set)"
 
@@ -107,14 +83,6 @@ def _table(title: str, *columns: str, whole: int = 1) -> Table:
     for index, name in enumerate(columns):
         table.add_column(name, overflow="fold", no_wrap=index < whole)
     return table
-
-
-def _by_reason(recipes: Mapping[str, str | None]) -> dict[str | None, list[str]]:
-    """What recipes lack → their names, so that each reason appears once."""
-    names: dict[str | None, list[str]] = {}
-    for name, why in recipes.items():
-        names.setdefault(why, []).append(name)
-    return names
 
 
 def _answer(verdict: Verdict) -> Panel:
@@ -137,15 +105,6 @@ def _answer(verdict: Verdict) -> Panel:
     return Panel(grid, title=Text("doctor", style="bold"), title_align="left", width=_WIDTH)
 
 
-def _print_finding(finding: Finding, console: Console) -> None:
-    label = (f"{_CONSEQUENCES[finding.blocks]}: ", _STYLES[finding.blocks])
-    console.print(Text.assemble(label, (finding.about, "bold"), f" {finding.what}."))
-    if finding.fix is not None:
-        # Not wrapped: it is to be copied.
-        console.print(Text.assemble("    ", (finding.fix, "cyan")), soft_wrap=True)
-    console.print()
-
-
 def print_verdict(facts: Facts, verdict: Verdict) -> None:
     """Prints an answer to standard output, 100 columns wide or as narrow as the terminal."""
     console = Console(highlight=False, emoji=False)
@@ -154,7 +113,9 @@ def print_verdict(facts: Facts, verdict: Verdict) -> None:
     for row in _libraries(facts):
         libraries.add_row(*map(Text, row))
     recipes = _table("FP8 recipes", "fp8=", "runs", "because")
-    for why, names in _by_reason(verdict.recipes).items():
+    # Each reason once, with all recipes that it stops.
+    for why in dict.fromkeys(verdict.recipes.values()):
+        names = [name for name, reason in verdict.recipes.items() if reason == why]
         runs = Text("no", "yellow") if why else Text("yes", "green")
         recipes.add_row("\n".join(names), runs, Text(why or ""))
     parts = _table("What each part of a run runs on", "part", "here", "first, next and last choice")
@@ -165,4 +126,9 @@ def print_verdict(facts: Facts, verdict: Verdict) -> None:
         if table.row_count:
             console.print(table)
     for finding in verdict.findings:
-        _print_finding(finding, console)
+        label = (f"{_CONSEQUENCES[finding.blocks]}: ", _STYLES[finding.blocks])
+        console.print(Text.assemble(label, (finding.about, "bold"), f" {finding.what}."))
+        if finding.fix is not None:
+            # Not wrapped: it is to be copied.
+            console.print(Text.assemble("    ", (finding.fix, "cyan")), soft_wrap=True)
+        console.print()

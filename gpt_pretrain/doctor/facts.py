@@ -152,7 +152,7 @@ class Facts:
     packages: Mapping[str, str]
     """Transformer Engine's packages → version; they must fit each other."""
     environment: Mapping[str, str]
-    """Those of the variables that the doctor looks at that are set."""
+    """The set variables among those that the doctor looks at."""
     shared_memory_gib: float | None
     """Size of /dev/shm; None where there is none."""
     assumed_gpu: str | None = None
@@ -160,7 +160,7 @@ class Facts:
 
 
 class Blocks(Enum):
-    """What a finding keeps from working."""
+    """What a finding prevents."""
 
     training = "training"
     fp8 = "fp8"
@@ -195,7 +195,7 @@ _PROBE_TIMEOUT_S = 180
 
 
 def examine(assumed_gpu: machine.Gpu | None = None) -> Facts:
-    """Looks at everything. It takes as long as the slowest import: about ten seconds, half a minute on a GPU."""
+    """Looks at everything, for as long as the slowest import takes: about ten seconds, half a minute on a GPU."""
     application = "application" if assumed_gpu is None else "application_on_gpu"
     files = device_files()
     on_gpu = ["torch", "transformer_engine", "flash-attn-4", "torchao", "apex", application]
@@ -209,8 +209,8 @@ def examine(assumed_gpu: machine.Gpu | None = None) -> Facts:
         driver=_read(Driver, answers["driver"]),
         device_files=tuple(files),
         transformer_engine=_read(TransformerEngine, answers["transformer_engine"]),
-        flash_attention=_read_optional(FlashAttention, "flash-attn-4", answers["flash-attn-4"]),
-        torchao=_read_optional(TorchAO, "torchao", answers["torchao"]),
+        flash_attention=_read(FlashAttention, answers["flash-attn-4"]),
+        torchao=_read(TorchAO, answers["torchao"]),
         apex=_read(Apex, answers["apex"]),
         application=_read(Application, answers[application]),
         requirements=_read_requirements(answers["requirements"]),
@@ -221,49 +221,47 @@ def examine(assumed_gpu: machine.Gpu | None = None) -> Facts:
     )
 
 
-def run_probes(queues: Sequence[Sequence[str]]) -> dict[str, dict[str, Any] | Failure]:
+def run_probes(queues: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Runs the probes of each queue one after the other, and all queues at once.
 
     Returns:
-        Probe → what it found, or how it failed.
+        Probe → what it found as JSON has it, or a `Failure`.
     """
     with (
         tempfile.TemporaryDirectory(prefix="gpt_pretrain-doctor-") as folder,
         ThreadPoolExecutor(len(queues)) as threads,
     ):
 
-        def run(names: Sequence[str]) -> dict[str, dict[str, Any] | Failure]:
-            return {name: _answer(name, _start(name, path), path) for name in names for path in [Path(folder) / name]}
+        def run(names: Sequence[str]) -> dict[str, Any]:
+            return {name: _run_probe(name, Path(folder) / name) for name in names}
 
         return {name: answer for answers in threads.map(run, queues) for name, answer in answers.items()}
 
 
-def _start(name: str, path: Path) -> subprocess.Popen[bytes]:
+def _run_probe(name: str, path: Path) -> Any:
+    version = installed_version("megatron-core" if name.startswith("application") else name)
+    stderr = path.with_suffix(".stderr")
     command = [sys.executable, "-m", "gpt_pretrain.doctor.probe", name, str(path)]
-    with path.with_suffix(".stderr").open("wb") as stderr:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
-
-
-def _answer(name: str, process: subprocess.Popen[bytes], path: Path) -> dict[str, Any] | Failure:
     try:
-        code = process.wait(_PROBE_TIMEOUT_S)
+        with stderr.open("wb") as file:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                timeout=_PROBE_TIMEOUT_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return Failure(problem=f"loading it took more than {_PROBE_TIMEOUT_S} s", version=_version_of(name))
+        return Failure(problem=f"loading it took more than {_PROBE_TIMEOUT_S} s", version=version)
     if not path.exists():
-        said = path.with_suffix(".stderr").read_text(errors="replace").strip().splitlines()
+        said = stderr.read_text(errors="replace").strip().splitlines()
+        code = done.returncode
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = f" ({said[0]})" if said else ""
-        return Failure(problem=f"loading it ended Python with {ended}{why}", version=_version_of(name))
-    answer: Mapping[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    if "failed" in answer:
-        return Failure(**answer["failed"], version=_version_of(name))
-    return answer["found"]
-
-
-def _version_of(probe: str) -> str | None:
-    return installed_version("megatron-core" if probe.startswith("application") else probe)
+        return Failure(problem=f"loading it ended Python with {ended}{why}", version=version)
+    answer = json.loads(path.read_text(encoding="utf-8"))
+    return Failure(**answer["failed"], version=version) if "failed" in answer else answer["found"]
 
 
 def _frozen(value: Any) -> Any:
@@ -271,11 +269,11 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _read[Kind](kind: type[Kind], found: dict[str, Any] | Failure) -> Kind | Failure:
+def _read[Kind](kind: type[Kind], found: Any) -> Kind | Failure:
     return found if isinstance(found, Failure) else kind(**{name: _frozen(value) for name, value in found.items()})
 
 
-def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: machine.Gpu | None) -> Torch | Failure:
+def _read_torch(found: Any, assumed_gpu: machine.Gpu | None) -> Torch | Failure:
     if isinstance(found, Failure):
         return found
     if assumed_gpu is not None:
@@ -284,16 +282,5 @@ def _read_torch(found: dict[str, Any] | Failure, assumed_gpu: machine.Gpu | None
     return _read(Torch, {**found, "gpus": [_read(Gpu, gpu) for gpu in found["gpus"]]})
 
 
-def _read_optional[Kind](kind: type[Kind], name: str, found: dict[str, Any] | Failure) -> Kind | Failure:
-    """A problem that a run survives is a failure here, too."""
-    if isinstance(found, Failure):
-        return found
-    if found["problem"] is not None:
-        return Failure(problem=found["problem"], version=_version_of(name))
-    return kind(**{field: value for field, value in found.items() if field != "problem"})
-
-
-def _read_requirements(found: dict[str, Any] | Failure) -> tuple[Requirement, ...] | Failure | None:
-    if isinstance(found, Failure) or found["unmet"] is None:
-        return found if isinstance(found, Failure) else None
-    return tuple(Requirement(**unmet) for unmet in found["unmet"])
+def _read_requirements(found: Any) -> tuple[Requirement, ...] | Failure | None:
+    return tuple(Requirement(**unmet) for unmet in found) if isinstance(found, list) else found

@@ -1,4 +1,4 @@
-"""What is wrong on a machine and the command that mends it, told from the facts alone.
+"""What is wrong on a machine and the command that mends it, from the facts alone.
 
 It recognises the messages of PyTorch 2.11, megatron-core 0.19 and Transformer Engine (TE) 2.12. TE's three packages
 must have one version, for PyTorch's CUDA; its PyTorch part must be built against the installed PyTorch; and the
@@ -21,6 +21,8 @@ _REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 _INSTALL = "python -m pip install"
 # Docker gives a container 64 MiB unless told otherwise; NCCL's ranks of a node exchange buffers there.
 _SHARED_MEMORY_GIB = 1.0
+# Starts a container with the GPUs and with the host's shared memory.
+_SEE_GPUS = "docker run --gpus all --ipc=host …"
 # Names the processes that hold a GPU.
 _WHO_HAS_IT = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
 _TE = "Transformer Engine"
@@ -28,35 +30,22 @@ _TE = "Transformer Engine"
 
 def list_findings(facts: Facts) -> list[Finding]:
     """All findings, those that keep training from working first."""
-    found = [
-        *_requirements(facts),
-        *_torch(facts),
-        *_application(facts),
-        *_transformer_engine(facts),
-        *_flash_attention(facts),
-        *_torchao(facts),
-        *_surroundings(facts),
-    ]
+    found = [*_requirements(facts), *_torch(facts), *_application(facts)]
+    torch = facts.torch
+    # Without a GPU a run looks for none of these.
+    if isinstance(torch, Torch) and torch.gpus:
+        found += [*_transformer_engine(facts, torch), *_flash_attention(facts), *_torchao(facts)]
+        found += _surroundings(facts, torch)
     return sorted(found, key=lambda finding: list(Blocks).index(finding.blocks))
 
 
 def _requirements(facts: Facts) -> Iterator[Finding]:
     if facts.requirements is None:
-        yield Finding(
-            "gpt_pretrain",
-            "runs from a checkout that is not installed, so its requirements were not checked",
-            f"{_INSTALL} --no-deps -e .",
-            Blocks.nothing,
-        )
-        return
-    if isinstance(facts.requirements, Failure):
-        yield Finding(
-            "gpt_pretrain",
-            f"has requirements that could not be checked: {facts.requirements.problem}",
-            f"{_INSTALL} packaging",
-            Blocks.nothing,
-        )
-        return
+        what = "runs from a checkout that is not installed, so its requirements were not checked"
+        yield Finding("gpt_pretrain", what, f"{_INSTALL} --no-deps -e .", Blocks.nothing)
+    elif isinstance(facts.requirements, Failure):
+        what = f"has requirements that could not be checked: {facts.requirements.problem}"
+        yield Finding("gpt_pretrain", what, f"{_INSTALL} packaging", Blocks.nothing)
     for unmet in _unmet(facts):
         there = "which is not installed" if unmet.installed is None else f"and {unmet.installed} is installed"
         yield Finding("gpt_pretrain", f"needs {unmet.needed}, {there}", f"{_INSTALL} '{unmet.needed}'", Blocks.training)
@@ -75,12 +64,12 @@ def _torch(facts: Facts) -> Iterator[Finding]:
             yield Finding("PyTorch", f"does not load: {torch.problem}", fix, Blocks.training)
         return
     if facts.assumed_gpu is not None:
-        # What is assumed is a GPU with a driver that fits; the libraries have to be those for a GPU all the same.
+        # A GPU is assumed, with a driver that fits; the libraries still have to be those for a GPU.
         if torch.cuda is None:
             yield _cpu_build(torch, f"--assume-gpu is {facts.assumed_gpu}")
         return
     if not torch.gpus:
-        yield from _no_gpu(facts, torch)
+        yield _no_gpu(facts, torch)
         return
     gpu = torch.gpus[0]
     if torch.product_problem is not None:
@@ -113,29 +102,27 @@ def _cpu_build(torch: Torch, although: str) -> Finding:
     )
 
 
-def _no_gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
+def _no_gpu(facts: Facts, torch: Torch) -> Finding:
     """PyTorch uses no GPU: there is none, or something hides it."""
     driver = facts.driver
     if isinstance(driver, Failure) and facts.device_files:
-        yield _broken_driver(facts.device_files, driver)
-        return
+        return _broken_driver(facts.device_files, driver)
     if isinstance(driver, Failure):
         broken = f"; nvidia-smi fails: {driver.problem}" if not driver.is_missing else ""
-        yield Finding(
+        return Finding(
             "this machine",
             f"has no GPU, or no NVIDIA driver{broken}. Small models train on the CPU, and FP8 is emulated "
             "there (model.fp8_emulate=true). A container sees only the GPUs that it was started with",
-            "docker run --gpus all --ipc=host …",
+            _SEE_GPUS,
             Blocks.nothing,
         )
-        return
     num_gpus = len(driver.gpus)
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if torch.cuda is None:
-        yield _cpu_build(torch, f"there is {driver.gpus[0]} ({num_gpus} in all)")
-    elif driver.cuda is not None and driver.cuda[0] < leading_version(torch.cuda)[0]:
+        return _cpu_build(torch, f"there is {driver.gpus[0]} ({num_gpus} in all)")
+    if driver.cuda is not None and driver.cuda[0] < leading_version(torch.cuda)[0]:
         first = _FIRST_DRIVER.get(leading_version(torch.cuda)[0])
-        yield Finding(
+        return Finding(
             f"the driver {driver.version}",
             f"runs CUDA up to {'.'.join(map(str, driver.cuda))}, and PyTorch {torch.version} is "
             f"built for CUDA {torch.cuda}, which needs {first or 'a newer one'}. Update it on the host, also for a "
@@ -144,20 +131,12 @@ def _no_gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
             f"export LD_LIBRARY_PATH=/usr/local/cuda-{torch.cuda}/compat:$LD_LIBRARY_PATH",
             Blocks.training,
         )
-    elif visible is not None and visible.strip() in ("", "-1"):
-        yield Finding(
-            f"CUDA_VISIBLE_DEVICES={visible!r}",
-            f"hides all {num_gpus} GPUs: runs would train on the CPU",
-            "unset CUDA_VISIBLE_DEVICES",
-            Blocks.training,
-        )
-    else:
-        yield Finding(
-            f"the driver {driver.version}",
-            f"shows {num_gpus} GPUs, and PyTorch can use none: {torch.why_no_gpu}",
-            "nvidia-smi -q | grep -iE 'product name|mig mode|fabric|state'",
-            Blocks.training,
-        )
+    if visible is not None and visible.strip() in ("", "-1"):
+        what = f"hides all {num_gpus} GPUs: runs would train on the CPU"
+        return Finding(f"CUDA_VISIBLE_DEVICES={visible!r}", what, "unset CUDA_VISIBLE_DEVICES", Blocks.training)
+    what = f"shows {num_gpus} GPUs, and PyTorch can use none: {torch.why_no_gpu}"
+    fix = "nvidia-smi -q | grep -iE 'product name|mig mode|fabric|state'"
+    return Finding(f"the driver {driver.version}", what, fix, Blocks.training)
 
 
 def _broken_driver(files: Sequence[str], driver: Failure) -> Finding:
@@ -169,23 +148,20 @@ def _broken_driver(files: Sequence[str], driver: Failure) -> Finding:
     else:
         what = f"nvidia-smi fails: {driver.problem}. Mend the driver on the host, often by reloading it"
         fix = "nvidia-smi; sudo dmesg | grep -iE 'nvrm|xid' | tail"
-    return Finding(
-        "the NVIDIA driver",
-        f"is broken: {files[0]}{more} exists, and {what}. Runs would train on the CPU",
-        fix,
-        Blocks.training,
-    )
+    what = f"is broken: {files[0]}{more} exists, and {what}. Runs would train on the CPU"
+    return Finding("the NVIDIA driver", what, fix, Blocks.training)
 
 
 def _application(facts: Facts) -> Iterator[Finding]:
-    """Training's own modules; not told again where a finding about what they need says why."""
+    """Training's own modules that do not load, unless a finding about what they need already says why."""
     application, te, flash = facts.application, facts.transformer_engine, facts.flash_attention
     is_explained = any(unmet.installed is None for unmet in _unmet(facts))
     if not isinstance(application, Failure) or is_explained or isinstance(facts.torch, Failure):
         return
-    fix = f"{_INSTALL} --force-reinstall --no-deps 'megatron-core=={application.version}'"
     if application.version is None:
         fix = f"{_INSTALL} --no-deps -c constraints.txt megatron-core"
+    else:
+        fix = f"{_INSTALL} --force-reinstall --no-deps 'megatron-core=={application.version}'"
     what = f"does not load: {application.problem}"
     if isinstance(te, Failure) and not te.is_missing:
         what += ". Transformer Engine, which megatron-core loads, does not either: mend it, or train without it"
@@ -201,43 +177,33 @@ def _application(facts: Facts) -> Iterator[Finding]:
 
 
 def _ended_by(problem: str) -> str:
-    """Without what the process wrote first, which may be another library's warning and stands in parentheses."""
+    """The problem without what the process wrote first, in parentheses, which may be another library's warning."""
     return problem.partition(" (")[0]
 
 
 def _flash_attention(facts: Facts) -> Iterator[Finding]:
-    """FlashAttention-4 that is installed and cannot be used; none where a run looks for none, without a GPU."""
-    flash, torch = facts.flash_attention, facts.torch
-    if not isinstance(flash, Failure) or flash.is_missing or isinstance(torch, Failure) or not torch.gpus:
-        return
-    yield Finding(
-        "FlashAttention-4",
-        f"is installed and cannot be used: {flash.problem}. Training works without it, but slower",
-        f"{_REMOVE_FLASH} && {install_command('flash')}",
-        Blocks.nothing,
-    )
+    """A FlashAttention-4 that is installed and cannot be used."""
+    flash = facts.flash_attention
+    if isinstance(flash, Failure) and not flash.is_missing:
+        what = f"is installed and cannot be used: {flash.problem}. Training works without it, but slower"
+        yield Finding("FlashAttention-4", what, f"{_REMOVE_FLASH} && {install_command('flash')}", Blocks.nothing)
 
 
 def _torchao(facts: Facts) -> Iterator[Finding]:
-    """A TorchAO that is there and cannot be used; none where it is not asked for, on a machine without a GPU."""
-    torchao, torch = facts.torchao, facts.torch
-    if isinstance(torch, Failure) or not torch.gpus:
-        return
+    """A TorchAO that is installed and cannot be used."""
+    torchao = facts.torchao
     fix = f"python -m pip uninstall --yes torchao && {install_command('torchao')}"
     if isinstance(torchao, Failure) and not torchao.is_missing:
         what = f"is installed and cannot be used: {torchao.problem}. Its recipes (model.fp8_backend=torchao) do not run"
         yield Finding("TorchAO", what, fix, Blocks.nothing)
-    if not isinstance(torchao, Failure) and torchao.product_problem is not None:
+    elif not isinstance(torchao, Failure) and torchao.product_problem is not None:
         fix = _WHO_HAS_IT if _is_taken(torchao.product_problem) else fix
         what = f"loads, and a small FP8 layer fails: {torchao.product_problem}"
         yield Finding(f"TorchAO {torchao.version}", what, fix, Blocks.nothing)
 
 
-def _transformer_engine(facts: Facts) -> Iterator[Finding]:
-    """Findings about TE; none where it is not asked for, on a machine without a GPU."""
-    te, torch = facts.transformer_engine, facts.torch
-    if isinstance(torch, Failure) or not torch.gpus:
-        return
+def _transformer_engine(facts: Facts, torch: Torch) -> Iterator[Finding]:
+    te = facts.transformer_engine
     if isinstance(te, Failure):
         what, fix = _why_not_loaded(te, torch, facts)
         yield Finding(_TE, what, fix, Blocks.fp8)
@@ -251,12 +217,9 @@ def _transformer_engine(facts: Facts) -> Iterator[Finding]:
             Blocks.training,
         )
     if te.product_problem is not None:
-        yield Finding(
-            f"{_TE} {te.version}",
-            f"loads, and a small FP8 layer fails: {te.product_problem}",
-            _WHO_HAS_IT if _is_taken(te.product_problem) else _rebuild(te.version),
-            Blocks.fp8,
-        )
+        what = f"loads, and a small FP8 layer fails: {te.product_problem}"
+        fix = _WHO_HAS_IT if _is_taken(te.product_problem) else _rebuild(te.version)
+        yield Finding(f"{_TE} {te.version}", what, fix, Blocks.fp8)
 
 
 def _why_not_loaded(te: Failure, torch: Torch, facts: Facts) -> tuple[str, str]:
@@ -270,7 +233,7 @@ def _why_not_loaded(te: Failure, torch: Torch, facts: Facts) -> tuple[str, str]:
 
 
 def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """What the error looks like, what it comes from, and the command; the first that fits."""
+    """Pattern of the error, its cause, and the command that mends it; the first pattern that matches counts."""
     core = _other_cuda(facts, torch)
     if core is not None:
         cause = f"{core} is for another CUDA than PyTorch {torch.version}, which is built for {torch.cuda}"
@@ -290,7 +253,7 @@ def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str,
     yield (
         r"libcuda\.so",
         "That is the driver's own library: the host has no driver, or the container was started without the GPUs",
-        "docker run --gpus all --ipc=host …",
+        _SEE_GPUS,
     )
     not_found = "shared object not found|cannot open shared object file"
     yield not_found, "The library is not where it is looked for", _use_libraries_of(torch)
@@ -323,11 +286,9 @@ def _use_libraries_of(torch: Torch) -> str:
     return f"export CUDNN_HOME={torch.site}/nvidia/cudnn LD_LIBRARY_PATH={folders}:$LD_LIBRARY_PATH"
 
 
-def _surroundings(facts: Facts) -> Iterator[Finding]:
+def _surroundings(facts: Facts, torch: Torch) -> Iterator[Finding]:
     """Findings about the environment of a machine with GPUs."""
-    torch, environment = facts.torch, facts.environment
-    if not isinstance(torch, Torch) or not torch.gpus:
-        return
+    environment = facts.environment
     still_on = [name for name, value in MULTICAST_OFF.items() if environment.get(name) != value]
     if environment.get(NO_MULTICAST) == MULTICAST_OFF[NO_MULTICAST] and still_on:
         yield Finding(
@@ -351,11 +312,11 @@ def _surroundings(facts: Facts) -> Iterator[Finding]:
             "/dev/shm",
             f"has {shared * 1024:.0f} MiB: NCCL's ranks and data workers share buffers there and die of a bus "
             "error when it is full",
-            "docker run --gpus all --ipc=host …",
+            _SEE_GPUS,
             Blocks.nothing,
         )
 
 
 def _is_taken(problem: str) -> bool:
-    """Whether a GPU fails for what other processes do with it, and no library is to blame."""
+    """Whether a GPU fails because other processes use it, and no library is to blame."""
     return "out of memory" in problem or "busy or unavailable" in problem

@@ -19,9 +19,14 @@ from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver
 _SMALL = 64
 
 
+class _Unusable(Exception):
+    """Why runs do not use a library that is installed, as `spec.platform` tells it."""
+
+
 def _first_line(error: Exception) -> str:
     """The error's type and first line: what follows is a traceback or advice for developers."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    line = str(error).strip().partition("\n")[0]
+    return line if isinstance(error, _Unusable) else f"{type(error).__name__}: {line}"
 
 
 def _fails(work: Callable[[], None]) -> str | None:
@@ -75,6 +80,7 @@ def probe_driver() -> dict[str, Any]:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs."""
     try:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -115,24 +121,26 @@ def probe_transformer_engine() -> dict[str, Any]:
 
 
 def probe_flash_attention() -> dict[str, Any]:
-    """FlashAttention-4 as a run looks it up: the problem says why runs do not use it."""
+    """FlashAttention-4, as a run looks it up."""
     importlib.metadata.version("flash-attn-4")  # its absence is the answer
 
     from gpt_pretrain.spec.platform import flash_attention
 
     version, problem = flash_attention()
-    return {"version": version, "problem": None if problem is None else problem.partition("\n")[0]}
+    if problem is not None:
+        raise _Unusable(problem)
+    return {"version": version}
 
 
 def probe_torchao() -> dict[str, Any]:
-    """TorchAO as a run looks it up: the problem says why runs do not use it."""
+    """TorchAO, as a run looks it up, and whether a layer of it computes in FP8."""
     importlib.metadata.version("torchao")  # its absence is the answer
 
     from gpt_pretrain.spec.platform import FP8_CAPABILITY, torchao
 
     version, problem = torchao()
     if problem is not None:
-        return {"version": version, "problem": problem.partition("\n")[0], "product_problem": None}
+        raise _Unusable(problem)
     import torch
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
@@ -144,7 +152,7 @@ def probe_torchao() -> dict[str, Any]:
         torch.cuda.synchronize()
 
     has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
-    return {"version": version, "problem": None, "product_problem": _fails(train_a_layer) if has_fp8 else None}
+    return {"version": version, "product_problem": _fails(train_a_layer) if has_fp8 else None}
 
 
 def probe_apex() -> dict[str, Any]:
@@ -179,14 +187,14 @@ def probe_application_on_gpu() -> dict[str, Any]:
     return {"megatron_core": megatron.core.__version__.partition("+")[0]}
 
 
-def probe_requirements() -> dict[str, Any]:
-    """Declared requirements of this project that are not met; `unmet` is null where it is not installed itself."""
+def probe_requirements() -> list[dict[str, str | None]] | None:
+    """Declared requirements of this project that are not met; None where it is not installed itself."""
     from packaging.requirements import Requirement
 
     try:
         declared = importlib.metadata.requires("gpt_pretrain") or []
     except importlib.metadata.PackageNotFoundError:
-        return {"unmet": None}
+        return None
     unmet = []
     for requirement in map(Requirement, declared):
         # Requirements of an extra have a marker that is false without it.
@@ -195,7 +203,7 @@ def probe_requirements() -> dict[str, Any]:
         installed = installed_version(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             unmet.append({"needed": str(requirement), "installed": installed})
-    return {"unmet": unmet}
+    return unmet
 
 
 def installed_version(name: str) -> str | None:
@@ -207,7 +215,7 @@ def installed_version(name: str) -> str | None:
 
 
 # The probe of a library has the name that the library is installed by.
-PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+PROBES: dict[str, Callable[[], object]] = {
     "torch": probe_torch,
     "driver": probe_driver,
     "transformer_engine": probe_transformer_engine,
@@ -222,13 +230,13 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 def main(name: str, path: Path) -> None:
     """Writes what a probe found, or why it found nothing, to a file."""
-    # A signal prints where it struck.
+    # A fatal signal then prints where it struck.
     faulthandler.enable()
     try:
         found = {"found": PROBES[name]()}
     # Loading a broken library fails in as many ways as computing with it.
     except Exception as error:
-        # Another name is that of a module which the library itself misses.
+        # Another name would be that of a module that the library itself lacks.
         is_missing = getattr(error, "name", None) == name or getattr(error, "filename", None) == NVIDIA_SMI
         found = {"failed": {"problem": _first_line(error), "is_missing": is_missing}}
     path.write_text(json.dumps(found), encoding="utf-8")

@@ -119,57 +119,54 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Recipe) -> str | No
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     te = facts.transformer_engine if platform.transformer_engine is not None else None
     has_te = isinstance(te, TransformerEngine)
+    scales_on_device = isinstance(te, TransformerEngine) and te.scales_on_device
     # Where null chooses it for heads of these widths (`spec.kernels`).
     has_flash = has_te and platform.is_hopper and platform.flash_attention is not None
     rotated, still = (
         " and ".join(map(str, widths)) for widths in (ROTATED_FLASH_ATTENTION_WIDTHS, FLASH_ATTENTION_WIDTHS)
     )
 
-    def first(*choices: tuple[bool, str], otherwise: str) -> str:
-        return next((name for is_there, name in choices if is_there), otherwise)
+    def first(*choices: str | bool) -> str:
+        """The first choice that is there: `is_there and name` is False where it is not."""
+        return next(choice for choice in choices if isinstance(choice, str))
 
     return (
         Part(
             name="transformer layers",
-            here=first((has_te, "Transformer Engine"), otherwise="megatron-core's local layers"),
+            here=first(has_te and "Transformer Engine", "megatron-core's local layers"),
             order="Transformer Engine; megatron-core's local layers: no FP8, no context parallelism",
         ),
         Part(
             name="attention",
             here=first(
-                (
-                    has_flash,
-                    f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, "
-                    "else Transformer Engine: cuDNN or flash-attn",
-                ),
-                (has_te, "Transformer Engine: cuDNN or flash-attn"),
-                (platform.cuda, "PyTorch's fused kernels"),
-                otherwise="PyTorch, in separate operations",
+                has_flash
+                and f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, "
+                "else Transformer Engine: cuDNN or flash-attn",
+                has_te and "Transformer Engine: cuDNN or flash-attn",
+                platform.cuda and "PyTorch's fused kernels",
+                "PyTorch, in separate operations",
             ),
             order="FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch's fused "
             "kernels; separate operations, with apex's softmax where it is installed",
         ),
         Part(
             name="layer norm",
-            here=first((has_te, "Transformer Engine"), (platform.apex_layer_norm, "apex"), otherwise="PyTorch"),
+            here=first(has_te and "Transformer Engine", platform.apex_layer_norm and "apex", "PyTorch"),
             order="Transformer Engine; apex, which has no RMSNorm; PyTorch",
         ),
         Part(
             name="weight gradient sums",
             here=first(
-                (has_te, "Transformer Engine, in the product"),
-                (platform.apex_weight_gradient, "apex, in the product"),
-                (platform.cuda, "PyTorch, in the product"),
-                otherwise="PyTorch, after the product",
+                has_te and "Transformer Engine, in the product",
+                platform.apex_weight_gradient and "apex, in the product",
+                platform.cuda and "PyTorch, in the product",
+                "PyTorch, after the product",
             ),
             order="Transformer Engine; apex (fused_weight_gradient_mlp_cuda); PyTorch",
         ),
         Part(
             name="gradient clipping",
-            here=first(
-                (isinstance(te, TransformerEngine) and te.scales_on_device, "Transformer Engine"),
-                otherwise="PyTorch's foreach kernels",
-            ),
+            here=first(scales_on_device and "Transformer Engine", "PyTorch's foreach kernels"),
             order="Transformer Engine from multi_tensor_scale_tensor on; PyTorch",
         ),
         Part(

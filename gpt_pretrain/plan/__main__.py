@@ -1,6 +1,62 @@
-"""`python -m gpt_pretrain.plan`: see `commands.plan`."""
+"""gpt_pretrain.plan: what a training command would do, without a GPU.
 
-from gpt_pretrain.commands.plan import main
+It takes every argument of python -m gpt_pretrain and trains nothing. It shows
+where each setting lands, which matrix products run in FP8, memory per GPU and
+the predicted speed on the machine that plan.gpu and plan.num_gpus name, and
+writes plan.json into run_dir (outputs/DATE/TIME_NAME where none is given).
+
+Exit codes: 0 planned; 2 training would be refused, with the same errors;
+1 a crash; 130 Ctrl-C.
+
+Examples:
+    python -m gpt_pretrain.plan                       the tiny GPT on one H200
+    python -m gpt_pretrain.plan model=llama3_8b parallelism=dp plan.num_gpus=8
+    python -m gpt_pretrain.plan model=gpt3_1_3b fp8=delayed plan.gpu=h100
+    python -m gpt_pretrain.plan -m fp8=none,delayed,tensorwise   one plan each
+"""
+
+import sys
+from collections.abc import Sequence
+
+from gpt_pretrain.commands.command_line import Request
+from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
+from gpt_pretrain.plan.machine import planned_launch, planned_problems, platform_problems
+from gpt_pretrain.rules.gate import Job
+
+
+def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
+    """Plans each job of a checked command line.
+
+    Raises:
+        UserError: The planned machine refuses one of them, or a run directory cannot be written.
+    """
+    for job in jobs:
+        check_run_dir(job.config)
+    # Tables take a while to load: not before the gate has let the command line through.
+    from gpt_pretrain.plan.document import print_plan, write_plan
+    from gpt_pretrain.plan.forecast import build_plan
+
+    if problems := [
+        problem + (f" [{job.name}]" if len(jobs) > 1 else "")
+        for job in jobs
+        for problem in platform_problems(job.config, planned_launch(job.config))
+    ]:
+        raise ConfigError(problems)
+    for number, job in enumerate(jobs):
+        print_job(number, jobs)
+        run_dir = make_run_dir(job.config)
+        plan = build_plan(job.config, planned_launch(job.config))
+        print_plan(plan)
+        sys.stdout.write(f"\nwritten: {write_plan(plan, run_dir)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (`sys.argv` when not given) and returns the exit code."""
+    return run_with_config(__doc__, plan_jobs, arguments, launch=ALONE, rules=planned_problems, name="plan")
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -112,13 +112,13 @@ class Column:
     log_name: str = ""
     """In a log, where it is not the field's name."""
     title: str = ""
-    """On a terminal: a table's heading, or a phrase with `{}` for the value; terminals leave out what has none."""
+    """On a terminal: a table's heading, or a phrase with `{}` for the value; without one it is not shown there."""
     form: _Form = ""
     """On a terminal."""
     style: str = ""
-    """On a terminal, of the value; FP8 tensors have it only where the value is above zero."""
+    """Of the value on a terminal; FP8 tensors have it only where the value is above zero."""
     priority: int = 0
-    """Columns with the highest numbers are the first to go where a terminal is too narrow for all."""
+    """Where a terminal is too narrow, the columns with the highest numbers go first."""
     curve: str = ""
     """Name of an FP8 tensor's curve in TensorBoard and W&B; every number of another record has a curve anyway."""
 

@@ -39,20 +39,26 @@ MAX_WIDTH = 100
 _NUM_TENSORS = 3
 
 
+def console_of_width(width: int) -> Console:
+    """Standard output: as wide as its terminal, and `width` columns wide where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
 def print_line(out: Console, line: str) -> None:
     """Prints a line neither wrapped nor interpreted: a record stays one line, and brackets in a path stay brackets."""
     out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 class _Output(Console):
-    """Standard output; where nobody reads it any more, the run stops as for a terminal that has closed."""
+    """Standard output; when nobody reads it any more, the run stops as it does when its terminal closes."""
 
     def on_broken_pipe(self) -> None:
-        """What rich calls then: Ctrl-C, for one, ends the `tee` behind a run, too."""
+        """Called by rich when the reader is gone: Ctrl-C, for example, also ends the `tee` behind a run."""
         try:
             super().on_broken_pipe()
         except SystemExit:
-            # It is silent from here on. To end here would lose what was trained, unless nothing was.
+            # The output is silent from here on. Ending here would lose what was trained, unless nothing was.
             if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
                 raise
             signal.raise_signal(signal.SIGHUP)
@@ -93,12 +99,7 @@ class RunConsole:
             self._live = None
 
     def print_header(self, title: str, sections: Mapping[str, Mapping[str, str]]) -> None:
-        """Prints what the run is.
-
-        Args:
-            title: Name of the run.
-            sections: Section → name → value, in the order to print; empty sections are left out.
-        """
+        """Prints what the run is: section → name → value, in this order; empty sections are left out."""
         sections = {name: entries for name, entries in sections.items() if entries}
         if not self.is_terminal:
             print_line(self._out, title)
@@ -157,11 +158,11 @@ class RunConsole:
             self.warning(message)
 
     def note(self, message: str) -> None:
-        """Prints a line that is good to know."""
+        """Prints something good to know."""
         self._message("note", "cyan", message)
 
     def warning(self, message: str) -> None:
-        """Prints a line that the user should act on."""
+        """Prints something that the user should act on."""
         self._message("warning", "bold yellow", message)
 
     def print_summary(self, summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str]) -> None:
@@ -200,7 +201,7 @@ class RunConsole:
 
 
 def _newest_table(place: str, records: list[Record], width: int) -> Table:
-    """The step and as many columns of the records as fit beside each other with two spaces between them."""
+    """The step, and as many of the records' columns as fit side by side with two spaces between them."""
     title, _, step = place.partition(" ")
     cells = [(-1, title, step, "")]
     for record in records:

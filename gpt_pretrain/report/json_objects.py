@@ -1,8 +1,8 @@
 """Dataclasses written as JSON objects and read back, checked against their annotations.
 
-JSON has no NaN and no infinity. A loss that diverged is the record one least wants to lose, so those values are
-written as the strings "nan", "inf" and "-inf"; null means that the value was not measured. Readers ignore fields they
-do not know, so that the files of a newer version stay readable.
+JSON has no NaN and no infinity, and a loss that diverged is the last value to lose: those values are written as the
+strings "nan", "inf" and "-inf". null means that the value was not measured. Readers ignore fields they do not know, so
+that the files of a newer version stay readable.
 """
 
 import math
@@ -36,7 +36,7 @@ class JsonObject:
         Raises:
             ValueError: A field is missing or has another type than this class says.
         """
-        # mypy holds the class itself for unhashable.
+        # mypy takes the class itself for unhashable.
         kind: type = cls
         arguments: dict[str, Any] = {}
         for name, hint in _hints(kind).items():

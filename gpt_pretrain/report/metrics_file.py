@@ -4,7 +4,8 @@ A run may be killed at any byte and resumed from a checkpoint that is older than
 ever appended to. Each process begins with a `start` record that names the step it continues from, and the reader drops
 what an earlier process wrote about later steps. It does the same where a `rewind` names an earlier step.
 
-Only rank 0 creates the sinks, once it knows that step. TensorBoard's hides what stands about later ones; W&B's cannot.
+Only rank 0 creates the sinks, once it knows that step. TensorBoard's hides what was written about later steps; W&B's
+cannot.
 """
 
 import json
@@ -103,7 +104,7 @@ class Metrics:
     skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
     loss_spikes: list[LossSpikeRecord] = field(default_factory=list)
     rewinds: list[RewindRecord] = field(default_factory=list)
-    """Those that did go back."""
+    """Rewinds that did go back."""
     fp8: list[Fp8Record] = field(default_factory=list)
     experts: list[ExpertsRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
@@ -112,7 +113,7 @@ class Metrics:
     """The newest summary; None while the run goes on and after a crash."""
 
 
-# Kinds of which a step has at most one record, and their lists in `Metrics`.
+# The kinds that have at most one record for each step, and their lists in `Metrics`.
 _BY_STEP: Mapping[type[Record], str] = {
     TrainRecord: "train",
     ValidationRecord: "validation",
@@ -170,7 +171,7 @@ def _begin_again(metrics: Metrics, restart: StartRecord | RewindRecord) -> None:
     if isinstance(restart, RewindRecord):
         metrics.rewinds.append(restart)
         return
-    # A start that another one followed at the same step got nowhere.
+    # A start followed by another one at the same step got nowhere.
     metrics.starts = [start for start in metrics.starts if start.step < restart.step] + [restart]
     metrics.fp8_coverage, metrics.summary = None, None
 
@@ -217,7 +218,7 @@ def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard events through tensorboard's own writer, which needs no torch.
 
-    It hides what stands about later steps than `start_step`, those done before this start; at step 0 all that stands.
+    It hides what was written about steps after `start_step`, the steps done before this start; at 0 it hides all.
     """
 
     def __init__(self, directory: Path, *, start_step: int) -> None:
@@ -318,7 +319,7 @@ class MetricsSinks:
     ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        # The summary is computed from all of them when the run has trained; too late to hear that they are damaged.
+        # The summary needs all earlier records; after the training it would be too late to find them damaged.
         if metrics_path(run_dir).exists():
             load_metrics(run_dir)
         self._sinks: list[MetricsFile | TensorBoardSink | WandbSink] = []

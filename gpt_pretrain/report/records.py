@@ -15,8 +15,8 @@ from gpt_pretrain.report.json_objects import JsonObject
 
 EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
 """Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM or SIGHUP, a SIGUSR1 (Slurm's warning), too
-many steps in a row with a loss or gradient that is not finite, or more loss spikes than it may go back behind. One that
-fails in another way leaves no summary."""
+many steps in a row with a loss or gradient that is not finite, or more loss spikes than it may go back behind. A run
+that fails in another way leaves no summary."""
 
 RECORD_KINDS: dict[str, type["Record"]] = {}
 """Kind → its class, in the order of this module."""
@@ -118,7 +118,7 @@ class SkippedStepRecord(Record):
     grad_norm: float
     """L2 norm of the gradient over all parameters, before clipping."""
     in_a_row: int
-    """Skipped steps without one between them, this one included; `trainer.max_skipped_steps` of them end the run."""
+    """Consecutive skipped steps, this one included; `trainer.max_skipped_steps` of them end the run."""
     first_sample: int
     """The first of its training samples, counted from the start of the whole run."""
     num_samples: int
@@ -154,13 +154,13 @@ class RewindRecord(Record):
     num_samples: int
     """How many there are, up to the last of the spike's step; 0 with a problem."""
     rewinds: int
-    """Rewinds of the whole run, this one included; `trainer.max_spike_rewinds` of them, and the next spike ends it."""
+    """Rewinds of the whole run, this one included; after `trainer.max_spike_rewinds` of them the next spike ends it."""
     time_s: float
     """Seconds that it took to restore the checkpoint."""
     problem: str | None
     """Why the run did not go back, and trained on; null if it did."""
     warnings: tuple[str, ...]
-    """Later checkpoints that did not verify, and in whose place this one was taken (`checkpoint.fall_back`)."""
+    """Later checkpoints that did not verify, so that the run went back to this one (`checkpoint.fall_back`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,9 +214,9 @@ class Fp8Tensor(JsonObject):
     saturated: float | None
     """Share of values at the format's largest magnitude in casts whose amax · scale is beyond it; null without amax."""
     flushed: float
-    """Share of values that are zero in FP8; those that were zero before the cast are among them."""
+    """Share of values that are zero in FP8, including those that were zero before the cast."""
     amax_history_used: int | None
-    """Amaxes that the tensor's next scale comes from, the next one included; null but for fp8_recipe=delayed."""
+    """Amaxes that the tensor's next scale comes from, the next one included; null unless fp8_recipe=delayed."""
 
     @property
     def scales(self) -> tuple[float | None, float | None]:

@@ -6,6 +6,7 @@ training, points for validation), and the sample.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 from rich.console import Group
 from rich.panel import Panel
@@ -26,7 +27,7 @@ _END_REASONS: dict[EndReason, str] = {
     "not_finite": "stopped: loss or gradient is not finite",
     "loss_spike": "stopped: the loss spikes again and again",
 }
-# What a panel's frame takes of its width.
+# Columns that a panel's frame takes.
 _FRAME = 4
 
 type Point = tuple[float, float]
@@ -193,7 +194,7 @@ def draw_loss_chart(
     # Imported late: it loads a native library that only the end of a run needs.
     import plotext
 
-    # The width is the console's business, which knows what it writes to; plotext would ask the terminal itself.
+    # The console knows what it writes to, and so the width; plotext would ask the terminal itself.
     plotext.terminal.limit(False, False)
     figure = plotext.figure
     figure.clear()
@@ -219,7 +220,7 @@ def _average_to(points: Sequence[Point], num_points: int) -> list[Point]:
     per_point = math.ceil(len(points) / num_points)
     groups = [points[start : start + per_point] for start in range(0, len(points), per_point)]
     # The last step stays where it is, so that the axis ends where the run did.
-    return [(group[-1][0], math.fsum(loss for _, loss in group) / len(group)) for group in groups]
+    return [(group[-1][0], fmean(loss for _, loss in group)) for group in groups]
 
 
 def _step_ticks(first: int, last: int) -> list[int]:

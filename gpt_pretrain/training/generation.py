@@ -206,7 +206,7 @@ def continuations(
 ) -> Iterator[str]:
     """The texts that follow the prompt, one after the other.
 
-    The arguments are those of `commands.generate.GenerateArguments`.
+    The arguments are those of `generate.GenerateArguments`.
 
     Raises:
         UserError: The checkpoint is damaged, has no tokenizer, or the prompt is empty or too long for it.

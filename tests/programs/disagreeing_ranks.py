@@ -3,7 +3,7 @@
 import os
 import sys
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 
 if __name__ == "__main__":
     extra, *overrides = sys.argv[1:]

@@ -17,7 +17,7 @@ import time
 import torch
 
 from gpt_pretrain.checkpoint import save
-from gpt_pretrain.commands import train as train_command
+from gpt_pretrain.commands import door
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.training import checkpoints, peers, setup, trainer, watchdog
 from gpt_pretrain.training import run as training_run
@@ -39,7 +39,7 @@ def hurry():
 
 def speak_soon():
     """Other ranks tell an error soon after rank 0: where nobody watches them, nobody would end them before."""
-    train_command.RANK_ZERO_FIRST_S = 0.1
+    door.RANK_ZERO_FIRST_S = 0.1
 
 
 def limit(name, amount):

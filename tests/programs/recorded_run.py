@@ -7,7 +7,7 @@ from `spec`, whose fields the test compares itself, nor from what the run only s
 import sys
 from pathlib import Path
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.keys import schema_sections
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.cpu import install_cpu_device

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import sys
 
-from gpt_pretrain.commands.train import main
+from gpt_pretrain.__main__ import main
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.spec.recipes import RECIPES
 
