@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import (
+from gpt_pretrain.fp8.casts import (
     Directions,
     Quantised,
     cast_blocks,

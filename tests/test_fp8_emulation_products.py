@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import stateless_cast
+from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.spec.recipes import resolve_fp8

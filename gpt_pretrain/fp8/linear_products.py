@@ -15,9 +15,19 @@ from typing import Any, Protocol
 
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import Cast, Directions, Quantised
-from gpt_pretrain.fp8.emulation.delayed import LayerScaling
-from gpt_pretrain.fp8.gemms import BF16_ROUNDING, OPERANDS, Operand, Phase, Product, ProductListener, Role, role_format
+from gpt_pretrain.fp8.casts import Cast, Directions, Quantised
+from gpt_pretrain.fp8.delayed import LayerScaling
+from gpt_pretrain.fp8.gemms import (
+    BF16_ROUNDING,
+    OPERANDS,
+    Operand,
+    Phase,
+    Product,
+    ProductListener,
+    Role,
+    multiply,
+    role_format,
+)
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import Fp8Settings
 
@@ -48,8 +58,7 @@ def _multiply_values(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product of what the codes stand for, in fp32."""
-    a, b = first.values(), second.values()
-    y = a @ b.t() if phase is Phase.forward else a @ b if phase is Phase.dgrad else a.t() @ b
+    y = multiply(phase, first.values(), second.values())
     if bias is None:
         return y.to(dtype)
     return y.to(dtype) + bias if settings.recipe.adds_bias_rounded else (y + bias.float()).to(dtype)

@@ -16,9 +16,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, QUOTIENT_ERROR, largest_magnitude, other_codes, spread_over_blocks
 from gpt_pretrain.fp8.observer import Difference
-from gpt_pretrain.fp8.rounding import QUOTIENT_ERROR, count_other_codes, largest_magnitude
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
@@ -74,7 +73,7 @@ class _Shard:
         if self.is_of_local_layer:
             scale = self.weight.scale
             for codes, master in zip(each_code, each_master, strict=True):
-                off += count_other_codes(codes, master, torch.zeros_like(scale), scale, "e4m3")
+                off += other_codes(codes, master, torch.zeros_like(scale), scale, "e4m3").sum()
             return int(off)
         each_scale_inv = self.scale_inv.expand(self.master.numel()).split(_PIECE)
         for codes, master, scale_inv in zip(each_code, each_master, each_scale_inv, strict=True):

@@ -70,7 +70,7 @@ def observe_products(
                 layer: Any = module
                 emulated.append((layer, layer.product_listener))
                 layer.product_listener = _both(layer.product_listener, partial(listener, name))
-                if idle_listener is not None and hasattr(module, "idle_listener"):
+                if idle_listener is not None:
                     layer.idle_listener = partial(idle_listener, name)
             elif is_te_linear(module):
                 transformer_engine[name] = module
@@ -93,7 +93,7 @@ def observe_products(
         finally:
             for module, before in emulated:
                 module.product_listener = before
-                if idle_listener is not None and hasattr(module, "idle_listener"):
+                if idle_listener is not None:
                     module.idle_listener = None
 
 

@@ -34,11 +34,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role, amax_history
+from gpt_pretrain.fp8.delayed import delayed_state
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role, count_codes, other_codes
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.fp8.rounding import other_codes
-from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.products import Linear
 from gpt_pretrain.spec.recipes import FORMAT_MAX
@@ -280,10 +279,10 @@ class StatisticsCollector:
         for chunk in self._chunks:
             for name, module in whole_model_modules(chunk):
                 for role in Role:
-                    history = amax_history(module, role)
-                    if history is not None and (name, role) in self._rows:
+                    state = delayed_state(module, role)
+                    if state is not None and (name, role) in self._rows:
                         # The first row belongs to the present pass; between passes it is zero.
-                        used = torch.count_nonzero(history[1:]) + 1
+                        used = torch.count_nonzero(state[0][1:]) + 1
                         self._maxima[self._rows[name, role], _HISTORY] = used
 
     def read(self) -> list[StepStatistics]:

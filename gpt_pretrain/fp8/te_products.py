@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Operand, Phase, Product, Role
+from gpt_pretrain.fp8.gemms import CAST_IN, CODE_TYPES, OPERANDS, Operand, Phase, Product, Role
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patched
 
@@ -29,8 +29,6 @@ _ARGUMENTS = {
     Phase.dgrad: (Role.weight, Role.output_gradient),
     Phase.wgrad: (Role.input, Role.output_gradient),
 }
-# The product before which a tensor is cast; until the next microbatch its amax belongs to that cast.
-CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
 # Rows and columns of the square blocks of weights, and values of the other blocks (TE 2.12, Float8BlockQuantizer).
 _BLOCK = 128
 # Two kernels that add up a norm's squares in different orders, in fp32, and a few roundings after that.

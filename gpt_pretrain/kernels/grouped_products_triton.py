@@ -137,21 +137,10 @@ def _tensor_of(table, expert, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
 # A number of tiles that is a multiple of 16 is no reason to compile anew in the middle of a run.
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_gemm_kernel(
-    inputs,
-    weights,
-    outputs,
-    tiles,
-    num_tiles,
-    width: tl.constexpr,
-    depth: tl.constexpr,
-    column_step: tl.constexpr,
-    depth_step: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    inputs, weights, outputs, tiles, num_tiles,
+    width: tl.constexpr, depth: tl.constexpr, column_step: tl.constexpr, depth_step: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """outputs[r, c] = sum over d of inputs[r, d] · weight[c · column_step + d · depth_step]."""
     row_tile, column_tile = _place(tl.program_id(0), num_tiles, tl.cdiv(width, COLUMNS), GROUP)
     expert = tl.load(tiles + 3 * row_tile)
@@ -183,18 +172,9 @@ def _grouped_gemm_kernel(
 
 @triton.jit
 def _grouped_wgrad_gemm_kernel(
-    output_gradients,
-    inputs,
-    main_grads,
-    starts,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    output_gradients, inputs, main_grads, starts, height: tl.constexpr, width: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """main_grad[r, c] += sum over an expert's rows i of output_gradients[i, r] · inputs[i, c]."""
     num_row_tiles: tl.constexpr = (height + ROWS - 1) // ROWS
     num_column_tiles: tl.constexpr = (width + COLUMNS - 1) // COLUMNS
@@ -258,22 +238,9 @@ def _multiply(
     result = values.new_empty(values.shape[0], width)
     if num_tiles:
         _grouped_gemm_kernel[(num_tiles * triton.cdiv(width, _COLUMNS),)](
-            values,
-            weights.addresses,
-            result,
-            rows.tiles,
-            num_tiles,
-            width,
-            depth,
-            *steps,
-            ROWS,
-            _COLUMNS,
-            _DEPTH,
-            _GROUP,
-            weights.alignment,
-            num_warps=_WARPS,
-            num_stages=_stages(values.device),
-        )
+            values, weights.addresses, result, rows.tiles, num_tiles, width, depth, *steps,
+            ROWS, _COLUMNS, _DEPTH, _GROUP, weights.alignment, num_warps=_WARPS, num_stages=_stages(values.device),
+        )  # fmt: skip
     return result
 
 
@@ -293,20 +260,9 @@ def _accumulate_weight_gradients(
         return
     programs = triton.cdiv(height, ROWS) * triton.cdiv(width, _COLUMNS)
     _grouped_wgrad_gemm_kernel[(programs * (len(rows.starts) - 1),)](
-        output_gradients,
-        inputs,
-        main_grads.addresses,
-        rows.starts,
-        height,
-        width,
-        ROWS,
-        _COLUMNS,
-        _DEPTH,
-        _GROUP,
-        main_grads.alignment,
-        num_warps=_WARPS,
-        num_stages=_stages(inputs.device),
-    )
+        output_gradients, inputs, main_grads.addresses, rows.starts, height, width,
+        ROWS, _COLUMNS, _DEPTH, _GROUP, main_grads.alignment, num_warps=_WARPS, num_stages=_stages(inputs.device),
+    )  # fmt: skip
 
 
 class GroupedWeights:

@@ -22,18 +22,17 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel
 from gpt_pretrain.config.derived import padded_vocab_size
-from gpt_pretrain.megatron.compiled_layers import CompiledLayers
 from gpt_pretrain.megatron.fused_layers import (
     install_embeddings,
     install_rotation,
     install_split,
     install_weight_gradients,
 )
-from gpt_pretrain.megatron.graphs import prepare_graphs
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
 from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
+from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
 from gpt_pretrain.spec.core_fields import (
     ActivationFunction,
     Dtype,
@@ -223,7 +222,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     transformer_config.grad_scale_func = None
     if spec.model.overlap_grad_reduce:
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
-            from gpt_pretrain.megatron.expert_layers import announce_gradients
+            from gpt_pretrain.megatron.te_layers import announce_gradients
 
             announce_gradients(chunks)
         no_sync = [chunk.no_sync for chunk in chunks]

@@ -91,14 +91,9 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )
-            for gradient, state in self._to_update(group["params"]):
-                self._update(gradient, state, step)
-
-    def _to_update(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, AdamState]]:
-        for parameter in parameters:
-            gradient = getattr(parameter, "decoupled_grad", None)
-            if gradient is not None:
-                yield gradient, self.states[parameter]
+            for parameter in group["params"]:
+                if getattr(parameter, "decoupled_grad", None) is not None:
+                    self._update(parameter.decoupled_grad, self.states[parameter], step)
 
 
 def _kernel() -> Callable[[torch.Tensor, AdamState, AdamStep], None]:

@@ -78,7 +78,7 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) ->
     Where the norm writes FP8 itself, the transposed copy takes another pass. A scale from the tensor itself takes one
     more pass to find it. A cast in the activation's kernel writes its two bytes in place of BF16, which
     `_elementwise_bytes` has: what is left is to read the activation's inputs, and its gradient, once more for a scale.
-    TorchAO's codes are written in both layouts at once (`kernels.cast_triton`).
+    TorchAO's codes are written in both layouts at once (`kernels.fp8_codes_triton`).
     """
     from_itself = recipe.searches_amax
     of_input = of_gradient = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * from_itself

@@ -55,7 +55,7 @@ MULTICAST_OFF = {
 NO_MULTICAST = "NCCL_NVLS_ENABLE"
 USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 
-# The oldest version tested, and what `megatron.flash_attention` calls of it.
+# The oldest version tested, and what `megatron.te_layers` calls of it.
 OLDEST_FLASH_ATTENTION = "4.0.0b36"
 _FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
 # Its casts and products are no public API: another version may have them elsewhere, or round otherwise.

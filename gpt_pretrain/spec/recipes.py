@@ -4,7 +4,7 @@ Everything that acts on FP8 (rules, translation, plan, proof, emulation) reads `
 what null means.
 
 A new recipe is a member of `config.choices.Fp8RecipeName`, a record here, `conf/fp8/NAME.yaml` and its casts in
-`fp8.emulation.casts`. What the columns say was read in Transformer Engine (TE) 2.12, TorchAO 0.18 and
+`fp8.casts`. What the columns say was read in Transformer Engine (TE) 2.12, TorchAO 0.18 and
 megatron-core 0.19.2.
 """
 
