@@ -150,7 +150,8 @@ class LayerScaling:
         # Scales of inputs that will be recomputed, oldest first: backward passes keep the order of the forward passes.
         self._to_recompute: deque[torch.Tensor] = deque()
         self.ends_backward = False
-        """Whether the backward pass of the newest input ends with an update."""
+        """Whether the backward pass of the newest input ends with an update, by `end_backward`."""
+        self.end_backward = scaling.end_backward
 
     def __call__(self, x: torch.Tensor, role: Role) -> Directions:
         """Casts a matrix with the scale of earlier passes; `x` is detached, so the grad mode tells training passes."""
@@ -173,10 +174,6 @@ class LayerScaling:
             scaling.record(column, amax)
         quantised = cast_tensor(x, role_format(self._all.settings, role), scale, amax)
         return Directions(quantised, quantised)
-
-    def end_backward(self) -> None:
-        """Updates the gradients' scales of all layers."""
-        self._all.end_backward()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies under the names of TE's extra state."""
