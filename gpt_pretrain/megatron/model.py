@@ -237,11 +237,11 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
         chunks=chunks,
         transformer_config=transformer_config,
         output_processor=losses_from_head if linear else None,
-        num_parameters=_count_parameters(gpt_chunks),
+        num_parameters=sums_over_parameters(gpt_chunks, torch.Tensor.numel)[0],
     )
 
 
-def parameters_by_group(
+def _parameters_by_group(
     chunks: Sequence[GPTModel],
 ) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
     """This rank's parameters with the ranks that share the model: those of experts, and those of all the rest.
@@ -275,12 +275,12 @@ def parameters_by_group(
         )
 
 
-def _count_parameters(chunks: Sequence[GPTModel]) -> int:
-    """Parameters of the whole model."""
-    count = 0
-    for group, parameters in parameters_by_group(chunks):
-        own = sum(parameter.numel() for parameter in parameters)
-        total = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
-        sum_over(group, total)
-        count += int(total.item())
-    return count
+def sums_over_parameters(chunks: Sequence[GPTModel], *measures: Callable[[torch.nn.Parameter], int]) -> list[int]:
+    """The sum of each measure over all parameters of the whole model; all ranks call it."""
+    totals = torch.zeros(len(measures), dtype=torch.int64)
+    for group, parameters in _parameters_by_group(chunks):
+        own = [sum(map(measure, parameters)) for measure in measures]
+        sums = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
+        sum_over(group, sums)
+        totals += sums.cpu()
+    return totals.tolist()
