@@ -58,11 +58,11 @@ class Window:
         return cls(part(height, max(128, most // width // 128 * 128), turn), (0, width))
 
     def of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """These values."""
+        """The window's values."""
         return matrix[slice(*self.rows), slice(*self.columns)]
 
     def scales(self, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
-        """The scales of these values' blocks, [blocks of rows, blocks of columns]; the one scale where all share it."""
+        """The scales of the window's blocks, [blocks of rows, blocks of columns]; the one scale where all share it."""
         if block is None:
             return scale
         (top, bottom), (left, right), (height, width) = self.rows, self.columns, block
@@ -97,12 +97,6 @@ class _Check:
     """fp64 [3]: above 0 where they differ, the number expected, the number found."""
 
 
-def _numbers(off: torch.Tensor, expected: torch.Tensor | float, found: torch.Tensor | float) -> torch.Tensor:
-    return torch.stack(
-        [torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, expected, found)]
-    )
-
-
 class Checks:
     """The comparisons of one step."""
 
@@ -124,7 +118,9 @@ class Checks:
 
         `off`, [], is above 0, or NaN, where it differs. `planned` and `live` are texts with places for both numbers.
         """
-        numbers = _numbers(off, expected, found)
+        numbers = torch.stack(
+            [torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, expected, found)]
+        )
         self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=numbers))
 
     def add_fault(self, module: str, what: str, planned: str, live: str) -> None:

@@ -116,12 +116,10 @@ ProductListener = Callable[[Product], None]
 
 
 def spread_over_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """The scale of each value of a matrix [rows, columns], from the scales of its blocks.
+    """The scale of each value of a matrix of this shape, from the scales [blocks of rows, blocks of columns].
 
-    Args:
-        scales: [blocks of rows, blocks of columns]; entries beyond, which only pad the array, are left out.
-        block: Rows and columns of a block.
-        shape: Rows and columns of the matrix; blocks at its lower and right edge may be smaller.
+    `block` is a block's rows and columns; blocks at the lower and right edge may be smaller. Scales beyond the matrix,
+    which only pad their array, are left out.
     """
     (height, width), (rows, columns) = block, shape
     return scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
@@ -130,11 +128,8 @@ def spread_over_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tupl
 def count_codes(codes: torch.Tensor, largest: int) -> torch.Tensor:
     """Counts codes regardless of their sign; does not wait for the device.
 
-    A kernel does so in one pass. torch's own operations take ten, and made an observed step twice as long.
-
-    Args:
-        codes: float8_e4m3fn or float8_e5m2, any shape, contiguous.
-        largest: The code of the format's largest finite magnitude.
+    A kernel does so in one pass. torch's own operations take ten, and made an observed step twice as long. `codes` are
+    contiguous, of any shape; `largest` is the code of their format's largest finite magnitude.
 
     Returns:
         int64 [3]: how many codes are zero, how many are `largest`, and the code of the largest magnitude, which exceeds

@@ -66,10 +66,7 @@ def _expert_name(linear: Linear, expert: int) -> str:
 def live_linears(linears: Iterable[Linear], modules: Container[str], num_experts: int | None) -> Iterator[Linear]:
     """The planned linear layers by the modules that compute them: each expert's, where experts have their own.
 
-    Args:
-        linears: The planned ones.
-        modules: Names of this rank's modules in the whole model.
-        num_experts: Of a layer, over all ranks.
+    `modules` has the names of this rank's modules in the whole model; `num_experts` is a layer's, on all ranks.
     """
     for linear in linears:
         own = []

@@ -42,7 +42,7 @@ class _Shard:
 
     @property
     def is_of_local_layer(self) -> bool:
-        """Or Transformer Engine's."""
+        """Whether a local layer has the weight, not Transformer Engine's."""
         return isinstance(self.weight, StoredWeight)
 
     @property
@@ -136,9 +136,7 @@ class MasterCheck:
     def problems(self, lr: float) -> Iterator[Difference]:
         """Each weight that did not follow its master; every rank calls it, and it waits for the device.
 
-        Args:
-            lr: Learning rate of the step. A weight must have changed where it moved so many values that some must
-                have reached another code.
+        A weight must have changed where the step's learning rate moved so many values that some reached another code.
         """
         for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
             name, what = self._names.get(id(shard.weight), "a weight"), "weight after the step"

@@ -157,7 +157,10 @@ class Replay:
         if tensor in self._stored:
             # The amax of the optimizer's cast waits here for the next pass.
             history[0] = found_history[0]
-            yield from self._compare_stored(tensor, found_scale)
+            weight: Any = self._modules[tensor[0]].weight
+            used_scale = 1.0 / weight._scale_inv.item()
+            if not _is_near(used_scale, found_scale):
+                yield _difference(tensor, "scale of the stored codes", found_scale, used_scale)
         newest, found_newest = history[-1].item(), found_history[-1].item()
         if newest != found_newest:
             yield _difference(tensor, "newest amax of the history", newest, found_newest)
@@ -168,12 +171,6 @@ class Replay:
             )
         if not _is_near(found_scale, scales[-1]):
             yield _difference(tensor, "next scale", scales[-1], found_scale)
-
-    def _compare_stored(self, tensor: _Tensor, scale: float) -> Iterator[Difference]:
-        weight: Any = self._modules[tensor[0]].weight
-        used = 1.0 / weight._scale_inv.item()
-        if not _is_near(used, scale):
-            yield _difference(tensor, "scale of the stored codes", scale, used)
 
     @property
     def _takes_maximum(self) -> bool:

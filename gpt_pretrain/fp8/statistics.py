@@ -16,13 +16,13 @@ What is counted:
 
 Shares are means over all values of all microbatches and all ranks.
 
-A sampled observation looks at some of the layers: those of a large model take up to `MOST_TURNS` turns, so that what
-it costs is a small share of the steps of small and large models alike. It looks at the first microbatch alone, and at
-no more than `SAMPLE` rows and columns of a tensor, evenly spaced and others each time: at most 16,384 values, of which
-a share of 1e-3 is known to 2.5e-4 and one of 0.1 to 2.3e-3 (one standard deviation, if values are independent; rows
-are tokens, and 128 tokens that are each all or nothing tell a share of 0.1 to 0.027). Amax and scale are not sampled.
-It costs three copies for each tensor, of these values, the amax and the scale, and a few kernels for all of them
-together: on a GPU the host has to start every one of them.
+A sampled observation looks at some of the layers: those of a large model take up to `MOST_TURNS` turns, so that models
+of any size spend a small share of their steps on it. It looks at the first microbatch alone, and at no more than
+`SAMPLE` rows and columns of a tensor, evenly spaced and others each time: at most 16,384 values, of which a share of
+1e-3 is known to 2.5e-4 and one of 0.1 to 2.3e-3 (one standard deviation, if values are independent; rows are tokens,
+and 128 tokens that are each all or nothing tell a share of 0.1 to 0.027). Amax and scale are not sampled. It copies
+these values, the amax and the scale of each tensor, and starts a few kernels for all tensors together: on a GPU the
+host has to start every copy and kernel.
 """
 
 from collections import defaultdict
@@ -305,7 +305,7 @@ class _Seen:
     row: int
     format: str
     num_values: int
-    """That `counts` is of."""
+    """How many values were counted."""
     counts: torch.Tensor | None
     """int64 [3], as of `count_codes`; None until its sample is counted."""
     sample: torch.Tensor | None

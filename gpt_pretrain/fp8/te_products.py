@@ -71,7 +71,7 @@ class Watch:
     measure_amax: bool
     # The pass: whose it is, and what it casts.
     _name: str = field(default="", init=False)
-    # As the pass was given them: of experts together.
+    # Those of experts together.
     _values: dict[Role, torch.Tensor] = field(default_factory=dict, init=False)
     _blur: float = field(default=0.0, init=False)
 
@@ -146,7 +146,7 @@ class Watch:
         return run
 
     def grouped_gemm(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
-        """Its products of experts."""
+        """Transformer Engine's products of experts."""
 
         def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
             phase, rows = _PHASES[kwargs.get("layout", "TN")], kwargs["m_splits"]
@@ -309,11 +309,9 @@ def _operand(
 
 
 def _stored(tensor: Any, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as bytes, a matrix, and inverse scales, [1] or [blocks of rows, blocks of columns].
+    """A quantised storage's codes as bytes, a matrix, and inverse scales, [1] or [blocks of rows, blocks of columns].
 
-    Args:
-        tensor: A quantised storage.
-        columnwise: The product sums over rows: where there is a copy for that, it reads the copy.
+    A product that sums over rows (`columnwise`) reads the copy for that, where there is one.
     """
     if hasattr(tensor, "_scale_inv"):
         is_transposed = columnwise and tensor._transpose is not None and not tensor._transpose_invalid

@@ -59,10 +59,12 @@ class TorchAO:
         axes: list[int | None] = [None if recipe.scales_tensors else -1]
         if recipe.has_wgrad or role is Role.weight:
             axes.append(None if recipe.scales_tensors or whole_in_dgrad else 0)
+        # Rows and columns that share a scale; None: all do.
+        blocks = {None: None, -1: (1, columns), 0: (rows, 1)}
         format = role_format(self._settings, role)
         cast = self._cast_on_gpu if x.is_cuda else self._cast_by_operations
         directions = [
-            Quantised(format=format, codes=codes, scale=scale, amax=amax, block=_block(axis, rows, columns))
+            Quantised(format=format, codes=codes, scale=scale, amax=amax, block=blocks[axis])
             for axis, (codes, scale, amax) in zip(axes, cast(x, CODE_TYPES[format], axes), strict=True)
         ]
         # Without a second axis nothing sums over the rows of the codes.
@@ -108,11 +110,6 @@ def _compiled[**Arguments, Result](function: Callable[Arguments, Result]) -> Cal
     # What is compiled rounds where the operations say it; TorchAO asks for it with scales of rows.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
-
-
-def _block(axis: int | None, rows: int, columns: int) -> tuple[int, int] | None:
-    """Rows and columns that share a scale of this axis; None: all do."""
-    return None if axis is None else (1, columns) if axis == -1 else (rows, 1)
 
 
 def _multiply(

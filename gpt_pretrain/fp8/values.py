@@ -61,7 +61,7 @@ class WatchedValues:
         self._settings = settings
         emulated = {name: modules[name] for name in linears if hasattr(modules.get(name), "product_listener")}
         own = {name: modules[name] for name in linears if name in modules and is_te_linear(modules[name])}
-        # Other layers in their places are what `WatchedProducts` tells.
+        # `WatchedProducts` reports other layers in their places.
         self._modules = {**emulated, **own}
         self._emulated = frozenset(emulated)
         self._num_microbatches = num_microbatches
@@ -76,7 +76,7 @@ class WatchedValues:
         self._results: dict[str, torch.Tensor] = {}
         self._counts: Counter[tuple[str, Phase]] = Counter()
         self._multiplied: set[tuple[str, Phase]] = set()
-        # Of the inputs that these layers have cast, what their weight gradients are multiplied again from.
+        # The parts of these layers' inputs from which their weight gradients are multiplied again.
         self._inputs: dict[str, torch.Tensor] = {}
         self._replay = (
             Replay(settings, self._modules, list(linears), num_microbatches) if settings.recipe.keeps_history else None
@@ -96,7 +96,7 @@ class WatchedValues:
         self._inputs.clear()
 
     def _check_output(self, name: str, module: torch.nn.Module, arguments: Any, returned: Any) -> None:
-        # The other is the bias, where the layer leaves its addition to the next.
+        # A second result is the bias, which the next layer adds.
         output = returned[0] if isinstance(returned, tuple) else returned
         result = self._results.pop(name, None)
         if result is not None:
@@ -126,7 +126,7 @@ class WatchedValues:
         is_first_pass = not is_recomputed(phase)
         self._counts[module, phase] += is_first_pass and product.part == 0
         is_turn = is_first_pass and self._counts[module, phase] - 1 == self._microbatch
-        # What `WatchedProducts` finds to be in other formats has no codes.
+        # Operands in other formats, which `WatchedProducts` reports, have no codes.
         operands = [operand for operand in product.operands if operand.codes is not None]
         are_whole = [self._check_cast(module, phase, operand, is_turn=is_turn) for operand in operands]
         if product.output is None or module not in self._repeated:
@@ -254,7 +254,7 @@ class WatchedValues:
         for name in self._modules:
             for phase in Phase:
                 count, planned = self._counts[name, phase], self._num_microbatches
-                # None at all is what `WatchedProducts` tells.
+                # `WatchedProducts` reports products that never ran.
                 if 0 < count < planned:
                     what = f"{phase.value} products"
                     yield Difference(module=name, what=what, planned=f"{planned} or more", live=str(count))

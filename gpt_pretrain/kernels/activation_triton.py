@@ -203,12 +203,10 @@ class CastInto:
 
 
 def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto) -> None:
-    """Writes the activation as FP8.
+    """Writes the activation as FP8 of [rows, width].
 
-    Args:
-        inputs: [rows, 2 · width] of a SwiGLU, gates first, or [rows, width] of a GELU, contiguous.
-        bias: [width], added to the inputs of a GELU; None: no bias.
-        into: FP8 of [rows, width].
+    Inputs are [rows, 2 · width] of a SwiGLU, gates first, or [rows, width] of a GELU, contiguous. A bias, [width], is
+    added to the inputs of a GELU.
     """
     _launch(_activation_kernel, inputs, bias, into, into.codes.shape[1])
 

@@ -59,16 +59,10 @@ def _word(even, odd, dtype: tl.constexpr):
 
 @triton.jit
 def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None:
-    """Stores the codes of scaled values as a matrix of columns; rows come in pairs, one even and one odd.
+    """Stores the codes of scaled values transposed: `into` is [all columns, 2 · num_pairs].
 
-    Args:
-        even: fp32 [pairs, columns], of even rows.
-        odd: Of the rows after them.
-        into: Codes [all columns, 2 · num_pairs].
-        pairs: Which pairs of rows these are.
-        columns: Which columns.
-        inside: Whether each column is one of the tensor.
-        num_pairs: Of the tensor's rows.
+    Rows come in pairs: `even` and `odd`, fp32 [pairs, columns], are even rows and the rows after them. `pairs` and
+    `columns` number them in the tensor; `inside` says which columns the tensor has.
     """
     words = _word(even, odd, into.dtype.element_ty)
     places = into.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
@@ -209,12 +203,9 @@ def _search(values, scale_inv, found, num_rows, num_columns, stride):
 
 
 def search_blocks(values: torch.Tensor, scale_inv: torch.Tensor, found: torch.Tensor) -> None:
-    """Sets a flag where there is an infinity in values that were cast in blocks of 1×128.
+    """Sets the flag `found`, fp32 [1], if values [..., columns] that were cast in blocks of 1×128 contain infinity.
 
-    Args:
-        values: [..., columns].
-        scale_inv: fp32 [blocks of a row, at least the rows], contiguous: the inverse scales of the blocks.
-        found: fp32 [1].
+    `scale_inv` has the inverse scales of the blocks, fp32 [blocks of a row, at least the rows], contiguous.
     """
     values = values.contiguous()
     num_columns = values.shape[-1]

@@ -225,14 +225,9 @@ def _stages(device: torch.device) -> int:
 def _multiply(
     values: torch.Tensor, weights: Table, rows: ExpertRows, width: int, steps: tuple[int, int]
 ) -> torch.Tensor:
-    """Each row times a matrix of its expert: [rows, width] in BF16.
+    """Each row of `values`, [rows, depth] in BF16 and contiguous, times a matrix of its expert: [rows, width] in BF16.
 
-    Args:
-        values: [rows, depth] in BF16, contiguous.
-        weights: `Addresses` of BF16 tensors, one of each expert.
-        rows: Which row belongs to which expert.
-        width: Columns of the matrices.
-        steps: From one column of a matrix to the next, and from one of its `depth` rows.
+    `weights` are the matrices, BF16 [depth, width]; `steps` go from one column to the next, and from one row.
     """
     num_tiles, depth = len(rows.tiles), values.shape[1]
     result = values.new_empty(values.shape[0], width)
@@ -249,11 +244,7 @@ def _accumulate_weight_gradients(
 ) -> None:
     """Adds the gradient of each weight to its main gradient; experts without rows add none.
 
-    Args:
-        output_gradients: [rows, out] in BF16, contiguous.
-        inputs: [rows, in] in BF16, contiguous.
-        main_grads: `Addresses` of [out, in] in fp32, contiguous, one of each expert.
-        rows: Which row belongs to which expert.
+    `output_gradients` [rows, out] and `inputs` [rows, in] are BF16, `main_grads` fp32 [out, in]; all are contiguous.
     """
     height, width = output_gradients.shape[1], inputs.shape[1]
     if not len(rows.tiles):
@@ -266,11 +257,7 @@ def _accumulate_weight_gradients(
 
 
 class GroupedWeights:
-    """What one layer's products keep from one pass to the next.
-
-    Args:
-        rows: Shared with the layers whose rows are the same.
-    """
+    """What one layer's products keep from one pass to the next; `rows` is shared with layers of the same rows."""
 
     def __init__(self, rows: RowPlaces) -> None:
         self.rows = rows
@@ -291,11 +278,8 @@ def multiply_by_experts(
     The gradient of a weight is added to its attribute `main_grad` ([out, in] in fp32, contiguous). Autograd does not
     see the weights, and calls no hook of theirs; `kept.gradients_added` is called instead.
 
-    Args:
-        inputs: [rows, in] in BF16, sorted by expert.
-        counts: Rows of each expert.
-        weights: [out, in] in BF16, contiguous, one of each expert; all of them are trained, or none.
-        kept: Of this layer.
+    Inputs, [rows, in] in BF16, are sorted by expert; `counts` are the rows of each. Each expert has a weight, [out, in]
+    in BF16 and contiguous; all of them are trained, or none.
     """
     stand_in = kept.stand_in if weights[0].requires_grad else None
     product: torch.Tensor = _GroupedProducts.apply(inputs, stand_in, counts, weights, kept)  # type: ignore[no-untyped-call]

@@ -114,26 +114,17 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
         (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
-        accumulate_rows(weight.main_grad, rows.flatten(), given.flatten(0, 1))
+        tokens, token_gradients = rows.flatten(), given.flatten(0, 1)
+        if token_gradients.is_cuda:
+            from gpt_pretrain.kernels.embedding_triton import add_rows
+
+            add_rows(weight.main_grad, tokens, token_gradients.contiguous())
+        else:
+            # Where another rank has the row, gradients are zeros.
+            weight.main_grad.index_add_(0, tokens.clamp(min=0), token_gradients.float())
         weight.grad_added_to_main_grad = True
         # Data parallelism waits for some gradient of each weight, and does not read this one.
         return None, None if ctx.is_tied else torch.empty_like(weight), None, None
-
-
-def accumulate_rows(main_grad: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-    """Adds the gradient of each token to its row of an embedding's main gradient.
-
-    Args:
-        main_grad: [vocab, h] in fp32, contiguous.
-        rows: The row of each token, int64 [tokens]; -1 where another rank has it.
-        gradients: [tokens, h]; zeros where another rank has the row.
-    """
-    if gradients.is_cuda:
-        from gpt_pretrain.kernels.embedding_triton import add_rows
-
-        add_rows(main_grad, rows, gradients.contiguous())
-    else:
-        main_grad.index_add_(0, rows.clamp(min=0), gradients.float())
 
 
 def install_embeddings(chunks: Sequence[Any]) -> None:

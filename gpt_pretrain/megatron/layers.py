@@ -60,16 +60,9 @@ class TorchNorm:
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention: each token attends to itself and those before it.
+    """Causal attention: each token attends to itself and those before it; `scale` multiplies the scores.
 
-    Args:
-        query: [s, b, heads, width].
-        key: [s, b, groups, width].
-        value: [s, b, groups, width].
-        scale: Factor of the scores.
-
-    Returns:
-        [s, b, heads · width].
+    Queries are [s, b, heads, width], keys and values [s, b, groups, width], the result [s, b, heads · width].
     """
     q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     with sdpa_kernel(_BACKENDS, set_priority=True):

@@ -83,16 +83,14 @@ def _multiply_in_fp8(*layers: Any) -> bool:
 def allocate(
     quantizer: Any, shape: tuple[int, ...], like: torch.Tensor, *, columnwise: bool = True
 ) -> tuple[Any, CastInto]:
-    """An unwritten Transformer Engine tensor of this quantizer, and where to write it.
+    """An unwritten Transformer Engine tensor [rows, columns] of this quantizer, and where to write it.
 
-    Args:
-        quantizer: Of delayed scaling (Float8Quantizer) or of tensorwise (Float8CurrentScalingQuantizer).
-        shape: Of the tensor, [rows, columns].
-        like: Has the device, and the type that the codes stand for.
-        columnwise: Also as the transpose, which weight gradients read.
+    `like` has the device, and the type that the codes stand for. `columnwise` adds the transpose, which weight
+    gradients read.
 
     Raises:
-        TypeError: The quantizer is of another recipe.
+        TypeError: The quantizer is neither of delayed scaling (Float8Quantizer) nor of tensorwise
+            (Float8CurrentScalingQuantizer).
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine_torch import DType
@@ -275,21 +273,15 @@ class _CausalAttention(torch.autograd.Function):
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
     """Causal attention: each token attends to itself and those before it.
 
+    Queries are [s, b, heads, width], keys and values [s, b, groups, width], in BF16 or FP16; the result is
+    [s, b, heads · width]. `scale` multiplies the scores; None: 1/√width.
+
     megatron-core lays the sequences of a batch side by side, FlashAttention one after the other. Here they become
     batch · heads heads of one sequence: head i reads keys and values of head i // (heads / groups), so that each head
     reads those of its own sequence. Nothing is copied that is contiguous, as `split_and_rotate` leaves it, nor are the
     parts of one projection with as many groups as heads, whose gradients are parts of one tensor, too. Gradients of
     queries, and of keys and values that several heads read, are summed in a fixed order where deterministic algorithms
     are on, and otherwise in the order in which they are ready.
-
-    Args:
-        query: [s, b, heads, width], BF16 or FP16.
-        key: [s, b, groups, width].
-        value: [s, b, groups, width].
-        scale: Factor of the scores; None: 1/√width.
-
-    Returns:
-        [s, b, heads · width].
     """
     if not _are_parts_of_one(query, key, value):
         # Queries were rotated out of the projection; a view of it would keep all of it alive for the values.
