@@ -5,8 +5,8 @@ FP8 products sum along contiguous memory, so a matrix that is summed over its ro
 in another is needed twice, once transposed. What torch.compile makes of TorchAO's operations reads the values for each
 direction again and transposes codes in kernels of their own.
 
-**The search**: a block with an infinity has scale 1 (`fp8/infinities.py`). The search reads all scales, a
-number for each 128 values, and the values of those blocks alone: a fraction of a cast's cost.
+**The search** looks for infinities, whose blocks have scale 1 (`fp8/infinities.py`). It reads all scales, a number for
+each 128 values, and the values of such blocks alone: a fraction of a cast's cost.
 """
 
 import torch
