@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import (
+from gpt_pretrain.fp8.casts import (
     Directions,
     Quantised,
     cast_blocks,
@@ -63,8 +63,8 @@ def layer_of(training: Training, kind: str, layer: str = LAYER) -> Any:
 def change_cast(module: Any, role: Role, change: Callable[[torch.Tensor, Directions], Directions]) -> None:
     """Lets a layer's cast of one tensor return something else."""
     products = module._products
-    cast = products._cast
-    products._cast = lambda x, of: change(x, cast(x, of)) if of is role else cast(x, of)
+    cast = products.cast
+    products.cast = lambda x, of: change(x, cast(x, of)) if of is role else cast(x, of)
 
 
 def in_both_ways(change: Callable[[Quantised], Quantised]) -> Callable[[torch.Tensor, Directions], Directions]:
@@ -198,19 +198,19 @@ def round_beforehand(module: Any) -> None:
 def scale_products(module: Any) -> None:
     """An engine's products that are off by 3%."""
     products = module._products
-    multiply = products._multiply
-    products._multiply = lambda *given, **more: multiply(*given, **more) * 1.03
+    multiply = products.multiply
+    products.multiply = lambda *given, **more: multiply(*given, **more) * 1.03
 
 
 def drop_products(module: Any, phase: Phase) -> None:
     """Results that are never written."""
-    multiply = module._products._multiply
+    multiply = module._products.multiply
 
     def dropped(of: Phase, *given: Any, **more: Any) -> torch.Tensor:
         y: torch.Tensor = multiply(of, *given, **more)
         return y.zero_() if of is phase else y
 
-    module._products._multiply = dropped
+    module._products.multiply = dropped
 
 
 def to_tensorwise(module: Any) -> None:
@@ -229,7 +229,7 @@ def record_twice(module: Any) -> None:
 
 def quantise_wgrad(module: Any) -> None:
     """The weight's gradient comes from the codes."""
-    module._products._settings = replace(module._products._settings, wgrad=True)
+    module._products.settings = replace(module._products.settings, wgrad=True)
 
 
 def round_input_of_wgrad(module: Any) -> None:
@@ -276,7 +276,7 @@ def blur_products(module: Any, error: float) -> None:
         module: The layer.
         error: Relative 2-norm.
     """
-    multiply = module._products._multiply
+    multiply = module._products.multiply
     generator = torch.Generator().manual_seed(3)
 
     def blurred(*given: Any, **more: Any) -> torch.Tensor:
@@ -284,7 +284,7 @@ def blur_products(module: Any, error: float) -> None:
         noise = torch.randn(y.shape, generator=generator) * y.float().square().mean().sqrt()
         return (y.float() + error * noise).to(y.dtype)
 
-    module._products._multiply = blurred
+    module._products.multiply = blurred
 
 
 def keep_codes(module: Any) -> None:
@@ -339,4 +339,4 @@ def own_recipe(module: Any, overrides: tuple[str, ...]) -> None:
     """One layer on another recipe."""
     settings = spec_of(load_config([*TINY, *overrides])).fp8
     assert settings is not None
-    module._products._cast = stateless_cast(settings)
+    module._products.cast = stateless_cast(settings)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpt_pretrain.kernels.fp8_codes import count_codes
+from gpt_pretrain.fp8.gemms import count_codes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import (
+from gpt_pretrain.fp8.casts import (
     cast_blocks,
     cast_tensor,
     e8m0_scale,

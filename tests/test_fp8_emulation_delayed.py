@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from gpt_pretrain.fp8.emulation.delayed import Scaling
+from gpt_pretrain.fp8.delayed import Scaling
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.spec.recipes import resolve_fp8

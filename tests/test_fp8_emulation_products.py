@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import stateless_cast
+from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
+from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.spec.recipes import resolve_fp8
 
 TOKENS, IN, OUT = 132, 144, 136  # not multiples of 128: blocks at the edges are smaller
@@ -49,6 +50,7 @@ def quantised(x, recipe, role, format, *, sums_over_rows):
 
 @pytest.fixture
 def tensors():
+    install_cpu_device()
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape):

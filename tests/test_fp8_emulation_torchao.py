@@ -11,7 +11,7 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.fp8.emulation.casts import stateless_cast
+from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.megatron.cpu import install_cpu_device

@@ -11,11 +11,11 @@ import torch
 from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt_pretrain.fp8.delayed import delayed_state
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role
 from gpt_pretrain.fp8.statistics import (
     StatisticsCollector,
     TensorStatistics,
-    amax_history,
 )
 from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.training.watches import Fp8Watch
@@ -183,15 +183,15 @@ def test_a_step_that_fails_is_not_counted(collector):
 def test_the_history_of_a_layer_of_transformer_engine_is_found():
     forward, backward = torch.arange(12.0).reshape(4, 3), torch.arange(8.0).reshape(4, 2)
     meta = {
-        "scaling_fwd": SimpleNamespace(amax_history=forward),
-        "scaling_bwd": SimpleNamespace(amax_history=backward),
+        "scaling_fwd": SimpleNamespace(amax_history=forward, scale=torch.ones(3)),
+        "scaling_bwd": SimpleNamespace(amax_history=backward, scale=torch.ones(2)),
     }
     layer, plain = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     layer.fp8_meta = meta
     plain.fp8_meta = {"scaling_fwd": SimpleNamespace(scale=torch.ones(3))}
 
-    assert [amax_history(layer, role)[-1].item() for role in Role] == [9.0, 10.0, 6.0]
-    assert [amax_history(module, role) for module in (plain, torch.nn.Linear(1, 1)) for role in Role] == [None] * 6
+    assert [delayed_state(layer, role)[0][-1].item() for role in Role] == [9.0, 10.0, 6.0]
+    assert [delayed_state(module, role) for module in (plain, torch.nn.Linear(1, 1)) for role in Role] == [None] * 6
 
 
 def test_ranks_join_their_tables_and_one_has_no_fp8(tmp_path):

@@ -12,7 +12,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.fp8.emulation.casts import stateless_cast
+from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.fp8.local_layers import Fp8ColumnParallelLinear

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import stateless_cast
-from gpt_pretrain.fp8.emulation.delayed import DelayedScaling
+from gpt_pretrain.fp8.casts import stateless_cast
+from gpt_pretrain.fp8.delayed import DelayedScaling
 from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.recipes import resolve_fp8

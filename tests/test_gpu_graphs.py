@@ -11,7 +11,7 @@ from gpt_pretrain.checkpoint.load import load_checkpoint
 from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress, random_states
 from gpt_pretrain.fp8.proof import Proof
-from gpt_pretrain.megatron.graphs import release_graphs, without_graphs
+from gpt_pretrain.megatron.whole_layers import release_graphs, without_graphs
 from gpt_pretrain.training.step import mean_loss, validate
 from tests.emulated_training import save_checkpoint
 from tests.transformers_reference import build_reference, built_training, gpt2, map_weights, te_names

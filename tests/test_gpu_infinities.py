@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from gpt_pretrain.kernels.fp8_codes_triton import search_blocks
-from gpt_pretrain.megatron.graphs import GraphedLayer, release_graphs
+from gpt_pretrain.megatron.layers import GraphedLayer
+from gpt_pretrain.megatron.whole_layers import release_graphs
 from tests.sabotages import layer_of
 from tests.te_training import te_training
 

@@ -11,10 +11,10 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron import layers
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.fused_layers import CastingMLP, check_arguments
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.te_layers import CastingMLP, check_arguments
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.forked_runs import interpret_kernels

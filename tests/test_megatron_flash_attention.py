@@ -60,7 +60,7 @@ def package(monkeypatch):
 
 
 def test_sequences_side_by_side_are_heads_of_one_sequence(package):
-    from gpt_pretrain.megatron.flash_attention import causal_attention
+    from gpt_pretrain.megatron.te_layers import causal_attention
 
     check_against_fp64(causal_attention, "cpu", torch.float64, 1e-12)
     assert package.asked == [
@@ -70,7 +70,7 @@ def test_sequences_side_by_side_are_heads_of_one_sequence(package):
 
 
 def test_what_is_contiguous_is_not_copied(package):
-    from gpt_pretrain.megatron.flash_attention import causal_attention
+    from gpt_pretrain.megatron.te_layers import causal_attention
 
     *inputs, _ = make_inputs(SHAPES["four queries to a key"], torch.float32, "cpu")
     causal_attention(*inputs, 1.0)
@@ -78,7 +78,7 @@ def test_what_is_contiguous_is_not_copied(package):
 
 
 def test_parts_of_one_projection_are_not_copied_and_values_alone_do_not_keep_it(package):
-    from gpt_pretrain.megatron.flash_attention import causal_attention
+    from gpt_pretrain.megatron.te_layers import causal_attention
 
     query, key, value = torch.randn(5, 2, 3, 3 * 8).split(8, dim=-1)
     causal_attention(query, key, value, 1.0)
@@ -91,7 +91,7 @@ def test_parts_of_one_projection_are_not_copied_and_values_alone_do_not_keep_it(
 
 def test_gradients_of_parts_of_one_projection_are_parts_of_one_tensor(package):
     """Which split of the projection takes them as they are: Transformer Engine's asks for strides, storage, offsets."""
-    from gpt_pretrain.megatron.flash_attention import causal_attention
+    from gpt_pretrain.megatron.te_layers import causal_attention
 
     shape, width = (6, 2, 3), 8
     projected = torch.randn(*shape, 3 * width, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_gradients_of_parts_of_one_projection_are_parts_of_one_tensor(package):
 
 @pytest.mark.parametrize("lying", ["in another order", "wider apart", "with other heads", "in another tensor"])
 def test_gradients_of_parts_that_lie_otherwise_are_tensors_of_their_own(package, lying):
-    from gpt_pretrain.megatron.flash_attention import causal_attention
+    from gpt_pretrain.megatron.te_layers import causal_attention
 
     parts = list(torch.randn(6, 2, 4, 4 * 8, dtype=torch.float64).split(8, dim=-1))
     of_three = list(torch.randn(6, 2, 4, 3 * 8, dtype=torch.float64).split(8, dim=-1))
@@ -133,7 +133,7 @@ def test_gradients_of_parts_that_lie_otherwise_are_tensors_of_their_own(package,
 
 @pytest.mark.parametrize("by", ["torch", "environment"])
 def test_a_fixed_order_is_asked_for_where_algorithms_are_to_be_deterministic(package, monkeypatch, by):
-    from gpt_pretrain.megatron.flash_attention import causal_attention
+    from gpt_pretrain.megatron.te_layers import causal_attention
 
     if by == "environment":
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

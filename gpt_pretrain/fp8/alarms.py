@@ -7,6 +7,7 @@ condition at the same step share one. A step need not look at every layer; those
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import pairwise
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.gemms import Role, role_format
@@ -50,6 +51,8 @@ class Alarms:
         new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
         for tensor in statistics.tensors:
             for condition, message in self._conditions(tensor):
+                if message is None:
+                    continue
                 key = tensor.layer, tensor.tensor, condition
                 active.add(key)
                 if key not in self._active:
@@ -57,134 +60,97 @@ class Alarms:
         self._active = active
         return [_joined(statistics.step, found) for found in new.values()]
 
-    def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str]]:
-        """Each condition that a tensor shows, with its message."""
+    def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str | None]]:
+        """Each condition, with its message if the tensor shows it."""
         degenerate = self._degenerate(tensor)
-        if degenerate is not None:
-            yield "degenerate", degenerate
-        if tensor.saturated is not None and self._stays_saturated(tensor, tensor.saturated):
-            yield "saturated", self._saturated(tensor, tensor.saturated)
-        if degenerate is None and self._is_flushed(tensor):
-            yield "flushed", self._flushed(tensor)
-        if self._jumps(tensor, degenerate is not None):
-            yield "jumping", self._jumping(tensor)
-        if self._is_unset(tensor):
-            yield (
-                "unset",
-                (
-                    f"its scale is still 1 at amax {_number(tensor.amax)}: no pass has set it; "
-                    "if a checkpoint brought it, start scales anew with checkpoint.reset_fp8_state=true, or choose "
-                    "fp8=tensorwise, which keeps none"
-                ),
-            )
-        if tensor.lagging is not None and tensor.lagging > LAGGING_SHARE:
-            yield (
-                "lagging",
-                (
-                    f"{100 * tensor.lagging:.2g}% of its codes are not those of the weight as it is: the layer "
-                    "computes with an older one, which no setting asks for; keep it out of FP8 with "
-                    f"{self._without(tensor)}"
-                ),
-            )
+        yield "degenerate", degenerate
+        yield "saturated", self._saturated(tensor)
+        yield "flushed", self._flushed(tensor) if degenerate is None else None
+        yield "jumping", self._jumping(tensor, is_degenerate=degenerate is not None)
+        yield "unset", self._unset(tensor)
+        yield "lagging", self._lagging(tensor)
+
+    def _format(self, tensor: TensorStatistics) -> str:
+        return role_format(self._settings, Role(tensor.tensor))
 
     def _degenerate(self, tensor: TensorStatistics) -> str | None:
         if tensor.amax is not None and math.isinf(tensor.amax):
             return (
                 "it contains inf or NaN, which no scale can represent; lower model.optim.lr or lengthen "
-                f"model.optim.sched.warmup_steps, and see whether {self._without(tensor)} avoids it"
+                f"model.optim.sched.warmup_steps, and see whether {_without(tensor)} avoids it"
             )
         if tensor.scale_min == 0.0:
             return (
                 "its scale is 0, so that all its values become zero; it came from an infinite amax: lower "
-                f"model.optim.lr, or keep the layer out of FP8 with {self._without(tensor)}"
+                f"model.optim.lr, or keep the layer out of FP8 with {_without(tensor)}"
             )
         # A single block of (nearly) zeros is not unusual.
         scale = tensor.scale_max if self._settings.recipe.scales_tensors else tensor.scale_min
-        largest = self._settings.recipe.largest_scale(role_format(self._settings, Role(tensor.tensor)))
-        if scale is not None and scale >= largest:
+        if scale is not None and scale >= self._settings.recipe.largest_scale(self._format(tensor)):
             return (
                 "its scale is as large as scales get, because all its values are (nearly) zero (amax "
                 f"{_number(tensor.amax)}); nothing reaches this layer: check its inputs and model.init_method_std, "
-                f"or keep it out of FP8 with {self._without(tensor)}"
+                f"or keep it out of FP8 with {_without(tensor)}"
             )
         return None
 
-    def _stays_saturated(self, tensor: TensorStatistics, share: float) -> bool:
-        """Whether it saturates, in this observation and the one before; where tensors grow, some do for a step.
+    def _saturated(self, tensor: TensorStatistics) -> str | None:
+        """It saturates, in this observation and the one before; where tensors grow, some do for a step.
 
         Values that are changed by no more than the rounding of values within the format do not count.
         """
-        key = tensor.layer, tensor.tensor
+        if tensor.saturated is None:
+            return None
+        key, settings = (tensor.layer, tensor.tensor), self._settings
         largest = math.inf if tensor.amax is None or tensor.scale_max is None else tensor.amax * tensor.scale_max
-        limit = _ROUNDS_DOWN[role_format(self._settings, Role(tensor.tensor))]
-        did, does = key in self._saturating, share > self._threshold and largest > limit
+        did = key in self._saturating
+        does = tensor.saturated > self._threshold and largest > _ROUNDS_DOWN[self._format(tensor)]
         (self._saturating.add if does else self._saturating.discard)(key)
-        return did and does
-
-    def _is_flushed(self, tensor: TensorStatistics) -> bool:
-        """Whether the cast made a tenth of the values zero, or left the largest without a full mantissa."""
-        smallest_normal = _SMALLEST_NORMAL[role_format(self._settings, Role(tensor.tensor))]
-        if tensor.amax and tensor.scale_max is not None and tensor.amax * tensor.scale_max < smallest_normal:
-            return True
-        return tensor.flushed > FLUSHED_SHARE and (tensor.smallest or 0.0) > SMALLEST_SHARE
-
-    def _flushed(self, tensor: TensorStatistics) -> str:
+        if not (did and does):
+            return None
         message = (
-            f"{100 * tensor.flushed:.2g}% of its values became zero (amax {_number(tensor.amax)} at scale "
-            f"{_number(tensor.scale_max)}), and those next to zero are coarse; "
-        )
-        choice = self._settings.recipe.finer
-        return (
-            message + (f"choose {choice}, or " if choice else "") + f"keep it out of FP8 with {self._without(tensor)}"
-        )
-
-    def _is_unset(self, tensor: TensorStatistics) -> bool:
-        """Whether the scale of delayed scaling was 1 in this observation and the one before, and not by its amax."""
-        scales = list(self._scales[tensor.layer, tensor.tensor])
-        if not self._settings.recipe.keeps_history or not tensor.amax or scales[-2:] != [0.0, 0.0]:
-            return False
-        largest = FORMAT_MAX[role_format(self._settings, Role(tensor.tensor))] * 2.0**-self._settings.margin
-        return not 0.5 < largest / tensor.amax < 2.0
-
-    def _saturated(self, tensor: TensorStatistics, share: float) -> str:
-        settings = self._settings
-        message = (
-            f"{100 * share:.2g}% of its values are saturated (logging.fp8_saturation_threshold="
+            f"{100 * tensor.saturated:.2g}% of its values are saturated (logging.fp8_saturation_threshold="
             f"{self._threshold:g}), amax {_number(tensor.amax)} at scale {_number(tensor.scale_max)}; "
         )
         if not settings.recipe.keeps_history:
-            return message + f"keep the layer out of FP8 with {self._without(tensor)}"
-        message += (
-            f"raise model.fp8_margin from {settings.margin} to {settings.margin + self._missing_margin(tensor)}, "
-        )
+            return message + f"keep the layer out of FP8 with {_without(tensor)}"
+        # Powers of two by which the scale was too large.
+        excess = largest / FORMAT_MAX[self._format(tensor)]
+        missing = max(1, math.ceil(math.log2(excess))) if math.isfinite(excess) and excess > 0 else 1
+        message += f"raise model.fp8_margin from {settings.margin} to {settings.margin + missing}, "
         if settings.amax_compute_algo is AmaxComputeAlgo.most_recent:
             message += "set model.fp8_amax_compute_algo=max, "
-        return message + f"choose fp8=tensorwise, or keep the layer out of FP8 with {self._without(tensor)}"
+        return message + f"choose fp8=tensorwise, or keep the layer out of FP8 with {_without(tensor)}"
 
-    def _missing_margin(self, tensor: TensorStatistics) -> int:
-        """Powers of two by which the scale was too large, at least 1."""
-        if tensor.amax is None or tensor.scale_max is None:
-            return 1
-        excess = tensor.amax * tensor.scale_max / FORMAT_MAX[role_format(self._settings, Role(tensor.tensor))]
-        return max(1, math.ceil(math.log2(excess))) if math.isfinite(excess) and excess > 0 else 1
+    def _flushed(self, tensor: TensorStatistics) -> str | None:
+        """The cast made a tenth of the values zero, or left the largest without a full mantissa."""
+        smallest_normal = _SMALLEST_NORMAL[self._format(tensor)]
+        is_coarse = tensor.amax and tensor.scale_max is not None and tensor.amax * tensor.scale_max < smallest_normal
+        is_emptied = tensor.flushed > FLUSHED_SHARE and (tensor.smallest or 0.0) > SMALLEST_SHARE
+        if not is_coarse and not is_emptied:
+            return None
+        choice = self._settings.recipe.finer
+        return (
+            f"{100 * tensor.flushed:.2g}% of its values became zero (amax {_number(tensor.amax)} at scale "
+            f"{_number(tensor.scale_max)}), and those next to zero are coarse; "
+            + (f"choose {choice}, or " if choice else "")
+            + f"keep it out of FP8 with {_without(tensor)}"
+        )
 
-    def _jumps(self, tensor: TensorStatistics, degenerate: bool) -> bool:
-        """Whether the scale changed strongly at each of the last observations; blocks have no single scale."""
-        scales = self._scales[tensor.layer, tensor.tensor]
-        if not self._settings.recipe.scales_tensors or tensor.scale_min is None:
-            return False
-        if degenerate:
+    def _jumping(self, tensor: TensorStatistics, *, is_degenerate: bool) -> str | None:
+        """The scale changed strongly at each of the last observations; blocks have no single scale."""
+        settings, scales = self._settings, self._scales[tensor.layer, tensor.tensor]
+        if not settings.recipe.scales_tensors or tensor.scale_min is None:
+            return None
+        if is_degenerate:
             scales.clear()
-            return False
+            return None
         scales.append(math.log2(tensor.scale_min))
-        steps = [abs(after - before) for before, after in zip(scales, list(scales)[1:], strict=False)]
-        return len(steps) == JUMP_OBSERVATIONS - 1 and min(steps) >= JUMP_BINADES
-
-    def _jumping(self, tensor: TensorStatistics) -> str:
-        settings = self._settings
-        seen = ", ".join(f"{2.0**scale:.2g}" for scale in self._scales[tensor.layer, tensor.tensor])
+        if len(scales) < JUMP_OBSERVATIONS or min(abs(b - a) for a, b in pairwise(scales)) < JUMP_BINADES:
+            return None
         message = (
-            f"its scale jumps, by a factor of {2**JUMP_BINADES} or more from one observation to the next: {seen}; "
+            f"its scale jumps, by a factor of {2**JUMP_BINADES} or more from one observation to the next: "
+            f"{', '.join(f'{2.0**scale:.2g}' for scale in scales)}; "
         )
         if not settings.recipe.keeps_history:
             return message + (
@@ -197,8 +163,25 @@ class Alarms:
             message += f"lengthen model.fp8_amax_history_len (now {settings.amax_history_len}), "
         return message + "choose fp8=tensorwise, or lower model.optim.lr"
 
-    def _without(self, tensor: TensorStatistics) -> str:
-        return f'model.fp8_exclude=["{tensor.layer}"]'
+    def _unset(self, tensor: TensorStatistics) -> str | None:
+        """The scale of delayed scaling was 1 in this observation and the one before, and not by its amax."""
+        scales = list(self._scales[tensor.layer, tensor.tensor])
+        if not self._settings.recipe.keeps_history or not tensor.amax or scales[-2:] != [0.0, 0.0]:
+            return None
+        if 0.5 < FORMAT_MAX[self._format(tensor)] * 2.0**-self._settings.margin / tensor.amax < 2.0:
+            return None
+        return (
+            f"its scale is still 1 at amax {_number(tensor.amax)}: no pass has set it; if a checkpoint brought it, "
+            "start scales anew with checkpoint.reset_fp8_state=true, or choose fp8=tensorwise, which keeps none"
+        )
+
+    def _lagging(self, tensor: TensorStatistics) -> str | None:
+        if tensor.lagging is None or tensor.lagging <= LAGGING_SHARE:
+            return None
+        return (
+            f"{100 * tensor.lagging:.2g}% of its codes are not those of the weight as it is: the layer computes with "
+            f"an older one, which no setting asks for; keep it out of FP8 with {_without(tensor)}"
+        )
 
 
 def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
@@ -210,6 +193,10 @@ def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
         return text
     unnamed = len(others) - LAYERS_NAMED
     return f"{text}; likewise {', '.join(others[:LAYERS_NAMED])}" + (f" and {unnamed} more" if unnamed > 0 else "")
+
+
+def _without(tensor: TensorStatistics) -> str:
+    return f'model.fp8_exclude=["{tensor.layer}"]'
 
 
 def _number(value: float | None) -> str:

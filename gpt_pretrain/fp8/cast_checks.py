@@ -6,21 +6,26 @@ What is compared stays on the device: `Checks` collects it during a step, and re
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Role, role_format, role_name
-from gpt_pretrain.fp8.observer import Difference
-from gpt_pretrain.fp8.rounding import (
+from gpt_pretrain.fp8.gemms import (
+    CAST_IN,
+    CODE_TYPES,
     QUOTIENT_ERROR,
-    Window,
-    count_other_codes,
+    Operand,
+    Phase,
+    Role,
+    count_codes,
     largest_magnitude,
-    largest_of_blocks,
+    other_codes,
+    role_format,
+    role_name,
     rounded_between,
+    spread_over_blocks,
 )
-from gpt_pretrain.fp8.te_products import CAST_IN
-from gpt_pretrain.kernels.fp8_codes import count_codes
+from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 # Scales and amaxes beyond these limits follow rules of their own, for zeros and for numbers that fp32 cannot hold.
@@ -28,6 +33,55 @@ _LEAST, _MOST = 2.0**-100, 2.0**100
 _DGRAD_WEIGHT = (Phase.dgrad, Role.weight)
 # Of a tensor this many values are rounded again.
 CAST_VALUES = 2**22
+
+
+def part(size: int, most: int, turn: int) -> tuple[int, int]:
+    """Where the part of a dimension begins and ends that has its turn; parts have `most` indices, the last fewer."""
+    start = turn % -(-size // most) * most
+    return start, min(size, start + most)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some rows and columns of a matrix, which begin where its blocks do."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @classmethod
+    def of_size(cls, shape: torch.Size, block: tuple[int, int] | None, most: int, turn: int) -> Self:
+        """At most this many values, or one block's, of whole rows; of whole columns where blocks lie along these."""
+        height, width = shape
+        if block is not None and block[0] > block[1]:
+            return cls((0, height), part(width, max(1, most // height), turn))
+        # A multiple of any block's height.
+        return cls(part(height, max(128, most // width // 128 * 128), turn), (0, width))
+
+    def of(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The window's values."""
+        return matrix[slice(*self.rows), slice(*self.columns)]
+
+    def scales(self, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+        """The scales of the window's blocks, [blocks of rows, blocks of columns]; the one scale where all share it."""
+        if block is None:
+            return scale
+        (top, bottom), (left, right), (height, width) = self.rows, self.columns, block
+        return scale[top // height : -(-bottom // height), left // width : -(-right // width)]
+
+    def factors(self, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+        """The scale of each value, or the one scale."""
+        if block is None:
+            return scale
+        shape = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+        return spread_over_blocks(self.scales(scale, block), block, shape)
+
+
+def largest_of_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block but for NaN, fp32 [blocks of rows, blocks of columns]."""
+    magnitudes = values.float().abs()
+    magnitudes = torch.where(magnitudes.isnan(), 0.0, magnitudes)
+    largest: torch.Tensor = torch.nn.functional.max_pool2d(magnitudes[None], block, block, ceil_mode=True)
+    return largest[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +95,6 @@ class _Check:
     live: str
     numbers: torch.Tensor
     """fp64 [3]: above 0 where they differ, the number expected, the number found."""
-
-
-def _numbers(off: torch.Tensor, expected: torch.Tensor | float, found: torch.Tensor | float) -> torch.Tensor:
-    return torch.stack(
-        [torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, expected, found)]
-    )
 
 
 class Checks:
@@ -70,7 +118,9 @@ class Checks:
 
         `off`, [], is above 0, or NaN, where it differs. `planned` and `live` are texts with places for both numbers.
         """
-        numbers = _numbers(off, expected, found)
+        numbers = torch.stack(
+            [torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, expected, found)]
+        )
         self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=numbers))
 
     def add_fault(self, module: str, what: str, planned: str, live: str) -> None:
@@ -156,13 +206,8 @@ class CastChecks:
             found = operand.amax.max()
             off = (largest - found).abs() > operand.blur * largest
             self._checks.add(module, f"amax of the {role_name(role)}", off, largest, found)
-        off = count_other_codes(
-            window.of(codes),
-            part_of_values,
-            operand.blur * largest,
-            window.factors(scale, block),
-            format,
-        )
+        factors = window.factors(scale, block)
+        off = other_codes(window.of(codes), part_of_values, operand.blur * largest, factors, format).sum()
         what, planned = f"codes of the {role_name(role)} in {phase.value}", "{0:,.0f} times round(value · scale) in "
         num_values, live = part_of_values.numel(), "others {1:,.0f} times"
         self._checks.add(module, what, off, num_values, off, planned=planned + format, live=live)

@@ -10,14 +10,23 @@ rounding, and its gradient comes from the values, as in Transformer Engine (TE);
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from gpt_pretrain.fp8.emulation.casts import Cast, Directions, Quantised
-from gpt_pretrain.fp8.emulation.delayed import LayerScaling
-from gpt_pretrain.fp8.gemms import BF16_ROUNDING, OPERANDS, Operand, Phase, Product, ProductListener, Role, role_format
+from gpt_pretrain.fp8.casts import Cast, Directions, Quantised
+from gpt_pretrain.fp8.delayed import LayerScaling
+from gpt_pretrain.fp8.gemms import (
+    BF16_ROUNDING,
+    OPERANDS,
+    Operand,
+    Phase,
+    Product,
+    ProductListener,
+    Role,
+    multiply,
+    role_format,
+)
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import Fp8Settings
 
@@ -26,33 +35,9 @@ from gpt_pretrain.spec.recipes import Fp8Settings
 _HARDWARE_ERROR = 1e-2
 
 
-class Multiply(Protocol):
-    """How an engine computes a product of a linear layer."""
-
-    def __call__(
-        self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, *, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The result in the given type, a matrix to which `bias`, [columns], is added.
-
-        Operands come in the order of `gemms.OPERANDS`, cast for this product.
-        """
-
-
-def _multiply_values(
-    settings: Fp8Settings,
-    phase: Phase,
-    first: Quantised,
-    second: Quantised,
-    dtype: torch.dtype,
-    *,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The product of what the codes stand for, in fp32."""
-    a, b = first.values(), second.values()
-    y = a @ b.t() if phase is Phase.forward else a @ b if phase is Phase.dgrad else a.t() @ b
-    if bias is None:
-        return y.to(dtype)
-    return y.to(dtype) + bias if settings.recipe.adds_bias_rounded else (y + bias.float()).to(dtype)
+# How an engine computes a product: of operands in the order of `gemms.OPERANDS`, cast for this product, in the given
+# type. The bias, [columns] or None, is added to the result.
+type Multiply = Callable[[Phase, Quantised, Quantised, torch.dtype, torch.Tensor | None], torch.Tensor]
 
 
 class LinearProducts:
@@ -66,9 +51,9 @@ class LinearProducts:
     def __init__(self, settings: Fp8Settings, cast: Cast, multiply: Multiply | None = None) -> None:
         self.largest_amax = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
         """fp32 [1]: raised to the amax of each cast, until somebody sets it back."""
+        self.settings = settings
+        self.multiply = multiply or self._multiply_values
         self._rule = cast
-        self._settings = settings
-        self._multiply = multiply or partial(_multiply_values, settings)
         self._weight: Directions | None = None
 
     def __call__(
@@ -94,13 +79,11 @@ class LinearProducts:
         """
         rows = x.reshape(-1, x.shape[-1])
         rule = self._rule
-        input_codes = self._cast(rows.detach(), Role.input)
+        input_codes = self.cast(rows.detach(), Role.input)
         if is_first_microbatch or self._weight is None:
             self._weight = self._weight_codes(weight)
         call = _Call(
-            cast=self._cast,
-            multiply=self._multiply,
-            settings=self._settings,
+            products=self,
             weight=self._weight,
             # The codes are all that the backward pass needs; those who check them need the values.
             x_values=None if listener() is None else rows.detach(),
@@ -112,14 +95,24 @@ class LinearProducts:
         y: torch.Tensor = _Linear.apply(rows, weight, bias, (call, input_codes))  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)
 
-    def _cast(self, x: torch.Tensor, role: Role) -> Directions:
+    def cast(self, x: torch.Tensor, role: Role) -> Directions:
+        """Casts a matrix by the layer's rule, and notes its amax."""
         return self._noted(self._rule(x, role))
+
+    def _multiply_values(
+        self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The product of what the codes stand for, in fp32."""
+        y = multiply(phase, first.values(), second.values())
+        if bias is None:
+            return y.to(dtype)
+        return y.to(dtype) + bias if self.settings.recipe.adds_bias_rounded else (y + bias.float()).to(dtype)
 
     def _weight_codes(self, weight: torch.Tensor) -> Directions:
         if not isinstance(weight, StoredWeight):
-            return self._cast(weight.detach(), Role.weight)
+            return self.cast(weight.detach(), Role.weight)
         along_rows = Quantised(
-            format=role_format(self._settings, Role.weight),
+            format=role_format(self.settings, Role.weight),
             codes=weight.codes.view(torch.float8_e4m3fn),
             scale=weight.scale,
             amax=weight.largest,
@@ -140,9 +133,7 @@ class LinearProducts:
 class _Call:
     """One forward pass of a layer; keeps its codes until the backward pass has read them."""
 
-    cast: Cast
-    multiply: Multiply
-    settings: Fp8Settings
+    products: LinearProducts
     weight: Directions
     x_values: torch.Tensor | None
     """[tokens, in]; None where nobody is told about the products."""
@@ -162,15 +153,15 @@ class _Call:
         bias: torch.Tensor | None = None,
     ) -> None:
         """Reports a product that has been computed."""
-        listener = self.listener()
+        listener, settings = self.listener(), self.products.settings
         if listener is not None:
             values = {Role.input: self.x_values, Role.weight: self.weight_values, Role.output_gradient: dy}
             first, second = (
                 _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
             )
-            error = BF16_ROUNDING if self.settings.emulate else _HARDWARE_ERROR
+            error = BF16_ROUNDING if settings.emulate else _HARDWARE_ERROR
             # A second rounding is to BF16 at worst, too.
-            error += BF16_ROUNDING * (bias is not None and self.settings.recipe.adds_bias_rounded)
+            error += BF16_ROUNDING * (bias is not None and settings.recipe.adds_bias_rounded)
             listener(Product(phase=phase, operands=(first, second), output=output, added=bias, result_error=error))
 
 
@@ -196,8 +187,8 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias = bias is not None
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         # The codes replace the values, unless the weight's gradient comes from the values.
-        ctx.save_for_backward(None if call.settings.wgrad else x)
-        y = call.multiply(Phase.forward, codes.along_rows, call.weight.along_rows, weight.dtype, bias=bias)
+        ctx.save_for_backward(None if call.products.settings.wgrad else x)
+        y = call.products.multiply(Phase.forward, codes.along_rows, call.weight.along_rows, weight.dtype, bias)
         call.tell(Phase.forward, y, codes.along_rows, call.weight.along_rows, bias=bias)
         return y
 
@@ -205,14 +196,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (dy,), call = gradients, ctx.call
         (x,) = ctx.saved_tensors
-        codes = call.cast(dy.detach(), Role.output_gradient)
+        codes = call.products.cast(dy.detach(), Role.output_gradient)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = call.multiply(Phase.dgrad, codes.along_rows, call.weight.along_columns, dy.dtype)
+            dx = call.products.multiply(Phase.dgrad, codes.along_rows, call.weight.along_columns, dy.dtype, None)
             call.tell(Phase.dgrad, dx, codes.along_rows, call.weight.along_columns, dy=dy)
             dx = dx.to(ctx.input_dtype)
-        if ctx.needs_input_grad[1] and call.settings.wgrad:
-            dw = call.multiply(Phase.wgrad, codes.along_columns, ctx.codes, ctx.weight_dtype)
+        if ctx.needs_input_grad[1] and call.products.settings.wgrad:
+            dw = call.products.multiply(Phase.wgrad, codes.along_columns, ctx.codes, ctx.weight_dtype, None)
             call.tell(Phase.wgrad, dw, codes.along_columns, ctx.codes, dy=dy)
         elif ctx.needs_input_grad[1]:
             rounded = x.to(dy.dtype)

@@ -1,8 +1,8 @@
 """FP8 in megatron-core's local layers: what emulated runs, and those of TorchAO, build the model from.
 
 The column- and row-parallel layers keep megatron-core's weights, communication and checkpoint keys. Only their three
-products are ours (`fp8/linear_products.py`), of an engine that casts and multiplies: `fp8/emulation/`, or
-`fp8/torchao.py`.
+products are ours (`fp8/linear_products.py`), of an engine that casts and multiplies: the emulation (`fp8/casts.py`,
+`fp8/delayed.py`) or `fp8/torchao.py`.
 
 Where ranks split the sequence, the input is gathered before it is cast; megatron-core gathers the gradient of a
 row-parallel output likewise. TE casts first and gathers codes, with an amax that it has reduced over these ranks, or
@@ -20,7 +20,7 @@ expert without tokens computes nothing, casts nothing, and says so.
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,11 +36,11 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from gpt_pretrain.fp8.emulation.casts import Cast, stateless_cast, torchao_scale
-from gpt_pretrain.fp8.emulation.delayed import DelayedScaling, LayerScaling, Scaling
+from gpt_pretrain.fp8.casts import Cast, stateless_cast, torchao_scale
+from gpt_pretrain.fp8.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.gemms import Phase, ProductListener
 from gpt_pretrain.fp8.linear_products import LinearProducts, Multiply
-from gpt_pretrain.megatron.layers import LocalLayers, TorchNorm
+from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.stored_weights import StoredWeight, install_stored_weights
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
 from gpt_pretrain.spec.recipes import Fp8Settings
@@ -66,10 +66,7 @@ def _expert_name(linear: Linear, expert: int) -> str:
 def live_linears(linears: Iterable[Linear], modules: Container[str], num_experts: int | None) -> Iterator[Linear]:
     """The planned linear layers by the modules that compute them: each expert's, where experts have their own.
 
-    Args:
-        linears: The planned ones.
-        modules: Names of this rank's modules in the whole model.
-        num_experts: Of a layer, over all ranks.
+    `modules` has the names of this rank's modules in the whole model; `num_experts` is a layer's, on all ranks.
     """
     for linear in linears:
         own = []
@@ -90,23 +87,20 @@ class _Fp8Linear(torch.nn.Module):
         self.product_listener: ProductListener | None = None
         self.is_first_microbatch = True
         """Set by megatron-core's schedules: the weight has changed."""
-        self._scaling = cast if isinstance(cast, LayerScaling) else None
+        self.idle_listener: Callable[[Phase], None] | None = None
+        """Told which products compute nothing, where an expert has no tokens."""
+        scaling = self._scaling = cast if isinstance(cast, LayerScaling) else None
+        self.fp8_meta: dict[str, Scaling] = {}
+        """The state of delayed scaling under the names of Transformer Engine's layers; empty for other recipes."""
+        if scaling is not None:
+            self.fp8_meta = {"scaling_fwd": scaling.forward, "scaling_bwd": scaling.backward}
         if settings.params:
             self.weight: torch.nn.Parameter = StoredWeight.in_place_of(
                 self.weight, partial(torchao_scale, "e4m3", settings.recipe)
             )
         self._products = LinearProducts(settings, cast, multiply)
-
-    @property
-    def largest_amax(self) -> torch.Tensor:
+        self.largest_amax = self._products.largest_amax
         """fp32 [1]: the largest amax of the casts since it was set back (`fp8.infinities.StepCasts`)."""
-        return self._products.largest_amax
-
-    @property
-    def fp8_meta(self) -> dict[str, Scaling]:
-        """The state of delayed scaling under the names of Transformer Engine's layers; empty for other recipes."""
-        scaling = self._scaling
-        return {} if scaling is None else {"scaling_fwd": scaling.forward, "scaling_bwd": scaling.backward}
 
     def _forward_impl(
         self,
@@ -121,6 +115,12 @@ class _Fp8Linear(torch.nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """x·wᵀ + b in the weight's type; the other arguments belong to fusions that the rules refuse."""
+        if input.numel() == 0:
+            if self.idle_listener is not None:
+                for phase in Phase:
+                    self.idle_listener(phase)
+            # No rows; the weight's gradient is zero, which the exchange of gradients waits for.
+            return input @ weight.t()
         if sequence_parallel:
             # Its backward sums the gradients over the ranks and scatters them.
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -146,37 +146,12 @@ class _Fp8Linear(torch.nn.Module):
             self._scaling.load(state)
 
 
-class _LayerNorm(torch.nn.LayerNorm):
-    """torch's norm, or one whose result stays in fp32."""
-
-    is_rounded = True
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The norm over the last dimension."""
-        if self.is_rounded:
-            return super().forward(input)
-        weight, bias = self.weight.float(), self.bias.float()
-        return torch.nn.functional.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
-
-
-class _RMSNorm(torch.nn.RMSNorm):
-    """torch's norm, or one whose result stays in fp32."""
-
-    is_rounded = True
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The norm over the last dimension."""
-        if self.is_rounded:
-            return super().forward(input)
-        weight = self.weight.float()
-        return torch.nn.functional.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
-
-
-class _Norm(TorchNorm):
-    """The norms beside layers in FP8."""
-
-    layer_norm = _LayerNorm
-    rms_norm = _RMSNorm
+def _norm_in_fp32(norm: torch.nn.LayerNorm | torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    """The norm over the last dimension, not rounded."""
+    shape, weight = norm.normalized_shape, norm.weight.float()
+    if isinstance(norm, torch.nn.RMSNorm):
+        return torch.nn.functional.rms_norm(x.float(), shape, weight, norm.eps)
+    return torch.nn.functional.layer_norm(x.float(), shape, weight, norm.bias.float(), norm.eps)
 
 
 class Fp8ColumnParallelLinear(_Fp8Linear, ColumnParallelLinear):  # type: ignore[misc]
@@ -214,9 +189,16 @@ class Fp8Layers(LocalLayers):
         """What builds row-parallel layers."""
         return partial(self._build, RowParallelLinear, Fp8RowParallelLinear)
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """The norm's class."""
-        return _Norm
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        """What builds a layer's experts, which only emulated runs have in FP8: one MLP each."""
+        return partial(
+            SequentialMLP,
+            submodules=MLPSubmodules(
+                linear_fc1=self.column_parallel_linear(),
+                linear_fc2=self.row_parallel_linear(),
+                activation_func=self.activation_func(),
+            ),
+        )
 
     def attach(self, chunk: MegatronModule) -> None:
         """Follows the passes of a model chunk built from these layers."""
@@ -228,58 +210,21 @@ class Fp8Layers(LocalLayers):
                 (layer.input_layernorm, layer.self_attention.linear_qkv),
                 (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
             ):
-                norm.is_rounded = not isinstance(linear, Fp8ColumnParallelLinear)
+                if isinstance(linear, Fp8ColumnParallelLinear):
+                    norm.forward = partial(_norm_in_fp32, norm)
 
     def _build(
         self, plain: type[torch.nn.Module], in_fp8: type[_Fp8Linear], *args: Any, name: str, **kwargs: Any
     ) -> torch.nn.Module:
         if name not in self._modules:
             return plain(*args, name=name, **kwargs)
+        cast: Cast
+        multiply = None
         if self._engine is not None:
-            own: dict[str, Any] = {"cast": self._engine.cast, "multiply": self._engine.multiply}
+            cast, multiply = self._engine.cast, self._engine.multiply
         else:
             cast = stateless_cast(self._settings) if self._scaling is None else self._scaling.new_layer()
-            own = {"cast": cast, "multiply": None}
-        return in_fp8(*args, settings=self._settings, name=name, **own, **kwargs)
-
-
-class _Idle:
-    """What an expert's layer does without tokens, before an emulated layer's class in the bases."""
-
-    idle_listener: Any = None
-    """Told which products compute nothing (`te_products.IdleListener`, without the name)."""
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **kwargs: Any) -> Any:
-        if input.numel() > 0:
-            return super()._forward_impl(input, weight, bias, **kwargs)  # type: ignore[misc]
-        if self.idle_listener is not None:
-            for phase in Phase:
-                self.idle_listener(phase)
-        # No rows; the weight's gradient is zero, which the exchange of gradients waits for.
-        return input @ weight.t()
-
-
-class _ExpertColumnParallelLinear(_Idle, Fp8ColumnParallelLinear):
-    """An expert's linear layer whose outputs are split over the ranks that share it."""
-
-
-class _ExpertRowParallelLinear(_Idle, Fp8RowParallelLinear):
-    """An expert's linear layer whose inputs are split over the ranks that share it."""
-
-
-class _Fp8ExpertLayers(Fp8Layers):
-    """Emulated layers of a model with experts."""
-
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """What builds a layer's experts: one MLP each."""
-        return partial(
-            SequentialMLP,
-            submodules=MLPSubmodules(
-                linear_fc1=partial(self._build, ColumnParallelLinear, _ExpertColumnParallelLinear),
-                linear_fc2=partial(self._build, RowParallelLinear, _ExpertRowParallelLinear),
-                activation_func=self.activation_func(),
-            ),
-        )
+        return in_fp8(*args, settings=self._settings, cast=cast, multiply=multiply, name=name, **kwargs)
 
 
 def fp8_layers(spec: RunSpec) -> Fp8Layers | None:
@@ -294,8 +239,7 @@ def fp8_layers(spec: RunSpec) -> Fp8Layers | None:
     modules = frozenset(linear.module for linear in in_fp8)
     if settings.emulate and (experts := spec.model.num_moe_experts) is not None:
         # A rank numbers its own experts from 0 when it builds them.
-        own = {_expert_name(linear, each) for linear in in_fp8 for each in range(experts)}
-        return _Fp8ExpertLayers(settings, modules | own)
+        modules |= {_expert_name(linear, each) for linear in in_fp8 for each in range(experts)}
     if settings.emulate:
         return Fp8Layers(settings, modules)
     from gpt_pretrain.fp8.torchao import TorchAO

@@ -16,9 +16,8 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, spread_over_blocks
+from gpt_pretrain.fp8.gemms import CODE_TYPES, QUOTIENT_ERROR, largest_magnitude, other_codes, spread_over_blocks
 from gpt_pretrain.fp8.observer import Difference
-from gpt_pretrain.fp8.rounding import QUOTIENT_ERROR, count_other_codes, largest_magnitude
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
@@ -43,7 +42,7 @@ class _Shard:
 
     @property
     def is_of_local_layer(self) -> bool:
-        """Or Transformer Engine's."""
+        """Whether a local layer has the weight, not Transformer Engine's."""
         return isinstance(self.weight, StoredWeight)
 
     @property
@@ -74,7 +73,7 @@ class _Shard:
         if self.is_of_local_layer:
             scale = self.weight.scale
             for codes, master in zip(each_code, each_master, strict=True):
-                off += count_other_codes(codes, master, torch.zeros_like(scale), scale, "e4m3")
+                off += other_codes(codes, master, torch.zeros_like(scale), scale, "e4m3").sum()
             return int(off)
         each_scale_inv = self.scale_inv.expand(self.master.numel()).split(_PIECE)
         for codes, master, scale_inv in zip(each_code, each_master, each_scale_inv, strict=True):
@@ -137,9 +136,7 @@ class MasterCheck:
     def problems(self, lr: float) -> Iterator[Difference]:
         """Each weight that did not follow its master; every rank calls it, and it waits for the device.
 
-        Args:
-            lr: Learning rate of the step. A weight must have changed where it moved so many values that some must
-                have reached another code.
+        A weight must have changed where the step's learning rate moved so many values that some reached another code.
         """
         for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
             name, what = self._names.get(id(shard.weight), "a weight"), "weight after the step"

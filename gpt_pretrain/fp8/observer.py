@@ -70,7 +70,7 @@ def observe_products(
                 layer: Any = module
                 emulated.append((layer, layer.product_listener))
                 layer.product_listener = _both(layer.product_listener, partial(listener, name))
-                if idle_listener is not None and hasattr(module, "idle_listener"):
+                if idle_listener is not None:
                     layer.idle_listener = partial(idle_listener, name)
             elif is_te_linear(module):
                 transformer_engine[name] = module
@@ -93,7 +93,7 @@ def observe_products(
         finally:
             for module, before in emulated:
                 module.product_listener = before
-                if idle_listener is not None and hasattr(module, "idle_listener"):
+                if idle_listener is not None:
                     module.idle_listener = None
 
 
@@ -140,7 +140,7 @@ class Difference:
     planned: str
     live: str
     ranks: tuple[int, ...] = ()
-    """That found it, once all have told."""
+    """The ranks that found it; empty until all have told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,26 +187,18 @@ class WatchedProducts:
                 # Layers outside of FP8 need not report their products.
                 elif linear.precision == "fp8":
                     differences.append(difference)
-        differences += self._unplanned(planned)
+        for (name, phase), live in self._formats.items():
+            if name not in planned and any(part in CODE_TYPES for pair in live for part in pair):
+                differences.append(Difference(module=name, what=phase.value, planned="not in FP8", live=_listed(live)))
         return Compared(differences=tuple(differences), as_planned=frozenset(as_planned), idle=idle)
 
-    def _unplanned(self, planned: Mapping[str, Linear]) -> Iterator[Difference]:
-        for (name, phase), formats in self._formats.items():
-            if name not in planned and any(part in CODE_TYPES for pair in formats for part in pair):
-                yield Difference(module=name, what=phase.value, planned="not in FP8", live=_listed(formats))
-
     def _planned_formats(self, linear: Linear) -> dict[Phase, _Formats]:
-        forward, gradient = self._settings.forward_format, self._settings.gradient_format
+        high = self._high, self._high
         if linear.precision != "fp8":
-            forward = gradient = self._high
-        formats = {
-            Phase.forward: (forward, forward),
-            Phase.dgrad: (gradient, forward),
-            Phase.wgrad: (gradient, forward),
-        }
-        if linear.wgrad_precision != "fp8":
-            formats[Phase.wgrad] = (self._high, self._high)
-        return formats
+            return dict.fromkeys(Phase, high)
+        forward, gradient = self._settings.forward_format, self._settings.gradient_format
+        wgrad = (gradient, forward) if linear.wgrad_precision == "fp8" else high
+        return {Phase.forward: (forward, forward), Phase.dgrad: (gradient, forward), Phase.wgrad: wgrad}
 
 
 def differences_of_ranks(ranks: Sequence[Compared]) -> list[Difference]:

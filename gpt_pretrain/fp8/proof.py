@@ -35,8 +35,7 @@ from gpt_pretrain.fp8.observer import (
 )
 from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.megatron.model import Model, parameters_by_group
-from gpt_pretrain.megatron.parallel import sum_over
+from gpt_pretrain.megatron.model import Model, sums_over_parameters
 from gpt_pretrain.spec.products import Linear
 from gpt_pretrain.spec.recipes import Fp8Settings, recipes_of
 
@@ -45,7 +44,7 @@ _WAY_OUT = (
     "plan; environment variables named NVTE_… and code that replaces layers or recipes are the usual causes."
 )
 
-# Of the same kind of difference, and ranks in a row.
+# Rows of one kind of difference, and ranks named in a row.
 _MOST_ROWS = 3
 _NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
 
@@ -185,7 +184,12 @@ class Proof:
         differences = differences_of_ranks(ranks)
         if differences:
             raise ProofError(differences)
-        total, in_fp8 = self._parameter_bytes()
+        # Without scales.
+        total, in_fp8 = sums_over_parameters(
+            self._chunks,
+            lambda each: each.numel() * (1 if is_float8tensor(each) else each.element_size()),
+            lambda each: each.numel() if is_float8tensor(each) else 0,
+        )
         return Proven(
             fp8_flops_share=self._spec.fp8_flops_share,
             fp8_parameter_bytes_share=in_fp8 / total,
@@ -219,17 +223,6 @@ class Proof:
             live = ", ".join(sorted(self._attention[phase])) or "none"
             if live != "e4m3":
                 yield Difference(module="core_attention", what=f"attention, {name}", planned="e4m3", live=live)
-
-    def _parameter_bytes(self) -> tuple[int, int]:
-        """Bytes of all the model's parameters, and of those stored in FP8; without scales."""
-        total = in_fp8 = 0
-        for group, parameters in parameters_by_group(self._chunks):
-            coded = sum(each.numel() for each in parameters if is_float8tensor(each))
-            plain = sum(each.numel() * each.element_size() for each in parameters if not is_float8tensor(each))
-            sums = torch.tensor([coded + plain, coded], dtype=torch.float64, device=torch.cuda.current_device())
-            sum_over(group, sums)
-            total, in_fp8 = total + int(sums[0].item()), in_fp8 + int(sums[1].item())
-        return total, in_fp8
 
 
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:

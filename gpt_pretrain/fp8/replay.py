@@ -1,7 +1,7 @@
 """Delayed scaling replayed: the scales that a step must have cast with, and the state that it must have left.
 
 The replay starts from the scales and histories before the step. It takes the amaxes of the tensors themselves, joins
-them over the ranks of the amax reduction group, and follows the rule of `fp8/emulation/delayed.py` tensor by tensor:
+them over the ranks of the amax reduction group, and follows the rule of `fp8/delayed.py` tensor by tensor:
 
     row 0 of the history  ← the pass's amax
     scale                 ← format maximum / 2^margin / max(history), or / row 0 (most_recent)
@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
-from gpt_pretrain.fp8.gemms import Phase, Role, amax_history, delayed_scale, role_format, role_name
+from gpt_pretrain.fp8.delayed import delayed_state
+from gpt_pretrain.fp8.gemms import CAST_IN, QUOTIENT_ERROR, Phase, Role, role_format, role_name
 from gpt_pretrain.fp8.observer import Difference
-from gpt_pretrain.fp8.rounding import QUOTIENT_ERROR
-from gpt_pretrain.fp8.te_products import CAST_IN
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
 type _Tensor = tuple[str, Role]
@@ -63,8 +62,8 @@ class Replay:
         name, role = tensor
         if name not in self._modules:
             return None
-        history, scale = amax_history(self._modules[name], role), delayed_scale(self._modules[name], role)
-        return None if history is None or scale is None else (history.clone(), scale.clone())
+        state = delayed_state(self._modules[name], role)
+        return None if state is None else (state[0].clone(), state[1].clone())
 
     def note(self, tensor: _Tensor, phase: Phase, amax: torch.Tensor | None, scale: torch.Tensor) -> None:
         """Records a tensor that a product reads.
@@ -158,7 +157,10 @@ class Replay:
         if tensor in self._stored:
             # The amax of the optimizer's cast waits here for the next pass.
             history[0] = found_history[0]
-            yield from self._compare_stored(tensor, found_scale)
+            weight: Any = self._modules[tensor[0]].weight
+            used_scale = 1.0 / weight._scale_inv.item()
+            if not _is_near(used_scale, found_scale):
+                yield _difference(tensor, "scale of the stored codes", found_scale, used_scale)
         newest, found_newest = history[-1].item(), found_history[-1].item()
         if newest != found_newest:
             yield _difference(tensor, "newest amax of the history", newest, found_newest)
@@ -169,12 +171,6 @@ class Replay:
             )
         if not _is_near(found_scale, scales[-1]):
             yield _difference(tensor, "next scale", scales[-1], found_scale)
-
-    def _compare_stored(self, tensor: _Tensor, scale: float) -> Iterator[Difference]:
-        weight: Any = self._modules[tensor[0]].weight
-        used = 1.0 / weight._scale_inv.item()
-        if not _is_near(used, scale):
-            yield _difference(tensor, "scale of the stored codes", scale, used)
 
     @property
     def _takes_maximum(self) -> bool:

@@ -16,13 +16,13 @@ What is counted:
 
 Shares are means over all values of all microbatches and all ranks.
 
-A sampled observation looks at some of the layers: those of a large model take up to `MOST_TURNS` turns, so that what
-it costs is a small share of the steps of small and large models alike. It looks at the first microbatch alone, and at
-no more than `SAMPLE` rows and columns of a tensor, evenly spaced and others each time: at most 16,384 values, of which
-a share of 1e-3 is known to 2.5e-4 and one of 0.1 to 2.3e-3 (one standard deviation, if values are independent; rows
-are tokens, and 128 tokens that are each all or nothing tell a share of 0.1 to 0.027). Amax and scale are not sampled.
-It costs three copies for each tensor, of these values, the amax and the scale, and a few kernels for all of them
-together: on a GPU the host has to start every one of them.
+A sampled observation looks at some of the layers: those of a large model take up to `MOST_TURNS` turns, so that models
+of any size spend a small share of their steps on it. It looks at the first microbatch alone, and at no more than
+`SAMPLE` rows and columns of a tensor, evenly spaced and others each time: at most 16,384 values, of which a share of
+1e-3 is known to 2.5e-4 and one of 0.1 to 2.3e-3 (one standard deviation, if values are independent; rows are tokens,
+and 128 tokens that are each all or nothing tell a share of 0.1 to 0.027). Amax and scale are not sampled. It copies
+these values, the amax and the scale of each tensor, and starts a few kernels for all tensors together: on a GPU the
+host has to start every copy and kernel.
 """
 
 from collections import defaultdict
@@ -34,11 +34,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role, amax_history
+from gpt_pretrain.fp8.delayed import delayed_state
+from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role, count_codes, other_codes
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.fp8.rounding import other_codes
-from gpt_pretrain.kernels.fp8_codes import count_codes
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.products import Linear
 from gpt_pretrain.spec.recipes import FORMAT_MAX
@@ -280,10 +279,10 @@ class StatisticsCollector:
         for chunk in self._chunks:
             for name, module in whole_model_modules(chunk):
                 for role in Role:
-                    history = amax_history(module, role)
-                    if history is not None and (name, role) in self._rows:
+                    state = delayed_state(module, role)
+                    if state is not None and (name, role) in self._rows:
                         # The first row belongs to the present pass; between passes it is zero.
-                        used = torch.count_nonzero(history[1:]) + 1
+                        used = torch.count_nonzero(state[0][1:]) + 1
                         self._maxima[self._rows[name, role], _HISTORY] = used
 
     def read(self) -> list[StepStatistics]:
@@ -306,7 +305,7 @@ class _Seen:
     row: int
     format: str
     num_values: int
-    """That `counts` is of."""
+    """How many values were counted."""
     counts: torch.Tensor | None
     """int64 [3], as of `count_codes`; None until its sample is counted."""
     sample: torch.Tensor | None

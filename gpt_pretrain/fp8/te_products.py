@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Operand, Phase, Product, Role
+from gpt_pretrain.fp8.gemms import CAST_IN, CODE_TYPES, OPERANDS, Operand, Phase, Product, Role
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patched
 
@@ -29,8 +29,6 @@ _ARGUMENTS = {
     Phase.dgrad: (Role.weight, Role.output_gradient),
     Phase.wgrad: (Role.input, Role.output_gradient),
 }
-# The product before which a tensor is cast; until the next microbatch its amax belongs to that cast.
-CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
 # Rows and columns of the square blocks of weights, and values of the other blocks (TE 2.12, Float8BlockQuantizer).
 _BLOCK = 128
 # Two kernels that add up a norm's squares in different orders, in fp32, and a few roundings after that.
@@ -73,7 +71,7 @@ class Watch:
     measure_amax: bool
     # The pass: whose it is, and what it casts.
     _name: str = field(default="", init=False)
-    # As the pass was given them: of experts together.
+    # Those of experts together.
     _values: dict[Role, torch.Tensor] = field(default_factory=dict, init=False)
     _blur: float = field(default=0.0, init=False)
 
@@ -148,7 +146,7 @@ class Watch:
         return run
 
     def grouped_gemm(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
-        """Its products of experts."""
+        """Transformer Engine's products of experts."""
 
         def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
             phase, rows = _PHASES[kwargs.get("layout", "TN")], kwargs["m_splits"]
@@ -311,11 +309,9 @@ def _operand(
 
 
 def _stored(tensor: Any, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as bytes, a matrix, and inverse scales, [1] or [blocks of rows, blocks of columns].
+    """A quantised storage's codes as bytes, a matrix, and inverse scales, [1] or [blocks of rows, blocks of columns].
 
-    Args:
-        tensor: A quantised storage.
-        columnwise: The product sums over rows: where there is a copy for that, it reads the copy.
+    A product that sums over rows (`columnwise`) reads the copy for that, where there is one.
     """
     if hasattr(tensor, "_scale_inv"):
         is_transposed = columnwise and tensor._transpose is not None and not tensor._transpose_invalid

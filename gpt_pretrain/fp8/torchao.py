@@ -6,7 +6,7 @@ the operations that Float8Linear calls, in the order in which it calls them, by 
 graph that breaks, or a shape too many, is an error (`fullgraph=True`).
 
 Codes are those of TorchAO's operations, too. On a GPU a kernel of ours writes them, along with their transpose where a
-product reads that (`kernels/cast_triton.py`): compiled by themselves, TorchAO's casts read the values for each
+product reads that (`kernels/fp8_codes_triton.py`): compiled by themselves, TorchAO's casts read the values for each
 direction again, and its products first copy operands of the wrong layout.
 
 On a GPU a product is `torch._scaled_mm`, which cuBLAS or CUTLASS computes. PyTorch computes it on a CPU, too, but for
@@ -21,9 +21,9 @@ from torchao.float8 import Float8LinearConfig, GemmInputRole, LinearMMConfig, Sc
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
-from gpt_pretrain.fp8.emulation.casts import Directions, Quantised
-from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Phase, Role, role_format
-from gpt_pretrain.megatron.compiled_layers import prepare_compiler
+from gpt_pretrain.fp8.casts import Directions, Quantised
+from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Phase, Role, multiply, role_format
+from gpt_pretrain.megatron.whole_layers import prepare_compiler
 from gpt_pretrain.spec.recipes import Fp8Settings
 
 _ROLES = {
@@ -53,16 +53,18 @@ class TorchAO:
         self._multiply = _compiled(_multiply) if compiled else _multiply
 
     def cast(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix [rows, columns]; see `fp8.emulation.casts.Cast`."""
+        """Casts a matrix [rows, columns]; see `fp8.casts.Cast`."""
         recipe, (rows, columns) = self._settings.recipe, x.shape
         whole_in_dgrad = recipe.scales_dgrad_weight_whole and role is Role.weight
         axes: list[int | None] = [None if recipe.scales_tensors else -1]
         if recipe.has_wgrad or role is Role.weight:
             axes.append(None if recipe.scales_tensors or whole_in_dgrad else 0)
+        # Rows and columns that share a scale; None: all do.
+        blocks = {None: None, -1: (1, columns), 0: (rows, 1)}
         format = role_format(self._settings, role)
         cast = self._cast_on_gpu if x.is_cuda else self._cast_by_operations
         directions = [
-            Quantised(format=format, codes=codes, scale=scale, amax=amax, block=_block(axis, rows, columns))
+            Quantised(format=format, codes=codes, scale=scale, amax=amax, block=blocks[axis])
             for axis, (codes, scale, amax) in zip(axes, cast(x, CODE_TYPES[format], axes), strict=True)
         ]
         # Without a second axis nothing sums over the rows of the codes.
@@ -81,13 +83,13 @@ class TorchAO:
 
     def _cast_on_gpu(self, x: torch.Tensor, dtype: torch.dtype, axes: Sequence[int | None]) -> _Casts:
         """The same codes, by a kernel that writes both directions as the products read them."""
-        from gpt_pretrain.kernels import cast_triton
+        from gpt_pretrain.kernels import fp8_codes_triton
 
         x = x.contiguous()
-        whole, of_rows, of_columns = cast_triton.measure(x, of_rows=-1 in axes, of_columns=0 in axes)
+        whole, of_rows, of_columns = fp8_codes_triton.measure(x, of_rows=-1 in axes, of_columns=0 in axes)
         amaxes = {None: whole, -1: of_rows, 0: of_columns}
         scales = {axis: self._scale(amaxes[axis], dtype, self._powers_of_two) for axis in set(axes)}
-        codes = cast_triton.cast(x, dtype, *(scales[axis] for axis in axes))
+        codes = fp8_codes_triton.cast(x, dtype, *(scales[axis] for axis in axes))
         return [(each, scales[axis], whole) for axis, each in zip(axes, codes, strict=True)]
 
     def multiply(
@@ -110,11 +112,6 @@ def _compiled[**Arguments, Result](function: Callable[Arguments, Result]) -> Cal
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def _block(axis: int | None, rows: int, columns: int) -> tuple[int, int] | None:
-    """Rows and columns that share a scale of this axis; None: all do."""
-    return None if axis is None else (1, columns) if axis == -1 else (rows, 1)
-
-
 def _multiply(
     phase: Phase, first: _Operand, second: _Operand, dtype: torch.dtype, gemms: LinearMMConfig
 ) -> torch.Tensor:
@@ -122,6 +119,4 @@ def _multiply(
     a, b = (
         Float8TrainingTensor(codes, scale, dtype, gemms, role, axis) for codes, scale, axis, role in (first, second)
     )
-    if phase is Phase.forward:
-        return torch.mm(a, b.t())
-    return torch.mm(a, b) if phase is Phase.dgrad else torch.mm(a.t(), b)
+    return multiply(phase, a, b)

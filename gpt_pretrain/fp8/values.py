@@ -2,7 +2,7 @@
 
 Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. This looks at what the step left (codes,
 scales, results, the state of delayed scaling) and computes each of them again from the tensors and the plan alone
-(`fp8/cast_checks.py`, `fp8/replay.py`, `fp8/rounding.py`). docs/fp8.md, "The proof", says what is compared, how near it
+(`fp8/cast_checks.py`, `fp8/replay.py`). docs/fp8.md, "The proof", says what is compared, how near it
 must be, and what cannot be seen.
 
 Each layer's three products are counted in every microbatch. One of each kind per type of layer is multiplied again, and
@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.fp8.cast_checks import CAST_VALUES, CastChecks, Checks
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, role_format, role_name
+from gpt_pretrain.fp8.cast_checks import CAST_VALUES, CastChecks, Checks, Window, part
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, multiply, role_format, role_name
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.fp8.replay import Replay, is_recomputed
-from gpt_pretrain.fp8.rounding import OWN_DIMENSION, Window, multiply, part, rounding_error
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC2, PROJ, Linear
 from gpt_pretrain.spec.recipes import Fp8Settings
@@ -38,6 +37,8 @@ from gpt_pretrain.spec.recipes import Fp8Settings
 _COHERENCE = 8.0
 # Of values with BF16's eight bits one in sixteen has no more than the four of E4M3; one in 32 no more than E5M2's.
 _LEAST_ROUNDED = 0.5
+# The dimension of each of a product's operands that it does not sum over.
+_OWN_DIMENSION = {Phase.forward: (0, 0), Phase.dgrad: (0, 1), Phase.wgrad: (1, 1)}
 # Of a result this many rows and columns are multiplied again.
 _RESULT_SIDE = 1024
 
@@ -60,7 +61,7 @@ class WatchedValues:
         self._settings = settings
         emulated = {name: modules[name] for name in linears if hasattr(modules.get(name), "product_listener")}
         own = {name: modules[name] for name in linears if name in modules and is_te_linear(modules[name])}
-        # Other layers in their places are what `WatchedProducts` tells.
+        # `WatchedProducts` reports other layers in their places.
         self._modules = {**emulated, **own}
         self._emulated = frozenset(emulated)
         self._num_microbatches = num_microbatches
@@ -75,7 +76,7 @@ class WatchedValues:
         self._results: dict[str, torch.Tensor] = {}
         self._counts: Counter[tuple[str, Phase]] = Counter()
         self._multiplied: set[tuple[str, Phase]] = set()
-        # Of the inputs that these layers have cast, what their weight gradients are multiplied again from.
+        # The parts of these layers' inputs from which their weight gradients are multiplied again.
         self._inputs: dict[str, torch.Tensor] = {}
         self._replay = (
             Replay(settings, self._modules, list(linears), num_microbatches) if settings.recipe.keeps_history else None
@@ -95,7 +96,7 @@ class WatchedValues:
         self._inputs.clear()
 
     def _check_output(self, name: str, module: torch.nn.Module, arguments: Any, returned: Any) -> None:
-        # The other is the bias, where the layer leaves its addition to the next.
+        # A second result is the bias, which the next layer adds.
         output = returned[0] if isinstance(returned, tuple) else returned
         result = self._results.pop(name, None)
         if result is not None:
@@ -125,7 +126,7 @@ class WatchedValues:
         is_first_pass = not is_recomputed(phase)
         self._counts[module, phase] += is_first_pass and product.part == 0
         is_turn = is_first_pass and self._counts[module, phase] - 1 == self._microbatch
-        # What `WatchedProducts` finds to be in other formats has no codes.
+        # Operands in other formats, which `WatchedProducts` reports, have no codes.
         operands = [operand for operand in product.operands if operand.codes is not None]
         are_whole = [self._check_cast(module, phase, operand, is_turn=is_turn) for operand in operands]
         if product.output is None or module not in self._repeated:
@@ -198,7 +199,7 @@ class WatchedValues:
         self._multiplied.add((module, phase))
         rows, columns = (part(size, _RESULT_SIDE, self._turn) for size in output.shape)
         exact, rounded = [], []
-        for operand, side, own in zip(product.operands, (rows, columns), OWN_DIMENSION[phase], strict=True):
+        for operand, side, own in zip(product.operands, (rows, columns), _OWN_DIMENSION[phase], strict=True):
             assert operand.codes is not None
             assert operand.scale is not None
             whole = (0, operand.codes.shape[1 - own])
@@ -232,7 +233,7 @@ class WatchedValues:
         self._checks.add(module, what, away > tolerance, tolerance, away, planned=planned, live=live)
         if len(exact) < 2:
             return
-        explained = rounding_error(phase, exact, rounded)
+        explained = _rounding_error(phase, exact, rounded)
         distance, blur = (found - multiply(phase, *exact)).norm(), tolerance * size
         too_near = (distance < explained / _COHERENCE) & (explained / _COHERENCE > blur)
         too_far = distance > explained * _COHERENCE + blur
@@ -253,7 +254,7 @@ class WatchedValues:
         for name in self._modules:
             for phase in Phase:
                 count, planned = self._counts[name, phase], self._num_microbatches
-                # None at all is what `WatchedProducts` tells.
+                # `WatchedProducts` reports products that never ran.
                 if 0 < count < planned:
                     what = f"{phase.value} products"
                     yield Difference(module=name, what=what, planned=f"{planned} or more", live=str(count))
@@ -263,3 +264,17 @@ class WatchedValues:
             for phase in Phase:
                 if self._counts[name, phase] and (name, phase) not in self._multiplied:
                     yield Difference(module=name, what=f"result of {phase.value}", planned="reported", live="none")
+
+
+def _rounding_error(phase: Phase, exact: list[torch.Tensor], rounded: list[torch.Tensor]) -> torch.Tensor:
+    """2-norm of what the operands' rounding errors do to their product, as if independent of one another; fp64 [].
+
+    For c = Σ aₖ·bₖ the mean of ‖δc‖² is Σ ‖δaₖ‖²·‖bₖ‖² + ‖aₖ‖²·‖δbₖ‖² + ‖δaₖ‖²·‖δbₖ‖² over all rows and columns.
+    """
+    own = _OWN_DIMENSION[phase]
+    sizes = [values.double().square().sum(dim) for values, dim in zip(exact, own, strict=True)]
+    errors = [
+        (values.double() - codes.double()).square().sum(dim)
+        for values, codes, dim in zip(exact, rounded, own, strict=True)
+    ]
+    return (errors[0] * sizes[1] + sizes[0] * errors[1] + errors[0] * errors[1]).sum().sqrt()

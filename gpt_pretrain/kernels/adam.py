@@ -63,12 +63,10 @@ def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
 
 
 def rounded_to_fp16(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
-    """Values moved at random so that rounding them to the nearest FP16 is right on average; reproducible by seed.
+    """Values, fp32 [n], moved at random so that rounding them to the nearest FP16 is right on average.
 
-    Args:
-        values: fp32 [n].
-        start: Index of the first value in the rank's part of its parameter; all parameters draw the same numbers.
-        seed: Different in each step.
+    The seed, another in each step, and a value's index in the rank's part of its parameter, `start` for the first, give
+    the random number: all parameters draw the same.
     """
     index = torch.arange(start, start + values.numel(), device=values.device)
     # fmix32 (Appleby's MurmurHash3) of index and seed, in the lower half of 64 bits.

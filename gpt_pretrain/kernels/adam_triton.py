@@ -23,19 +23,10 @@ def _read_moment(values, scales, offsets, inside, rows, inside_rows, SCALED: tl.
 
 @triton.jit
 def _write_moment(
-    moment,
-    values,
-    scales,
-    offsets,
-    inside,
-    rows,
-    inside_rows,
-    SCALED: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    HEADROOM: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    moment, values, scales, offsets, inside, rows, inside_rows,
+    SCALED: tl.constexpr, MANTISSA_BITS: tl.constexpr, HEADROOM: tl.constexpr, SMALLEST: tl.constexpr,
     KEEPS_POSITIVE: tl.constexpr,
-):
+):  # fmt: skip
     if SCALED:
         largest = tl.max(tl.abs(moment), axis=1).to(tl.int32, bitcast=True)
         exponents = ((largest + (1 << (22 - MANTISSA_BITS))) >> 23) - HEADROOM
@@ -63,31 +54,12 @@ def _rounded_to_fp16(values, offsets, number):
 
 @triton.jit
 def _adam_update(
-    gradient,
-    master,
-    weight,
-    exp_avg,
-    exp_avg_scales,
-    exp_avg_sq,
-    exp_avg_sq_scales,
-    device_values,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-    size,
-    HAS_WEIGHT: tl.constexpr,
-    REMAINDERS: tl.constexpr,
-    SCALED1: tl.constexpr,
-    MANTISSA_BITS1: tl.constexpr,
-    HEADROOM1: tl.constexpr,
-    SMALLEST1: tl.constexpr,
-    SCALED2: tl.constexpr,
-    MANTISSA_BITS2: tl.constexpr,
-    HEADROOM2: tl.constexpr,
-    SMALLEST2: tl.constexpr,
-):
+    gradient, master, weight, exp_avg, exp_avg_scales, exp_avg_sq, exp_avg_sq_scales, device_values,
+    lr, beta1, beta2, eps, weight_decay, size,
+    HAS_WEIGHT: tl.constexpr, REMAINDERS: tl.constexpr,
+    SCALED1: tl.constexpr, MANTISSA_BITS1: tl.constexpr, HEADROOM1: tl.constexpr, SMALLEST1: tl.constexpr,
+    SCALED2: tl.constexpr, MANTISSA_BITS2: tl.constexpr, HEADROOM2: tl.constexpr, SMALLEST2: tl.constexpr,
+):  # fmt: skip
     if tl.load(device_values) != 0:
         return
     scale = tl.load(device_values + 1)
@@ -153,13 +125,6 @@ def update_on_gpu(gradient: torch.Tensor, state: AdamState, step: AdamStep) -> N
         second.values,
         step.device_values if second.scales is None else second.scales,
         step.device_values,
-        step.lr,
-        *step.betas,
-        step.eps,
-        step.weight_decay,
-        gradient.numel(),
-        master.weight is not None,
-        master.values.dtype is torch.int16,
-        *_format(first),
-        *_format(second),
-    )
+        step.lr, *step.betas, step.eps, step.weight_decay, gradient.numel(),
+        master.weight is not None, master.values.dtype is torch.int16, *_format(first), *_format(second),
+    )  # fmt: skip

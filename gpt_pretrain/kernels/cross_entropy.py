@@ -112,12 +112,8 @@ def accumulate_weight_gradient(
     """main_grad += output_gradientᵀ · layer_input, in the type of the main gradient.
 
     torch's `addmm`, whose result may be wider than its factors, is the product of cuBLAS that apex's
-    `fused_weight_gradient_mlp_cuda` computes.
-
-    Args:
-        layer_input: [tokens, in].
-        output_gradient: [tokens, out], of the input's type.
-        main_grad: [out, in], of that type or fp32.
+    `fused_weight_gradient_mlp_cuda` computes. Inputs [tokens, in] and gradients [tokens, out] have one type, the main
+    gradient [out, in] has that or fp32.
     """
     transposed = output_gradient.t()
     if main_grad.dtype is layer_input.dtype:
@@ -175,8 +171,7 @@ def row_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def merge_statistics(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each row and the logarithm of its sum of exponentials, both [rows] in fp32.
 
-    Args:
-        statistics: [ranks, 3, rows], from all ranks that share the columns.
+    `statistics` are [ranks, 3, rows], from all ranks that share the columns.
     """
     largest = statistics[:, 0].amax(dim=0)
     exponentials = (statistics[:, 1] * torch.exp(statistics[:, 0] - largest)).sum(dim=0)
@@ -189,11 +184,8 @@ def turn_into_gradient(
 ) -> None:
     """Overwrites logits with the gradient of the rows' losses: (softmax - 1 at the label) · gradient of the loss.
 
-    Args:
-        logits: [rows, columns], rows contiguous.
-        labels: [rows], as for `row_statistics`.
-        log_sum: [rows], fp32, from `merge_statistics`.
-        loss_gradient: [rows], fp32: of each row's loss.
+    Logits and labels are as for `row_statistics`; `log_sum`, fp32 [rows], is from `merge_statistics`, and
+    `loss_gradient`, fp32 [rows], is that of each row's loss.
     """
     if logits.is_cuda:
         from gpt_pretrain.kernels.cross_entropy_triton import launch_gradient

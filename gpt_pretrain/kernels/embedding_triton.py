@@ -1,4 +1,4 @@
-"""The kernel behind `fused_layers.accumulate_rows`: token gradients, added to the rows of a table in a fixed order.
+"""The kernel behind `AccumulatingEmbedding`: token gradients, added to the rows of a table in a fixed order.
 
 On a GPU `index_add_` adds with atomics, so that two runs differ in the last bit, and its values must be copied to fp32
 first. Here tokens are sorted by their rows, and one program sums all gradients of a row in fp32 before it touches the
@@ -42,12 +42,9 @@ def _add_rows_kernel(
 
 
 def add_rows(table: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-    """Adds the gradient of each token to its row of a table.
+    """Adds the gradient of each token, [tokens, h] of any floating type, to its row of a table, fp32 [rows, h].
 
-    Args:
-        table: [rows, h] in fp32, contiguous.
-        rows: The row of each token, int64 [tokens]; -1 where it has none.
-        gradients: [tokens, h] of any floating type, contiguous.
+    `rows`, int64 [tokens], is -1 for a token without a row. Table and gradients are contiguous.
     """
     num_tokens, width = gradients.shape
     by_row, order = torch.sort(rows, stable=True)

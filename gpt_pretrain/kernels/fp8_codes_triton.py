@@ -1,7 +1,12 @@
-"""Kernels on FP8 codes: counting them (`fp8_codes.count_codes`), writing them transposed, searching what they hide.
+"""Kernels on FP8 codes: writing them, also transposed; counting them; searching for the infinities that they hide.
 
-A block with an infinity has scale 1 (`fp8/infinities.py`). The search reads all scales, a number for each 128 values,
-and the values of those blocks alone: a fraction of a cast's cost.
+**Casts** read a matrix twice: for its amaxes (`measure`), and to write its codes and their transpose (`cast`). Hopper's
+FP8 products sum along contiguous memory, so a matrix that is summed over its rows in one product and over its columns
+in another is needed twice, once transposed. What torch.compile makes of TorchAO's operations reads the values for each
+direction again and transposes codes in kernels of their own.
+
+**The search** looks for infinities, whose blocks have scale 1 (`fp8/infinities.py`). It reads all scales, a number for
+each 128 values, and the values of such blocks alone: a fraction of a cast's cost.
 """
 
 import torch
@@ -12,8 +17,8 @@ import triton.language as tl
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 # The tile that a program writes, its rows in pairs. Of thirteen sizes on an H200 none was faster by more than 1%.
-TILE_PAIRS = 32
-TILE_COLUMNS = 64
+TILE_PAIRS = tl.constexpr(32)
+TILE_COLUMNS = tl.constexpr(64)
 TILE_WARPS = 4
 
 _BLOCK = tl.constexpr(4096)
@@ -25,7 +30,7 @@ _ROWS = tl.constexpr(64)
 
 def tile_grid(rows: int, width: int) -> tuple[int, int]:
     """Tiles across and down."""
-    return triton.cdiv(width, TILE_COLUMNS), triton.cdiv(rows, 2 * TILE_PAIRS)
+    return triton.cdiv(width, TILE_COLUMNS.value), triton.cdiv(rows, 2 * TILE_PAIRS.value)
 
 
 @triton.jit
@@ -54,20 +59,106 @@ def _word(even, odd, dtype: tl.constexpr):
 
 @triton.jit
 def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None:
-    """Stores the codes of scaled values as a matrix of columns; rows come in pairs, one even and one odd.
+    """Stores the codes of scaled values transposed: `into` is [all columns, 2 · num_pairs].
 
-    Args:
-        even: fp32 [pairs, columns], of even rows.
-        odd: Of the rows after them.
-        into: Codes [all columns, 2 · num_pairs].
-        pairs: Which pairs of rows these are.
-        columns: Which columns.
-        inside: Whether each column is one of the tensor.
-        num_pairs: Of the tensor's rows.
+    Rows come in pairs: `even` and `odd`, fp32 [pairs, columns], are even rows and the rows after them. `pairs` and
+    `columns` number them in the tensor; `inside` says which columns the tensor has.
     """
     words = _word(even, odd, into.dtype.element_ty)
     places = into.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
     tl.store(places + pairs[None, :], tl.trans(words), mask=inside[:, None] & (pairs < num_pairs)[None, :])
+
+
+@triton.jit
+def _fp8_amax_kernel(
+    values, whole, of_rows, of_columns, num_rows, width, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr
+):
+    rows = tl.program_id(1) * 2 * TILE_PAIRS + tl.arange(0, 2 * TILE_PAIRS)
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    places = values + rows.to(tl.int64)[:, None] * width + columns[None, :]
+    # As whole numbers magnitudes have the same order, and NaN comes out on top.
+    magnitudes = tl.load(places, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if OF_ROWS:
+        tl.atomic_max(of_rows + rows, tl.max(magnitudes, axis=1), mask=rows < num_rows, sem="relaxed")
+    if OF_COLUMNS:
+        tl.atomic_max(of_columns + columns, tl.max(magnitudes, axis=0), mask=columns < width, sem="relaxed")
+    tl.atomic_max(whole, tl.max(magnitudes), sem="relaxed")
+
+
+@triton.jit
+def _fp8_codes_kernel(
+    values, codes, transposed, scales, transposed_scales, num_rows, width,
+    PER_ROW: tl.constexpr, TRANSPOSES: tl.constexpr, PER_COLUMN: tl.constexpr,
+):  # fmt: skip
+    pairs = tl.program_id(1) * TILE_PAIRS + tl.arange(0, TILE_PAIRS)
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    rows, across = 2 * pairs, columns < width
+    # Rows come in pairs, so that both are inside or neither is.
+    inside = (rows < num_rows)[:, None] & across[None, :]
+    offsets = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    even = tl.load(values + offsets, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(values + offsets + width, mask=inside, other=0.0).to(tl.float32)
+    if PER_ROW:
+        of_even = tl.load(scales + rows, mask=rows < num_rows, other=1.0)[:, None]
+        of_odd = tl.load(scales + rows + 1, mask=rows < num_rows, other=1.0)[:, None]
+    else:
+        of_even = tl.load(scales)
+        of_odd = of_even
+    tl.store(codes + offsets, (even * of_even).to(codes.dtype.element_ty), mask=inside)
+    tl.store(codes + offsets + width, (odd * of_odd).to(codes.dtype.element_ty), mask=inside)
+    if TRANSPOSES:
+        if PER_COLUMN:
+            scale = tl.load(transposed_scales + columns, mask=across, other=1.0)[None, :]
+        else:
+            scale = tl.load(transposed_scales)
+        store_transposed(even * scale, odd * scale, transposed, pairs, columns, across, num_rows // 2)
+
+
+def measure(
+    values: torch.Tensor, *, of_rows: bool, of_columns: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The largest magnitudes of a contiguous matrix [rows, columns], read once. NaN is larger than any number.
+
+    Returns:
+        fp32: of the whole, [1], of rows, [rows, 1], and of columns, [1, columns]; None where nobody asked.
+    """
+    rows, width = values.shape
+    whole = values.new_zeros(1, dtype=torch.float32)
+    each_row = values.new_zeros(rows, 1, dtype=torch.float32) if of_rows else None
+    each_column = values.new_zeros(1, width, dtype=torch.float32) if of_columns else None
+    _fp8_amax_kernel[tile_grid(rows, width)](
+        values,
+        *(None if amaxes is None else amaxes.view(torch.int32) for amaxes in (whole, each_row, each_column)),
+        rows, width, OF_ROWS=of_rows, OF_COLUMNS=of_columns, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return whole, each_row, each_column
+
+
+def cast(
+    values: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor, transposed_scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The codes of a matrix: values times scale in fp32, saturated, rounded to nearest; NaN stays NaN.
+
+    Args:
+        values: [rows, columns], contiguous; an even number of rows.
+        dtype: float8_e4m3fn or float8_e5m2.
+        scales: Factors of the first result, fp32 [1] or [rows, 1].
+        transposed_scales: Factors of a second one, fp32 [1] or [1, columns].
+
+    Returns:
+        Codes [rows, columns], contiguous; then those of the second factors, of which each column is contiguous.
+    """
+    rows, width = values.shape
+    assert rows % 2 == 0, f"rows are transposed in pairs, and there are {rows}"
+    codes = torch.empty_like(values, dtype=dtype)
+    transposed = None if transposed_scales is None else values.new_empty(width, rows, dtype=dtype)
+    _fp8_codes_kernel[tile_grid(rows, width)](
+        values, codes, transposed, scales, transposed_scales, rows, width,
+        PER_ROW=scales.numel() > 1, TRANSPOSES=transposed is not None,
+        PER_COLUMN=transposed_scales is not None and transposed_scales.numel() > 1, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return (codes,) if transposed is None else (codes, transposed.t())
 
 
 @triton.jit
@@ -112,12 +203,9 @@ def _search(values, scale_inv, found, num_rows, num_columns, stride):
 
 
 def search_blocks(values: torch.Tensor, scale_inv: torch.Tensor, found: torch.Tensor) -> None:
-    """Sets a flag where there is an infinity in values that were cast in blocks of 1×128.
+    """Sets the flag `found`, fp32 [1], if values [..., columns] that were cast in blocks of 1×128 contain infinity.
 
-    Args:
-        values: [..., columns].
-        scale_inv: fp32 [blocks of a row, at least the rows], contiguous: the inverse scales of the blocks.
-        found: fp32 [1].
+    `scale_inv` has the inverse scales of the blocks, fp32 [blocks of a row, at least the rows], contiguous.
     """
     values = values.contiguous()
     num_columns = values.shape[-1]

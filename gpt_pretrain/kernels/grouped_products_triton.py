@@ -137,21 +137,10 @@ def _tensor_of(table, expert, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
 # A number of tiles that is a multiple of 16 is no reason to compile anew in the middle of a run.
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_gemm_kernel(
-    inputs,
-    weights,
-    outputs,
-    tiles,
-    num_tiles,
-    width: tl.constexpr,
-    depth: tl.constexpr,
-    column_step: tl.constexpr,
-    depth_step: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    inputs, weights, outputs, tiles, num_tiles,
+    width: tl.constexpr, depth: tl.constexpr, column_step: tl.constexpr, depth_step: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """outputs[r, c] = sum over d of inputs[r, d] · weight[c · column_step + d · depth_step]."""
     row_tile, column_tile = _place(tl.program_id(0), num_tiles, tl.cdiv(width, COLUMNS), GROUP)
     expert = tl.load(tiles + 3 * row_tile)
@@ -183,18 +172,9 @@ def _grouped_gemm_kernel(
 
 @triton.jit
 def _grouped_wgrad_gemm_kernel(
-    output_gradients,
-    inputs,
-    main_grads,
-    starts,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    output_gradients, inputs, main_grads, starts, height: tl.constexpr, width: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """main_grad[r, c] += sum over an expert's rows i of output_gradients[i, r] · inputs[i, c]."""
     num_row_tiles: tl.constexpr = (height + ROWS - 1) // ROWS
     num_column_tiles: tl.constexpr = (width + COLUMNS - 1) // COLUMNS
@@ -245,35 +225,17 @@ def _stages(device: torch.device) -> int:
 def _multiply(
     values: torch.Tensor, weights: Table, rows: ExpertRows, width: int, steps: tuple[int, int]
 ) -> torch.Tensor:
-    """Each row times a matrix of its expert: [rows, width] in BF16.
+    """Each row of `values`, [rows, depth] in BF16 and contiguous, times a matrix of its expert: [rows, width] in BF16.
 
-    Args:
-        values: [rows, depth] in BF16, contiguous.
-        weights: `Addresses` of BF16 tensors, one of each expert.
-        rows: Which row belongs to which expert.
-        width: Columns of the matrices.
-        steps: From one column of a matrix to the next, and from one of its `depth` rows.
+    `weights` are the matrices, BF16 [depth, width]; `steps` go from one column to the next, and from one row.
     """
     num_tiles, depth = len(rows.tiles), values.shape[1]
     result = values.new_empty(values.shape[0], width)
     if num_tiles:
         _grouped_gemm_kernel[(num_tiles * triton.cdiv(width, _COLUMNS),)](
-            values,
-            weights.addresses,
-            result,
-            rows.tiles,
-            num_tiles,
-            width,
-            depth,
-            *steps,
-            ROWS,
-            _COLUMNS,
-            _DEPTH,
-            _GROUP,
-            weights.alignment,
-            num_warps=_WARPS,
-            num_stages=_stages(values.device),
-        )
+            values, weights.addresses, result, rows.tiles, num_tiles, width, depth, *steps,
+            ROWS, _COLUMNS, _DEPTH, _GROUP, weights.alignment, num_warps=_WARPS, num_stages=_stages(values.device),
+        )  # fmt: skip
     return result
 
 
@@ -282,39 +244,20 @@ def _accumulate_weight_gradients(
 ) -> None:
     """Adds the gradient of each weight to its main gradient; experts without rows add none.
 
-    Args:
-        output_gradients: [rows, out] in BF16, contiguous.
-        inputs: [rows, in] in BF16, contiguous.
-        main_grads: `Addresses` of [out, in] in fp32, contiguous, one of each expert.
-        rows: Which row belongs to which expert.
+    `output_gradients` [rows, out] and `inputs` [rows, in] are BF16, `main_grads` fp32 [out, in]; all are contiguous.
     """
     height, width = output_gradients.shape[1], inputs.shape[1]
     if not len(rows.tiles):
         return
     programs = triton.cdiv(height, ROWS) * triton.cdiv(width, _COLUMNS)
     _grouped_wgrad_gemm_kernel[(programs * (len(rows.starts) - 1),)](
-        output_gradients,
-        inputs,
-        main_grads.addresses,
-        rows.starts,
-        height,
-        width,
-        ROWS,
-        _COLUMNS,
-        _DEPTH,
-        _GROUP,
-        main_grads.alignment,
-        num_warps=_WARPS,
-        num_stages=_stages(inputs.device),
-    )
+        output_gradients, inputs, main_grads.addresses, rows.starts, height, width,
+        ROWS, _COLUMNS, _DEPTH, _GROUP, main_grads.alignment, num_warps=_WARPS, num_stages=_stages(inputs.device),
+    )  # fmt: skip
 
 
 class GroupedWeights:
-    """What one layer's products keep from one pass to the next.
-
-    Args:
-        rows: Shared with the layers whose rows are the same.
-    """
+    """What one layer's products keep from one pass to the next; `rows` is shared with layers of the same rows."""
 
     def __init__(self, rows: RowPlaces) -> None:
         self.rows = rows
@@ -335,11 +278,8 @@ def multiply_by_experts(
     The gradient of a weight is added to its attribute `main_grad` ([out, in] in fp32, contiguous). Autograd does not
     see the weights, and calls no hook of theirs; `kept.gradients_added` is called instead.
 
-    Args:
-        inputs: [rows, in] in BF16, sorted by expert.
-        counts: Rows of each expert.
-        weights: [out, in] in BF16, contiguous, one of each expert; all of them are trained, or none.
-        kept: Of this layer.
+    Inputs, [rows, in] in BF16, are sorted by expert; `counts` are the rows of each. Each expert has a weight, [out, in]
+    in BF16 and contiguous; all of them are trained, or none.
     """
     stand_in = kept.stand_in if weights[0].requires_grad else None
     product: torch.Tensor = _GroupedProducts.apply(inputs, stand_in, counts, weights, kept)  # type: ignore[no-untyped-call]

@@ -38,29 +38,12 @@ def _move_head(joined, part, inside, cos, sin, HALF: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def _qkv_rope_kernel(
-    mixed,
-    queries,
-    keys,
-    values,
-    angles,
-    num_tokens,
-    batch,
-    num_groups,
-    query_position,
-    query_sequence,
-    query_head,
-    key_position,
-    key_sequence,
-    key_head,
-    value_position,
-    value_sequence,
-    value_head,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    JOINS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    mixed, queries, keys, values, angles, num_tokens, batch, num_groups,
+    query_position, query_sequence, query_head,
+    key_position, key_sequence, key_head,
+    value_position, value_sequence, value_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, JOINS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     # Multiplied by a stride it may exceed 32 bits.
     group = tl.program_id(1).to(tl.int64)
@@ -98,21 +81,8 @@ def launch_qkv_rope(mixed: torch.Tensor, parts: Sequence[torch.Tensor], angles: 
     width, turned = queries.size(-1), angles.size(-1)
     grid = triton.cdiv(length * batch, _TOKENS), num_groups
     _qkv_rope_kernel[grid](
-        mixed,
-        queries,
-        keys,
-        values,
-        angles,
-        length * batch,
-        batch,
-        num_groups,
-        *queries.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        HEADS=queries.size(2) // num_groups,
-        WIDTH=width,
-        HALF=turned // 2,
-        JOINS=joins,
-        TOKENS=_TOKENS,
+        mixed, queries, keys, values, angles, length * batch, batch, num_groups,
+        *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+        HEADS=queries.size(2) // num_groups, WIDTH=width, HALF=turned // 2, JOINS=joins, TOKENS=_TOKENS,
         num_warps=_WARPS,
-    )
+    )  # fmt: skip

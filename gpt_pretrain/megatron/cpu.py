@@ -10,7 +10,7 @@ it is on.
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -54,46 +54,30 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _do_nothing(*_: object, **__: object) -> None:
+    """Twin of CUDA calls that wait for, or release, what the CPU does not have."""
+
+
 class _Event:
-    """A CUDA event on a device where everything is synchronous."""
+    """A CUDA event that has always passed."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def record(self, _: object = None) -> None:
-        """Nothing is in flight."""
-
-    def wait(self, _: object = None) -> None:
-        """Nothing is in flight."""
+    record = wait = _do_nothing
 
 
 class _Stream:
-    """A CUDA stream on a device where everything is synchronous."""
+    """A CUDA stream where nothing is ever in flight."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def wait_stream(self, _: object) -> None:
-        """Nothing is in flight."""
-
-    def wait_event(self, _: object) -> None:
-        """Nothing is in flight."""
+    wait_stream = wait_event = synchronize = _do_nothing
 
     def record_event(self) -> "_Stream":
         """An event that has passed already."""
         return self
-
-    def synchronize(self) -> None:
-        """Nothing is in flight."""
-
-
-@contextlib.contextmanager
-def _stream_context(_: object) -> Iterator[None]:
-    yield
-
-
-def _do_nothing(*_: object, **__: object) -> None:
-    """Twin of CUDA calls that wait for, or release, what the CPU does not have."""
 
 
 def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -156,7 +140,7 @@ def install_cpu_device() -> None:
         Stream=_Stream,
         current_stream=lambda *_: _Stream(),
         default_stream=lambda *_: _Stream(),
-        stream=_stream_context,
+        stream=contextlib.nullcontext,
         synchronize=_do_nothing,
         empty_cache=_do_nothing,
         get_rng_state=_random_state,

@@ -1,11 +1,5 @@
 """Parts of a transformer that pass over memory fewer times than megatron-core's: all of them are bound by memory.
 
-**`CastingMLP`**: an MLP of Transformer Engine layers whose activation is computed and cast to FP8 in one kernel, and so
-is its gradient (`model.activation_cast_fusion`). megatron-core writes the activation in BF16, and Transformer Engine
-reads it again to write it as FP8 and as transposed FP8. On the way back the gradient of the first projection's output,
-the widest tensor of a layer, goes the same way. The kernels (`activation_triton`) use the scales and amaxes of the
-casts that they replace: the quantizers are the projections' own, and so are the codes.
-
 **`split_and_rotate`**: queries, keys and values split out of one projection and rotated in one kernel, their gradients
 in another (`model.fused_single_qkv_rope`). megatron-core splits the projection of grouped heads, copies the queries
 into a tensor of their own and rotates them, then the keys; the attention copies keys or values whose layout does not
@@ -18,7 +12,8 @@ BF16, with zeros for every token that did not occur, read again and added to the
 the table, 2.8 ms for Llama 3's on an H200.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,131 +22,9 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.mlp import MLP
 
 from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient
-from gpt_pretrain.kernels.fp8_codes import CastInto
 from gpt_pretrain.megatron.patches import ROTATION, SPLIT, WEIGHT_GRADIENTS, patch
-
-
-class CastingMLP(MLP):  # type: ignore[misc]
-    """megatron-core's MLP with its activation fused with the casts around it, where both projections run in FP8."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] to [s, b, h], and the bias of the second projection, which is yet to be added."""
-        first, second = self.linear_fc1, self.linear_fc2
-        if not _multiply_in_fp8(first, second):
-            return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
-        check_arguments({"per_token_scale": per_token_scale, **kwargs})
-        # Two-dimensional, because Transformer Engine drops the transpose of a tensor that it reshapes.
-        inputs, bias = first(hidden_states.view(-1, hidden_states.size(-1)))
-        # Before its own first pass the second projection has no quantizers.
-        second.init_fp8_metadata()
-        with_backward = torch.is_grad_enabled()
-        activated = _ActivationCast.apply(inputs, bias, self, with_backward)  # type: ignore[no-untyped-call]
-        output, output_bias = second(activated)
-        if with_backward:
-            # The backward pass reads the transpose only.
-            activated.update_usage(rowwise_usage=False, columnwise_usage=True)
-        return output.view(*hidden_states.shape[:-1], -1), output_bias
-
-
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Asserts that all are None: the fused activation has no scales of tokens and no mask of experts."""
-    given = [name for name, value in arguments.items() if value is not None]
-    assert not given, f"the fused activation does not know {given}"
-
-
-def _multiply_in_fp8(*layers: Any) -> bool:
-    """Whether all of these are Transformer Engine's layers and compute in FP8, which `model.fp8_exclude` can prevent.
-
-    After the first step the proof (`gpt_pretrain.fp8`) reports layers that should be Transformer Engine's and are not.
-    """
-    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    enabled = FP8GlobalStateManager.is_fp8_enabled()
-    return all(
-        isinstance(layer, TransformerEngineBaseModule) and layer.will_execute_quantized(enabled) for layer in layers
-    )
-
-
-def _input_quantizer(layer: Any) -> Any:
-    from transformer_engine_torch import FP8FwdTensors
-
-    return layer.quantizers["scaling_fwd"][FP8FwdTensors.GEMM1_INPUT]
-
-
-def _gradient_quantizer(layer: Any) -> Any:
-    from transformer_engine_torch import FP8BwdTensors
-
-    return layer.quantizers["scaling_bwd"][FP8BwdTensors.GRAD_OUTPUT1]
-
-
-def allocate(
-    quantizer: Any, shape: tuple[int, ...], like: torch.Tensor, *, columnwise: bool = True
-) -> tuple[Any, CastInto]:
-    """An unwritten Transformer Engine tensor of this quantizer, and where to write it.
-
-    Args:
-        quantizer: Of delayed scaling (Float8Quantizer) or of tensorwise (Float8CurrentScalingQuantizer).
-        shape: Of the tensor, [rows, columns].
-        like: Has the device, and the type that the codes stand for.
-        columnwise: Also as the transpose, which weight gradients read.
-
-    Raises:
-        TypeError: The quantizer is of another recipe.
-    """
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-    from transformer_engine_torch import DType
-
-    current = isinstance(quantizer, Float8CurrentScalingQuantizer)
-    if not current and not isinstance(quantizer, Float8Quantizer):
-        raise TypeError(f"the fused cast writes tensors with one scale, and {type(quantizer).__name__} has others")
-    quantizer.set_usage(rowwise=True, columnwise=columnwise)
-    tensor = quantizer.make_empty(shape, dtype=like.dtype, device=like.device)
-    dtype = torch.float8_e4m3fn if quantizer.dtype == DType.kFloat8E4M3 else torch.float8_e5m2
-    if current:
-        assert not quantizer.with_amax_reduction, "this tensor is whole, not one rank's part"
-        assert not quantizer.force_pow_2_scales, "the recipe asks for any scales"
-        quantizer.amax.zero_()
-    return tensor, CastInto(
-        codes=tensor._data.view(dtype),
-        transposed=tensor._transpose.view(dtype) if columnwise else None,
-        scale=quantizer.scale,
-        inverse_scale=tensor._scale_inv,
-        amax=quantizer.amax,
-        scale_from_amax=current,
-        amax_epsilon=quantizer.amax_epsilon if current else 0.0,
-    )
-
-
-class _ActivationCast(torch.autograd.Function):
-    """The activation of [rows, columns] as an FP8 tensor; the gradient of its input is an FP8 tensor, too."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: CastingMLP, with_backward: bool) -> Any:
-        from gpt_pretrain.kernels.activation_triton import launch_activation
-
-        rows, columns = inputs.shape
-        width = columns // 2 if mlp.config.gated_linear_unit else columns
-        quantizer = _input_quantizer(mlp.linear_fc2)
-        activated, into = allocate(quantizer, (rows, width), inputs, columnwise=with_backward)
-        launch_activation(inputs, bias, into)
-        ctx.save_for_backward(inputs, bias)
-        ctx.quantizer = _gradient_quantizer(mlp.linear_fc1)
-        return activated
-
-    @staticmethod
-    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        from gpt_pretrain.kernels.activation_triton import launch_gradient
-
-        inputs, bias = ctx.saved_tensors
-        of_inputs, into = allocate(ctx.quantizer, inputs.shape, inputs)
-        of_bias = launch_gradient(gradients, inputs, bias, into)
-        return of_inputs, None if of_bias is None else of_bias.to(bias.dtype), None, None
 
 
 def split_and_rotate(
@@ -241,26 +114,17 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
         (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
-        accumulate_rows(weight.main_grad, rows.flatten(), given.flatten(0, 1))
+        tokens, token_gradients = rows.flatten(), given.flatten(0, 1)
+        if token_gradients.is_cuda:
+            from gpt_pretrain.kernels.embedding_triton import add_rows
+
+            add_rows(weight.main_grad, tokens, token_gradients.contiguous())
+        else:
+            # Where another rank has the row, gradients are zeros.
+            weight.main_grad.index_add_(0, tokens.clamp(min=0), token_gradients.float())
         weight.grad_added_to_main_grad = True
         # Data parallelism waits for some gradient of each weight, and does not read this one.
         return None, None if ctx.is_tied else torch.empty_like(weight), None, None
-
-
-def accumulate_rows(main_grad: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-    """Adds the gradient of each token to its row of an embedding's main gradient.
-
-    Args:
-        main_grad: [vocab, h] in fp32, contiguous.
-        rows: The row of each token, int64 [tokens]; -1 where another rank has it.
-        gradients: [tokens, h]; zeros where another rank has the row.
-    """
-    if gradients.is_cuda:
-        from gpt_pretrain.kernels.embedding_triton import add_rows
-
-        add_rows(main_grad, rows, gradients.contiguous())
-    else:
-        main_grad.index_add_(0, rows.clamp(min=0), gradients.float())
 
 
 def install_embeddings(chunks: Sequence[Any]) -> None:
@@ -293,13 +157,6 @@ def install_split() -> None:
         patch(SPLIT, SplitAlongDim=SplitAlongDim.apply)
 
 
-class _WeightGradients:
-    """Replaces apex's module, which has a function for each type of main gradient."""
-
-    wgrad_gemm_accum_fp32 = staticmethod(accumulate_weight_gradient)
-    wgrad_gemm_accum_fp16 = staticmethod(accumulate_weight_gradient)
-
-
 def install_weight_gradients() -> None:
     """Makes column- and row-parallel layers, the LM head among them, add weight gradients to the main gradient.
 
@@ -307,4 +164,7 @@ def install_weight_gradients() -> None:
     they are installed.
     """
     if not WEIGHT_GRADIENTS.owner()._grad_accum_fusion_available:
-        patch(WEIGHT_GRADIENTS, fused_weight_gradient_mlp_cuda=_WeightGradients, _grad_accum_fusion_available=True)
+        # apex has a function for each type of main gradient.
+        functions = dict.fromkeys(("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), accumulate_weight_gradient)
+        module = SimpleNamespace(**functions)
+        patch(WEIGHT_GRADIENTS, fused_weight_gradient_mlp_cuda=module, _grad_accum_fusion_available=True)

@@ -8,7 +8,7 @@ torch's norms does not; and PyTorch's fused attention, where `Kernels.torch_atte
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, override
+from typing import Any, override
 
 import torch
 from megatron.core import parallel_state
@@ -36,8 +36,6 @@ from megatron.core.transformer.transformer_layer import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
-from gpt_pretrain.megatron.fused_layers import CastingMLP
-from gpt_pretrain.megatron.graphs import GraphedLayer
 from gpt_pretrain.spec.kernels import Kernels
 
 # In this order: cuDNN's are the fastest on Hopper. The last one takes what the others refuse, in O(s) memory too.
@@ -52,12 +50,9 @@ class TorchNorm:
     `sequence_parallel` (megatron.core.distributed.finalize_model_grads).
     """
 
-    layer_norm: ClassVar[type[torch.nn.LayerNorm]] = torch.nn.LayerNorm
-    rms_norm: ClassVar[type[torch.nn.RMSNorm]] = torch.nn.RMSNorm
-
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:  # type: ignore[misc]
         """Builds the norm that `config.normalization` names, over the last dimension of [s, b, h]."""
-        norm_cls = cls.rms_norm if config.normalization == "RMSNorm" else cls.layer_norm
+        norm_cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = norm_cls(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -65,16 +60,9 @@ class TorchNorm:
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention: each token attends to itself and those before it.
+    """Causal attention: each token attends to itself and those before it; `scale` multiplies the scores.
 
-    Args:
-        query: [s, b, heads, width].
-        key: [s, b, groups, width].
-        value: [s, b, groups, width].
-        scale: Factor of the scores.
-
-    Returns:
-        [s, b, heads · width].
+    Queries are [s, b, heads, width], keys and values [s, b, groups, width], the result [s, b, heads · width].
     """
     q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     with sdpa_kernel(_BACKENDS, set_priority=True):
@@ -108,6 +96,21 @@ class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-cor
         assert attention_bias is None, "biases are not added"
         assert packed_seq_params is None, "sequences have one length"
         return causal_attention(query, key, value, self.softmax_scale)
+
+
+class WholeLayer(TransformerLayer):  # type: ignore[misc]
+    """A layer that training steps run by what was recorded or compiled of it; otherwise its modules compute it."""
+
+    is_replayed = True
+    """Whether training steps do so: hooks of modules, such as those that search for NaN, are not called then."""
+
+
+class GraphedLayer(WholeLayer):
+    """A layer that training steps replay."""
+
+    def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
+        # megatron-core would also replay validations, and has no graph for the length of a sampled text.
+        return self.training and self.is_replayed and super()._should_call_local_cudagraph(*args, **kwargs)
 
 
 class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
@@ -157,14 +160,16 @@ def build_layer_spec(
             qk_layernorm=config.qk_layernorm,
         )
         if kernels.use_flash_attention:
-            from gpt_pretrain.megatron.flash_attention import FlashAttention
+            from gpt_pretrain.megatron.te_layers import FlashAttention
 
             layer.submodules.self_attention.submodules.core_attention = FlashAttention
         if kernels.activation_cast_fusion:
+            from gpt_pretrain.megatron.te_layers import CastingMLP
+
             mlp = layer.submodules.mlp
             layer.submodules.mlp = partial(CastingMLP.as_mlp_submodule, **mlp.keywords)
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
-            from gpt_pretrain.megatron.expert_layers import with_one_kernel
+            from gpt_pretrain.megatron.te_layers import with_one_kernel
 
             layer.submodules.mlp = with_one_kernel(layer.submodules.mlp)
         norm = TENorm

@@ -28,11 +28,9 @@ from gpt_pretrain.spec.products import chunk_tokens
 
 
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of a microbatch as the schedules take it.
+    """The loss of a microbatch as the schedules take it, from the cross entropy of each token in nats, [b, s].
 
-    Args:
-        loss_mask: [b, s], 1 where a token counts.
-        losses: [b, s], cross entropy of each token in nats.
+    `loss_mask`, [b, s], is 1 where a token counts.
 
     Returns:
         The sum over the tokens that count, their number, and both as a report, fp32 [2].

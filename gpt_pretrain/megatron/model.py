@@ -22,18 +22,17 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel
 from gpt_pretrain.config.derived import padded_vocab_size
-from gpt_pretrain.megatron.compiled_layers import CompiledLayers
 from gpt_pretrain.megatron.fused_layers import (
     install_embeddings,
     install_rotation,
     install_split,
     install_weight_gradients,
 )
-from gpt_pretrain.megatron.graphs import prepare_graphs
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
 from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
+from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
 from gpt_pretrain.spec.core_fields import (
     ActivationFunction,
     Dtype,
@@ -233,7 +232,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     transformer_config.grad_scale_func = None
     if spec.model.overlap_grad_reduce:
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
-            from gpt_pretrain.megatron.expert_layers import announce_gradients
+            from gpt_pretrain.megatron.te_layers import announce_gradients
 
             announce_gradients(chunks)
         no_sync = [chunk.no_sync for chunk in chunks]
@@ -248,11 +247,11 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
         chunks=chunks,
         transformer_config=transformer_config,
         output_processor=losses_from_head if linear else None,
-        num_parameters=_count_parameters(gpt_chunks),
+        num_parameters=sums_over_parameters(gpt_chunks, torch.Tensor.numel)[0],
     )
 
 
-def parameters_by_group(
+def _parameters_by_group(
     chunks: Sequence[GPTModel],
 ) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
     """This rank's parameters with the ranks that share the model: those of experts, and those of all the rest.
@@ -286,12 +285,12 @@ def parameters_by_group(
         )
 
 
-def _count_parameters(chunks: Sequence[GPTModel]) -> int:
-    """Parameters of the whole model."""
-    count = 0
-    for group, parameters in parameters_by_group(chunks):
-        own = sum(parameter.numel() for parameter in parameters)
-        total = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
-        sum_over(group, total)
-        count += int(total.item())
-    return count
+def sums_over_parameters(chunks: Sequence[GPTModel], *measures: Callable[[torch.nn.Parameter], int]) -> list[int]:
+    """The sum of each measure over all parameters of the whole model; all ranks call it."""
+    totals = torch.zeros(len(measures), dtype=torch.int64)
+    for group, parameters in _parameters_by_group(chunks):
+        own = [sum(map(measure, parameters)) for measure in measures]
+        sums = torch.tensor(own, dtype=torch.int64, device=torch.cuda.current_device())
+        sum_over(group, sums)
+        totals += sums.cpu()
+    return totals.tolist()

@@ -164,7 +164,7 @@ def _make_conditional(optimizer: MegatronOptimizer) -> None:
     """Lets `conditional_update` decide on the device whether a fresh optimizer updates.
 
     Raises:
-        TypeError: The optimizer is none of those that can.
+        TypeError: It is an optimizer that cannot skip an update.
     """
     found_inf = torch.zeros((), dtype=torch.float32, device=torch.cuda.current_device())
     for inner in _inner_optimizers(optimizer):

@@ -57,7 +57,9 @@ def sharded_optimizer_state(
     tensors: dict[str, Any] = {}
     nested: list[Any] = []
     for part in parts:
-        _allocate_states(part)
+        # megatron-core's own function forgets Adam's step count, which torch keeps beside the moments.
+        part.init_state_fn = _allocate_states
+        _allocate_states(part.optimizer)
         if isinstance(part, DistributedOptimizer):
             host = _HostStates(part) if is_loading and isinstance(part, PrecisionAwareOptimizer) else None
             shards = _own_shards(part, model_state, host or partial(_states_as_they_lie, part))
@@ -105,10 +107,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
 def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weights: dict[str, Any]) -> None:
     """Makes masters from weights that were loaded without an optimizer, and FP8 weights from these masters.
 
-    Args:
-        optimizer: The run's, before its first step.
-        model: Its chunks hold the weights already.
-        weights: The loaded tensors by chunk, `model` or `model0`, `model1`, …: not rounded to FP8.
+    The model's chunks hold the weights already; `weights` has the loaded tensors, not rounded to FP8, by chunk:
+    `model`, or `model0`, `model1`, ….
     """
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
@@ -142,20 +142,12 @@ def share_weights_of_masters(optimizer: MegatronOptimizer, model: Model) -> None
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Those that have parameters on this rank."""
+    """The optimizers of the chain that have parameters on this rank."""
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
-def _allocate_states(part: Any) -> None:
-    """Gives an optimizer before its first step the states that the step would make: zeros.
-
-    megatron-core's own function forgets Adam's step count, which torch keeps beside the moments.
-    """
-    part.init_state_fn = _allocate_adam
-    _allocate_adam(part.optimizer)
-
-
-def _allocate_adam(inner: torch.optim.Optimizer, *_: object) -> None:
+def _allocate_states(inner: torch.optim.Optimizer, *_: object) -> None:
+    """Gives an optimizer before its first step the states that the step would make: zeros."""
     if not isinstance(inner, _ADAM):
         # `PrecisionAwareAdam` and SGD have their states already (`optimizer.build_optimizer`).
         assert isinstance(inner, PrecisionAwareAdam | torch.optim.SGD), f"{type(inner).__name__} has unknown states"
@@ -215,9 +207,9 @@ class _Shards:
     """What a checkpoint is read into."""
 
     own: dict[str, torch.Tensor]
-    """By their names among the tensors."""
+    """The tensors by their names in the state."""
     host: _HostStates | None
-    """Owns that memory, where it is not the optimizer's own."""
+    """Owns the memory that is read into, unless the optimizer does."""
 
 
 class _Place(str):
@@ -247,10 +239,8 @@ def _own_shards(
 ) -> Iterator[ShardedTensor]:
     """Masters and moments of this rank, where they lie in the tensors of the parameters.
 
-    Args:
-        part: The optimizer, with its states.
-        model_state: The sharded state of the model's chunks, which says where a parameter lies in the whole model.
-        states_of: This rank's states of a parameter, [n] each, by their kinds in a checkpoint.
+    `model_state`, the sharded state of the model's chunks, says where a parameter lies in the whole model. `states_of`
+    gives this rank's states of a parameter, [n] each, by their kinds in a checkpoint.
     """
     entries = nested_values(model_state)
     places = {entry.data: entry for entry in entries if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
@@ -275,12 +265,9 @@ def _tensors_of(
 
 
 def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """The boxes of one tensor that `values` hold.
+    """The boxes of one tensor that `values` hold: [n], this rank's stretch of the parameter, from `start` on.
 
-    Args:
-        place: The tensor, a contiguous view into its parameter.
-        values: This rank's stretch of the parameter: [n].
-        start: Where in the parameter the stretch begins.
+    The tensor is a contiguous view into the parameter.
     """
     assert place.data.is_contiguous(), f"{place.key} does not lie row by row in its parameter"
     first = place.data.storage_offset()

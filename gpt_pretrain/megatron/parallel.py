@@ -93,10 +93,8 @@ def check_ranks_agree(values: Mapping[str, Any]) -> None:
     """Raises an error unless all ranks run the same configuration; every rank calls it.
 
     Each rank composes its own, from files and an environment that may differ. A rank with another layout, batch or
-    recipe would leave the others waiting in a collective, or train something that nobody asked for.
-
-    Args:
-        values: Dotted keys and plain values.
+    recipe would leave the others waiting in a collective, or train something that nobody asked for. `values` maps
+    dotted keys to plain values.
 
     Raises:
         UserError: They differ. It names the keys, the values and a rank that has them.

@@ -54,11 +54,7 @@ def patch(record: Patch, **values: Any) -> None:
 
 @contextmanager
 def patched(record: Patch, **values: Any) -> Iterator[None]:
-    """Replaces names of a record while the context lasts, whatever ends it.
-
-    Raises:
-        RuntimeError: The installed library does not have the name.
-    """
+    """Replaces names of a record, like `patch`, while the context lasts, whatever ends it."""
     owner = record.owner()
     before = {}
     for name in values:

@@ -87,10 +87,10 @@ def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadat
 
 
 def _checked_index(index: Any, directory: Path) -> Metadata:
-    """An index that names no file elsewhere, and of which every tensor is whole: torch would leave out what it lacks.
+    """The index, if it names no file elsewhere and all its tensors are whole: torch would leave out what is missing.
 
     Raises:
-        ValueError: It is another.
+        ValueError: It is no such index.
     """
     if not isinstance(index, Metadata):
         raise ValueError("it is no index")
@@ -132,21 +132,16 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
     _torch_load_bytes(self, read_item, copy)
 
 
-def restrict() -> None:
-    """Closes the doors for the life of the process; calling it again changes nothing."""
-    safe_globals.register_safe_globals()
-    patch(patches.CHECKPOINT_INDEX, read_metadata=_read_metadata)
-    patch(patches.CHECKPOINT_OBJECTS, load_bytes=_load_bytes)
-
-
 @contextmanager
 def restricted(checkpoint: Path) -> Iterator[None]:
-    """Inside, torch and megatron-core read a checkpoint's directory; `restrict` is in force, then and from now on.
+    """Inside, torch and megatron-core read a checkpoint's directory by the lists, to which they keep from now on.
 
     Raises:
         UserError: It names what no checkpoint needs, or cannot be read; torch's own error says less.
     """
-    restrict()
+    safe_globals.register_safe_globals()
+    patch(patches.CHECKPOINT_INDEX, read_metadata=_read_metadata)
+    patch(patches.CHECKPOINT_OBJECTS, load_bytes=_load_bytes)
     with unreadable_told(checkpoint):
         # torch takes an error in the index for an index that is not there, and looks for another.
         FileSystemReader(checkpoint).read_metadata()
@@ -155,10 +150,10 @@ def restricted(checkpoint: Path) -> Iterator[None]:
 
 @contextmanager
 def unreadable_told(checkpoint: Path) -> Iterator[None]:
-    """Inside, what the files of a checkpoint hold is used: they are what was written, and may still be of no run.
+    """Inside, a checkpoint's content is used, which may be no run's although the files are as they were written.
 
     Raises:
-        UserError: Instead of whatever that raises, but for memory that runs out and other ranks that are gone.
+        UserError: In place of any error but those of memory that runs out and of other ranks that are gone.
     """
     try:
         yield
@@ -181,9 +176,7 @@ def _unreadable(checkpoint: Path, error: BaseException) -> UserError:
 def harmless_state(name: str, state: Any) -> Any:
     """A layer's FP8 state as Transformer Engine takes it, pickled anew from what megatron-core's list lets through.
 
-    Args:
-        name: Of the state in the checkpoint.
-        state: What the checkpoint holds: bytes as a tensor, uint8 [n]; anything else was read by the lists already.
+    A checkpoint holds it under `name` as bytes, uint8 [n]. Anything else was read by the lists already.
 
     Raises:
         UserError: It names something else.
@@ -199,6 +192,6 @@ def harmless_state(name: str, state: Any) -> Any:
 
 
 def _of_torch(error: pickle.UnpicklingError) -> str:
-    """torch's, without its advice to load the file freely."""
+    """The message of torch, without its advice to load the file freely."""
     _, found, said = str(error).partition("WeightsUnpickler error: ")
     return said.partition("\n")[0].strip() if found else "it is no pickle of tensors and plain values"

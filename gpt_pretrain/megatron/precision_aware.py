@@ -64,11 +64,9 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self._update = _kernel() if self.found_inf.is_cuda else update
 
     def allocate(self, master: torch.Tensor, weight: torch.Tensor | None) -> None:
-        """Gives a parameter its states, with moments of zero.
+        """Gives a parameter, which is the master [n], its states, with moments of zero.
 
-        Args:
-            master: One of the parameters, [n].
-            weight: The BF16 weight that the update writes with it, [n]; None where there is none to write here.
+        `weight` is the BF16 weight [n] that the update writes with it; None where there is none to write here.
         """
         first, second = self._moment_dtypes
         self.states[master] = AdamState(
@@ -91,14 +89,9 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
             )
-            for gradient, state in self._to_update(group["params"]):
-                self._update(gradient, state, step)
-
-    def _to_update(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, AdamState]]:
-        for parameter in parameters:
-            gradient = getattr(parameter, "decoupled_grad", None)
-            if gradient is not None:
-                yield gradient, self.states[parameter]
+            for parameter in group["params"]:
+                if getattr(parameter, "decoupled_grad", None) is not None:
+                    self._update(parameter.decoupled_grad, self.states[parameter], step)
 
 
 def _kernel() -> Callable[[torch.Tensor, AdamState, AdamStep], None]:
@@ -172,11 +165,7 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
             )
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any]) -> None:
-        """Sets the masters to weights that were loaded without them.
-
-        Args:
-            state_dict: The loaded weights by chunk, in high precision.
-        """
+        """Sets the masters to weights that were loaded without them: by chunk, in high precision."""
         loaded = self._build_model_param_to_state_dict_param_map(state_dict)
         for parameter, master in self._parameters_and_masters():
             part = self._get_model_param_range_map(parameter)["param"]

@@ -35,7 +35,7 @@ _PIECE = 2**24
 class StoredWeight(torch.Tensor):
     """E4M3 codes with one scale that pass for a matrix of high precision.
 
-    A view is one of the codes, unless it asks for another type. `copy_` casts what it is given. Any other operation
+    Views are views of the codes, unless they ask for another type. `copy_` casts what it is given. Any other operation
     reads the values that the codes stand for, and none writes to them.
     """
 
@@ -46,7 +46,7 @@ class StoredWeight(torch.Tensor):
     largest: torch.Tensor
     """fp32 [1]: the amax that the scale came from, infinities and NaN included."""
     scale_rule: ScaleRule | None
-    """None of a part of a weight, which cannot be cast by itself."""
+    """None for a part of a weight, which cannot be cast by itself."""
 
     @staticmethod
     def __new__(

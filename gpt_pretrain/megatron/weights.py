@@ -170,11 +170,9 @@ class _Shard:
         return self.weight._get_quantizer()
 
     def cast(self, scale: torch.Tensor, amax: torch.Tensor) -> None:
-        """Writes the codes of this part into the weight.
+        """Writes the codes of this part, values times `scale` [1], into the weight.
 
-        Args:
-            scale: [1], the factor that values are multiplied by.
-            amax: [1], raised to the largest magnitude; empty where nobody needs it.
+        `amax`, [1], is raised to the largest magnitude; it is empty where nobody needs it.
         """
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 

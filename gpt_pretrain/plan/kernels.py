@@ -71,7 +71,7 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) ->
     Where the norm writes FP8 itself, the transposed copy takes another pass. Finding a scale in the tensor itself takes
     one more. A cast in the activation's kernel writes its two bytes in place of the BF16 that `_elementwise_bytes`
     counts: what remains is to read the activation's inputs, and its gradient, once more for a scale. TorchAO's codes
-    are written in both layouts at once (`kernels.cast_triton`).
+    are written in both layouts at once (`kernels.fp8_codes_triton`).
     """
     from_itself = recipe.searches_amax
     of_input = of_gradient = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * from_itself

@@ -55,7 +55,7 @@ MULTICAST_OFF = {
 NO_MULTICAST = "NCCL_NVLS_ENABLE"
 USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 
-# The oldest version tested, and the names that `megatron.flash_attention` uses.
+# The oldest version tested, and the names that `megatron.te_layers` uses.
 OLDEST_FLASH_ATTENTION = "4.0.0b36"
 _FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
 # TorchAO's casts and products are no public API: another version may have them elsewhere, or round differently.

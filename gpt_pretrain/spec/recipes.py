@@ -4,7 +4,7 @@ Everything that acts on FP8 (rules, translation, plan, proof, emulation) reads `
 means.
 
 A new recipe is a member of `config.choices.Fp8RecipeName`, a record here, `conf/fp8/NAME.yaml` and its casts in
-`fp8.emulation.casts`. The facts are those of Transformer Engine (TE) 2.12, TorchAO 0.18 and megatron-core 0.19.2.
+`fp8.casts`. The facts are those of Transformer Engine (TE) 2.12, TorchAO 0.18 and megatron-core 0.19.2.
 """
 
 import fnmatch

@@ -30,9 +30,9 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
-from gpt_pretrain.megatron.graphs import without_graphs
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.megatron.whole_layers import without_graphs
 from gpt_pretrain.report.json_objects import to_json_value
 from gpt_pretrain.spec.run_spec import RunSpec
 from gpt_pretrain.training.guards import BadStep

@@ -21,8 +21,8 @@ from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import make_run_dir, run_lock
-from gpt_pretrain.megatron.graphs import release_graphs
 from gpt_pretrain.megatron.parallel import check_ranks_agree, on_rank_zero, process_groups, user_buffers
+from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import MetricsSinks, load_metrics

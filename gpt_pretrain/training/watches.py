@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.alarms import Alarms
-from gpt_pretrain.fp8.gemms import gradient_scales
+from gpt_pretrain.fp8.delayed import gradient_scales
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.fp8.statistics import StatisticsCollector, TensorStatistics
 from gpt_pretrain.megatron.model import Model

@@ -2,13 +2,12 @@
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import TransformerConfig
 
-from gpt_pretrain.kernels.grouped_products_triton import GroupedWeights, RowPlaces
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.te_layers import OneKernelExperts, announce_gradients, use_one_kernel
 from gpt_pretrain.spec.platform import detect_platform
 from tests.refusals import compose_quickly
 
@@ -18,25 +17,23 @@ WIDTH, COUNTS = 32, [3, 0, 2]
 class Parameters(torch.nn.Module):
     """What is asked of Transformer Engine's layer, which is not here: its parameters."""
 
+    use_bias = False
+
     def __init__(self):
         super().__init__()
         for expert in range(len(COUNTS)):
             weight = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)
             self.register_parameter(f"weight{expert}", torch.nn.Parameter(weight))
-        self.kept = GroupedWeights(RowPlaces())
 
 
-transformer_engine.TEColumnParallelGroupedLinear = transformer_engine.TERowParallelGroupedLinear = Parameters
-from gpt_pretrain.megatron.expert_layers import ColumnParallelExperts, announce_gradients  # noqa: E402
-
-
-class Layers(torch.nn.Module):
+class Layers(OneKernelExperts):
     def __init__(self):
-        super().__init__()
-        self.first, self.second = ColumnParallelExperts(), ColumnParallelExperts()
+        torch.nn.Module.__init__(self)
+        self.linear_fc1, self.linear_fc2 = Parameters(), Parameters()
+        use_one_kernel(self)
 
     def forward(self, rows):
-        return self.second(self.first(rows, COUNTS)[0], COUNTS)[0]
+        return self.linear_fc2(self.linear_fc1(rows, COUNTS)[0], COUNTS)[0]
 
 
 def wrapped():

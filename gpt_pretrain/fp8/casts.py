@@ -34,7 +34,6 @@ Nothing here waits for the device.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -140,13 +139,9 @@ def cast_tensor(x: torch.Tensor, format: str, scale: torch.Tensor, amax: torch.T
 
 
 def cast_blocks(x: torch.Tensor, format: str, block: tuple[int, int], rule: ScaleRule) -> Quantised:
-    """Casts a matrix with one scale for each block of it.
+    """Casts a matrix [rows, columns] with one scale for each block of it, by the rule.
 
-    Args:
-        x: [rows, columns].
-        format: Of the codes.
-        block: Rows and columns of a block; at the lower and right edge it may be smaller.
-        rule: From the blocks' amax to their scales.
+    `block` is its rows and columns; blocks at the lower and right edge may be smaller.
     """
     (rows, columns), (height, width) = x.shape, block
     # Zeros change no amax.
@@ -174,11 +169,8 @@ class Directions:
     """For the product that sums over its rows: blocks lie within columns."""
 
 
-class Cast(Protocol):
-    """How a layer's tensors become FP8."""
-
-    def __call__(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix [rows, columns], gathered where tensor parallel ranks split its rows."""
+# How a layer's tensors become FP8: casts a matrix [rows, columns], gathered where tensor parallel ranks split its rows.
+type Cast = Callable[[torch.Tensor, Role], Directions]
 
 
 def _current_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:

@@ -20,21 +20,26 @@ of the process, those of other model chunks too. Under activation recomputation 
 scales of the first and records nothing. Every recomputed layer updates at the end of its backward pass; the forward
 update there would find nothing recorded and is left out here.
 
+At the end of the file is what others read of live layers, TE's or emulated.
+
 Sources: TE's pytorch/quantization.py (FP8GlobalStateManager), common/recipe/delayed_scaling.cu
 (`amax_and_scale_update_after_reduction`) and megatron-core's transformer_block.py.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
-from gpt_pretrain.fp8.emulation.casts import FP32_MAX, Directions, cast_tensor, tensor_amax
+from gpt_pretrain.fp8.casts import FP32_MAX, Directions, cast_tensor, tensor_amax
 from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
+# Which of the tensors of its state a tensor is.
 _COLUMNS = {Role.input: 0, Role.weight: 1, Role.output_gradient: 0}
 
 
@@ -145,7 +150,8 @@ class LayerScaling:
         # Scales of inputs that will be recomputed, oldest first: backward passes keep the order of the forward passes.
         self._to_recompute: deque[torch.Tensor] = deque()
         self.ends_backward = False
-        """Whether the backward pass of the newest input ends with an update."""
+        """Whether the backward pass of the newest input ends with an update, by `end_backward`."""
+        self.end_backward = scaling.end_backward
 
     def __call__(self, x: torch.Tensor, role: Role) -> Directions:
         """Casts a matrix with the scale of earlier passes; `x` is detached, so the grad mode tells training passes."""
@@ -169,10 +175,6 @@ class LayerScaling:
         quantised = cast_tensor(x, role_format(self._all.settings, role), scale, amax)
         return Directions(quantised, quantised)
 
-    def end_backward(self) -> None:
-        """Updates the gradients' scales of all layers."""
-        self._all.end_backward()
-
     def state(self) -> dict[str, torch.Tensor]:
         """Copies under the names of TE's extra state."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
@@ -189,3 +191,26 @@ class LayerScaling:
             "scale_bwd": self.backward.scale,
             "amax_history_bwd": self.backward.amax_history,
         }
+
+
+def delayed_state(module: torch.nn.Module, role: Role) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A tensor's amax history, fp32 [fp8_amax_history_len], and the scale of its next cast, fp32 [].
+
+    The scale is 1 until a pass has set one. None for modules without FP8 and for recipes without a history.
+    """
+    name, column = "scaling_bwd" if role is Role.output_gradient else "scaling_fwd", _COLUMNS[role]
+    state: Any = getattr(module, "fp8_meta", {}).get(name)
+    if getattr(state, "amax_history", None) is None:
+        return None
+    return state.amax_history[:, column], state.scale[column]
+
+
+def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
+    """The scales of the next casts of output gradients, fp32 [FP8 layers of this rank].
+
+    A scale is 1 only where no pass has shown an amax: the largest code over an amax is not 1.
+    """
+    found = (delayed_state(module, Role.output_gradient) for chunk in chunks for module in chunk.modules())
+    scales = [state[1] for state in found if state is not None]
+    # A stacked copy stays when Transformer Engine writes the next scales in place.
+    return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
