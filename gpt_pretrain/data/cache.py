@@ -29,7 +29,7 @@ from rich.progress import Progress as RichProgress
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import fsync_tree, new_directory, write_file
 from gpt_pretrain.config.schema import DataConfig
-from gpt_pretrain.launch.limits import disk_is_full
+from gpt_pretrain.launch.environment import disk_is_full
 
 _POLL_S = 0.2
 _PUBLISH_INTERVAL_S = 0.5

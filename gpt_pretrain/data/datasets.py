@@ -34,7 +34,7 @@ from gpt_pretrain.config.foreign import check_regular
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
-from gpt_pretrain.launch.limits import disk_is_full
+from gpt_pretrain.launch.environment import disk_is_full
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
