@@ -1,12 +1,12 @@
-"""The checkpoints of a training loop: saved as it goes, and gone back to behind a loss spike.
+"""The checkpoints of a training loop: it saves them as it goes, and goes back to one behind a loss spike.
 
-A spike is found where its loss is looked at, which is while the next step runs; what caused it may be older still: the
-update that ruined the weights comes before the loss that shows it. So the run goes back to its newest checkpoint that
-lies `trainer.spike_margin` steps before the spike or more, and passes over every sample from there to the end of the
-spike's step (Chowdhery et al. 2022, PaLM, section 5.1, went back about 100 steps and passed over 200 to 500 batches:
-the same batches made no spike from another state of the model). A spike that comes again sooner than that after the
-rewind takes the run back one checkpoint more. All ranks decide alike: they read the same sum of losses, and rank 0
-looks for the checkpoint.
+A spike is found when its loss is read, while the next step runs. Its cause may be older still: the update that ruined
+the weights precedes the loss that shows it. So the run goes back to its newest checkpoint at least
+`trainer.spike_margin` steps before the spike, and passes over every sample from there to the end of the spike's step
+(Chowdhery et al. 2022, PaLM, section 5.1, went back about 100 steps and passed over 200 to 500 batches: the same
+batches made no spike from another state of the model). A spike that returns within the margin after the rewind takes
+the run back one checkpoint more. All ranks decide alike: they read the same sum of losses, and rank 0 looks for the
+checkpoint.
 """
 
 import time
@@ -29,7 +29,7 @@ from gpt_pretrain.training.watchdog import Watchdog
 class Saves:
     """Saves what is trained, beside the loop or while it waits; every rank has one and calls it at the same steps.
 
-    A save that begins is settled at a later step: all methods but `reserve` raise a RunError if a save has failed and
+    The outcome of a save is known at a later step: all methods but `reserve` raise a RunError if a save has failed and
     `checkpoint.on_save_error` is stop.
     """
 
@@ -45,9 +45,9 @@ class Saves:
         """Why the newest save has failed; None if it has not."""
 
     def reserve(self) -> None:
-        """Takes host memory before the first step, lest the first save waits for it.
+        """Takes host memory before the first step, so that the first save need not wait for it.
 
-        A run that saves only by the clock may end sooner: its first save takes the memory.
+        A run that saves only by the clock may end before any save: there the first save takes the memory.
         """
         if self._config.async_save and self._config.save_interval is not None:
             with self._watchdog.busy("reserving host memory"), self._model.gathered_parameters():
@@ -97,9 +97,9 @@ class GoBack(Exception):
 
 
 def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
-    """What a spike asks for; every rank calls it, while no save is being written.
+    """Decides what follows a spike; every rank calls it, while no save is being written.
 
-    `spikes` are steps with a spike, this one included: a checkpoint near to one of them is no place to go back to.
+    `spikes` are the steps with a spike, this one included: the run does not go back to a checkpoint near one of them.
 
     Returns:
         Why the run goes on, where it cannot go back.
@@ -136,10 +136,10 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
     """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
 
     Returns:
-        How far the run is now, and what came of going back.
+        How far the run is now, and the record of the rewind.
 
     Raises:
-        TooManySpikesError: What is left of the samples would not last to the end of the run.
+        TooManySpikesError: The samples that are left would not last to the end of the run.
         UserError: The checkpoint is damaged, and `checkpoint.fall_back` is off or no other one verifies.
     """
     began = time.monotonic()
