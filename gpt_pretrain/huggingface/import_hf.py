@@ -29,12 +29,7 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
-from gpt_pretrain.huggingface.arguments import (
-    ImportArguments,
-    check_disk_space,
-    check_new_directory,
-    out_directory,
-)
+from gpt_pretrain.huggingface.arguments import ImportArguments, check_disk_space, check_new_directory, out_directory
 from gpt_pretrain.huggingface.export import INDEX, SINGLE, WEIGHT_TYPES
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
@@ -47,14 +42,14 @@ from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.spec.run_spec import build_run_spec
 
 EXPERIMENT = "imported"
-# Samples longer than this are what long-context training is for; model.encoder_seq_length says otherwise.
+# Longer samples are for long-context training, which sets model.encoder_seq_length.
 _MAX_SAMPLE_LENGTH = 8192
-# Tensors of published files that are no weights: masks and rope's frequencies.
+# Tensors in published files that are no weights: masks and rope's frequencies.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class WeightFiles:
-    """All safetensors files of a directory, open; a context manager.
+    """The tensors in all safetensors files of a directory, by name; a context manager that keeps the files open.
 
     Raises:
         UserError: There are none, or one that the index names cannot be read.
@@ -77,9 +72,7 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    @property
-    def names(self) -> Iterator[str]:
-        """Names of all tensors."""
+    def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -123,18 +116,18 @@ class Imported:
     path: Path
     architecture: Architecture
     num_parameters: int
-    """Without rows that pad the vocabulary."""
+    """Without the rows that pad the vocabulary."""
     dtype: str
     """Of the weights, as safetensors names it; several where the files mix them."""
     has_tokenizer: bool
 
 
 def import_hf(arguments: ImportArguments) -> Imported:
-    """Writes a published model as a checkpoint; weights keep their type, to the bit.
+    """Writes a published model as a checkpoint; weights are the same to the bit.
 
     Raises:
-        UserError: The directory does not hold a model of a known architecture, something of it would be computed
-            otherwise here, tensors are missing or of another shape, or there is no place for the checkpoint.
+        UserError: The directory does not hold a model of a known architecture, this application would compute it
+            otherwise, tensors are missing or of another shape, or there is no room for the checkpoint.
     """
     source, out = Path(arguments.path).absolute(), Path(arguments.out).absolute()
     check_new_directory(out)
@@ -175,9 +168,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
-    """From the names of the whole model to those in the files, where GPT-2 is published without its first part."""
+    """From the whole model's names to those in the files: GPT-2 is published without the first part of its names."""
     names = {}
-    for name in files.names:
+    for name in files:
         is_bare = architecture is Architecture.gpt2 and not name.startswith(("transformer.", "lm_head."))
         if not name.endswith(_NO_WEIGHTS):
             names[f"transformer.{name}" if is_bare else name] = name
@@ -185,9 +178,9 @@ def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
 
 
 def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], rules: Sequence[Rule]) -> None:
-    """Whether the files hold exactly the tensors of the model, in their shapes and in types that weights have.
+    """Refuses files that do not hold exactly the model's tensors, in their shapes and in a type that weights have.
 
-    What becomes one tensor, such as the same matrix of all layers, has one type.
+    The parts of what becomes one tensor, such as a matrix of all layers, must have one type.
     """
     expected = dict(part for rule in rules for part in rule.parts())
     problems = [f"lacks {name}" for name in expected if name not in names]
@@ -217,13 +210,13 @@ def _planned(rule: Rule, files: WeightFiles, names: Mapping[str, str]) -> Planne
     found = [names[name] for name in rule.names]
 
     def load() -> torch.Tensor:
-        return rule.to_ours([files.read(name) for name in found])
+        return rule.conversion.to_ours([files.read(name) for name in found])
 
     return PlannedTensor(key=rule.key, layer=rule.layer, shape=rule.shape, dtype=files.dtype(found[0]), load=load)
 
 
 def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
-    """The defaults of a run with the imported model.
+    """The default configuration of a run with the imported model.
 
     Raises:
         ConfigError: The model breaks a rule of this application.
@@ -233,8 +226,7 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
     config = replace(config, model=model, trainer=replace(config.trainer, precision=precision))
-    problems = list(model_problems(resolve(config), None))
-    if problems:
+    if problems := list(model_problems(resolve(config), None)):
         raise ConfigError(problems)
     return config
 
@@ -251,7 +243,7 @@ def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
         time_unix=time.time(),
         versions=installed_versions(),
         config=config_to_dict(config),
-        # Not told of: a run may then bring the one that the model had.
+        # A model without a tokenizer names none: a run may then bring the one that the model had.
         data={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
         architecture=architecture(config.model, transformer_config),
         layout=one_process,
