@@ -118,11 +118,7 @@ def prepare_libraries() -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """While a run is prepared, SIGTERM and SIGUSR1 end it at once, with the exit code that asks for another start.
-
-    Raises:
-        SystemExit: One of them came.
-    """
+    """While a run is prepared, SIGTERM and SIGUSR1 end it at once, by a SystemExit that asks for a restart."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(REQUEUE)
@@ -133,7 +129,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def ended_while_importing() -> Iterator[None]:
-    """While libraries are imported, Ctrl-C and these signals end the process as it stands: nothing has been begun.
+    """While libraries are imported, Ctrl-C and these signals end the process at once: it has begun nothing.
 
     Libraries take an exception in the middle of an import for a missing extra and go on, or leave modules half made.
     """
@@ -141,7 +137,7 @@ def ended_while_importing() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         os._exit(INTERRUPTED if number == signal.SIGINT else REQUEUE)
 
-    # A shell starts what runs in its background with Ctrl-C ignored.
+    # A shell starts background processes with Ctrl-C ignored.
     interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
     with _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1):
         yield
@@ -149,9 +145,9 @@ def ended_while_importing() -> Iterator[None]:
 
 @contextmanager
 def ended_while_waiting() -> Iterator[None]:
-    """While torch waits for other ranks, Ctrl-C and these signals end the process as it stands: nothing has been begun.
+    """While torch waits for other ranks, Ctrl-C and these signals end the process at once: it has begun nothing.
 
-    Python calls its handlers between two of its own instructions, and torch waits in C++ for up to half an hour. The
+    Python calls its handlers only between its own instructions, and torch waits in C++ for up to half an hour. But the
     signal's number is written to a descriptor at once, where another thread reads it.
     """
     codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE}
@@ -216,7 +212,7 @@ def limit_met(error: BaseException) -> str | None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether an error of writing says that the disk, a quota or the limit on file sizes takes no more."""
+    """Whether an error of writing says that the disk, a quota or the limit on file sizes is exhausted."""
     return any(_number(each) in _DISK_FULL for each in _chain(error))
 
 
@@ -224,7 +220,7 @@ def _number(error: BaseException) -> int | None:
     known = _ways_out()
     if isinstance(error, MemoryError):
         return errno.ENOMEM
-    # That a socket has nothing yet is no limit.
+    # A socket that has nothing yet is no limit.
     if isinstance(error, BlockingIOError):
         return None
     if isinstance(error, OSError) and error.errno in known:
