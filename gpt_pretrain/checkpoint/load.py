@@ -47,7 +47,7 @@ from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 
 _KEYS_SHOWN = 20
-# megatron-core's name of what is no tensor.
+# megatron-core's name for what is not a tensor.
 _COMMON = "common_state"
 # Parts of an architecture that decide the optimizer's tensors and the types of values, but not which weights exist.
 _NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")

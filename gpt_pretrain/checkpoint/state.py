@@ -79,7 +79,6 @@ _LAYOUT_KEYS = (
 )
 # A mixture of experts has these in addition.
 _EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
-_EXPERT_LAYOUT_KEYS = ("expert_model_parallel_size",)
 _DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
 
@@ -164,43 +163,34 @@ def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
 
 def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> dict[str, str]:
     """What decides which tensors there are, their shapes and their meaning; plain text by key."""
-    keys = list(_ARCHITECTURE_KEYS)
+    described = _described(model, _ARCHITECTURE_KEYS)
     if model.position_embedding_type is PositionEmbedding.learned_absolute:
-        keys.append("max_position_embeddings")
-    experts = {}
+        described |= _described(model, ["max_position_embeddings"])
     if model.num_moe_experts is not None:
-        keys += _EXPERT_ARCHITECTURE_KEYS
-        experts["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
-    return (
-        _described(model, keys)
-        | experts
-        | {
-            "model.ffn_hidden_size": str(ffn_hidden_size(model)),
-            "model.num_query_groups": str(num_query_groups(model)),
-            "model.kv_channels": str(kv_channels(model)),
-            "padded vocabulary": str(padded_vocab_size(model)),
-            "model.optim.name": model.optim.name.name,
-            # Transformer Engine's layers have tensors that local layers lack, and only BF16 weights have masters.
-            "layers": transformer_config.transformer_impl,
-            "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
-        }
-    )
+        described |= _described(model, _EXPERT_ARCHITECTURE_KEYS)
+        described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
+    return described | {
+        "model.ffn_hidden_size": str(ffn_hidden_size(model)),
+        "model.num_query_groups": str(num_query_groups(model)),
+        "model.kv_channels": str(kv_channels(model)),
+        "padded vocabulary": str(padded_vocab_size(model)),
+        "model.optim.name": model.optim.name.name,
+        # Transformer Engine's layers have tensors that local layers lack, and only BF16 weights have masters.
+        "layers": transformer_config.transformer_impl,
+        "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
+    }
 
 
 def layout(model: ModelConfig) -> dict[str, str]:
     """How the tensors are spread over processes; plain text by key."""
-    keys, experts = list(_LAYOUT_KEYS), {}
+    described = _described(model, _LAYOUT_KEYS)
     if model.num_moe_experts is not None:
-        keys += _EXPERT_LAYOUT_KEYS
-        experts["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
-    return (
-        _described(model, keys)
-        | experts
-        | {
-            _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
-            "processes": str(torch.distributed.get_world_size()),
-        }
-    )
+        described |= _described(model, ["expert_model_parallel_size"])
+        described["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
+    return described | {
+        _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
+        "processes": str(torch.distributed.get_world_size()),
+    }
 
 
 def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.report.records import CheckpointRecord, LossSpikeRecord, Record, RewindRecord
-from gpt_pretrain.training.guards import BadStep, TooManySpikesError
+from gpt_pretrain.training.guards import TooManySpikesError
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import Meter
 from gpt_pretrain.training.watchdog import Watchdog
@@ -88,12 +88,12 @@ class Saves:
 
 
 class GoBack(Exception):
-    """Ends the loop where it stands, on all ranks at the same step."""
+    """Ends the loop where it stands, on all ranks at the same step, to go back to one of the candidates."""
 
     def __init__(self, spike: LossSpikeRecord, candidates: Sequence[Path]) -> None:
+        super().__init__(spike, candidates)
         self.spike = spike
         self.candidates = candidates
-        super().__init__(f"step {spike.step}: loss {spike.loss:.4f} is a spike")
 
 
 def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
@@ -112,9 +112,9 @@ def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes
     assert trainer.max_spike_rewinds is not None
     if progress.rewinds >= trainer.max_spike_rewinds:
         raise TooManySpikesError(
-            _bad_step(spike),
-            f"step {spike.step}: loss {spike.loss:.4f} is a spike, above {spike.limit:.4f}, and the run has gone "
-            f"back {progress.rewinds} times already (trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
+            spike,
+            f"above {spike.limit:.4f}, and the run has gone back {progress.rewinds} times already "
+            f"(trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
         )
     margin = trainer.spike_margin
     candidates = checkpoints_away_from(setup.checkpoints, spikes, progress, before=spike.step, margin=margin)
@@ -151,11 +151,10 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
     missing = next_sample + steps_left * config.model.global_batch_size - len(setup.train_data)
     if missing > 0:
         raise TooManySpikesError(
-            _bad_step(spike),
-            f"step {spike.step}: loss {spike.loss:.4f} is a spike, and to pass over the samples since step "
-            f"{checkpoint.manifest.step} would leave the run {missing} short: it sets aside those of "
-            "checkpoint.save_interval + trainer.spike_margin steps for each of trainer.max_spike_rewinds="
-            f"{config.trainer.max_spike_rewinds}",
+            spike,
+            f"and to pass over the samples since step {checkpoint.manifest.step} would leave the run {missing} short: "
+            "it sets aside those of checkpoint.save_interval + trainer.spike_margin steps for each of "
+            f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}",
         )
     taken_back = take_back(checkpoint, next_sample=next_sample, given_up_at=progress)
     progress = load_checkpoint(taken_back, setup.trainable, config, setup.corpus.fingerprints).progress
@@ -171,7 +170,3 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
         warnings=tuple(start.warnings),
     )
     return progress, record
-
-
-def _bad_step(spike: LossSpikeRecord) -> BadStep:
-    return BadStep(step=spike.step, first_sample=spike.first_sample)

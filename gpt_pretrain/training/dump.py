@@ -87,6 +87,8 @@ class FirstBad:
         self._chunks = chunks
         self._found: BadTensor | None = None
         self._num_events = 0
+        self._microbatches: dict[int, int] = {}
+        """By stage: which microbatch passes through it."""
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         self._stages = [index * pp_size + pp_rank for index in range(len(chunks))]
@@ -97,14 +99,12 @@ class FirstBad:
         self._look_at_weights(_WEIGHT)
         handles = []
         for stage, chunk in zip(self._stages, self._chunks, strict=True):
-            count = [-1]
-            handles.append(chunk.register_forward_pre_hook(partial(_count_up, count)))
+            self._microbatches[stage] = -1
+            handles.append(chunk.register_forward_pre_hook(partial(self._next_microbatch, stage)))
             for name, module in whole_model_modules(chunk):
-                hook = partial(self._after_forward, (name or "model", stage), count)
-                handles.append(module.register_forward_hook(hook))
+                handles.append(module.register_forward_hook(partial(self._after_forward, name or "model", stage)))
                 if hasattr(module, "fp8_meta"):
-                    before = partial(self._before_forward, (name, stage), count)
-                    handles.append(module.register_forward_pre_hook(before))
+                    handles.append(module.register_forward_pre_hook(partial(self._before_forward, name, stage)))
         try:
             yield
         finally:
@@ -125,42 +125,35 @@ class FirstBad:
                 if tensor is not None:
                     self._look(tensor.detach(), (phase, stage, index), name, None)
 
-    def _before_forward(self, where: tuple[str, int], count: list[int], module: torch.nn.Module, inputs: Any) -> None:
-        (name, stage), microbatch = where, count[0]
+    def _next_microbatch(self, stage: int, chunk: torch.nn.Module, inputs: Any) -> None:
+        # A recomputed pass calls the modules inside the chunk, not the chunk.
+        self._microbatches[stage] += 1
+
+    def _before_forward(self, name: str, stage: int, module: torch.nn.Module, inputs: Any) -> None:
+        microbatch = self._microbatches[stage]
         for tensor in _tensors(inputs):
             self._num_events += 1
             place = (_FORWARD, microbatch, stage, self._num_events)
             self._look(tensor.detach(), place, name, microbatch, is_input=True)
 
-    def _after_forward(
-        self, where: tuple[str, int], count: list[int], module: torch.nn.Module, arguments: Any, result: Any
-    ) -> None:
-        (name, stage), microbatch = where, count[0]
+    def _after_forward(self, name: str, stage: int, module: torch.nn.Module, inputs: Any, result: Any) -> None:
+        microbatch = self._microbatches[stage]
         for tensor in _tensors(result):
             self._num_events += 1
             self._look(tensor.detach(), (_FORWARD, microbatch, stage, self._num_events), name, microbatch)
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(partial(self._after_backward, where, microbatch))
+                tensor.register_hook(partial(self._after_backward, name, stage, microbatch))
 
-    def _after_backward(self, where: tuple[str, int], microbatch: int, gradient: torch.Tensor) -> None:
-        name, stage = where
+    def _after_backward(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         self._num_events += 1
         # The last stage's backward pass is the first.
         self._look(gradient, (_BACKWARD, microbatch, -stage, self._num_events), name, microbatch)
 
     @torch.no_grad()
     def _look(
-        self,
-        tensor: torch.Tensor,
-        place: tuple[int, ...],
-        module: str,
-        microbatch: int | None,
-        *,
-        is_input: bool = False,
+        self, tensor: torch.Tensor, place: tuple[int, ...], module: str, microbatch: int | None, is_input: bool = False
     ) -> None:
-        if self._found is not None and self._found.place <= place:
-            return
-        if bool(torch.isfinite(tensor).all()):
+        if (self._found is not None and self._found.place <= place) or bool(torch.isfinite(tensor).all()):
             return
         self._found = BadTensor(
             place=place,
@@ -191,11 +184,6 @@ def weights_are_finite(chunks: Sequence[MegatronModule]) -> bool:
             total += 0.0 * parameter.detach().abs().sum(dtype=torch.float32)
     torch.distributed.all_reduce(total)
     return bool(torch.isfinite(total).item())
-
-
-def _count_up(count: list[int], module: torch.nn.Module, arguments: Any) -> None:
-    # A recomputed pass calls the modules inside the chunk, not the chunk.
-    count[0] += 1
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

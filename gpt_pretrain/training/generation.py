@@ -101,16 +101,9 @@ def generate_tokens(
 ) -> list[int]:
     """Continues a prompt of at least one token; every rank calls it and gets the same tokens.
 
-    Args:
-        chunks: This rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
-        config: Its configuration.
-        prompt: Token ids.
-        vocab_size: Ids to choose from: the tokenizer's, without the rows that pad the embedding.
-        max_new_tokens: Most tokens to add; fewer where the training sequence length ends first.
-        temperature: 0 takes the likeliest token; otherwise it divides the logits, and a token is drawn.
-        top_k: How many of the likeliest tokens to draw from; None: all.
-        end_token: The id to stop after, if any.
-        seed: Of the draws.
+    `chunks` are this rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
+    `vocab_size` counts the tokenizer's ids, without the rows that pad the embedding. The text ends after `end_token`,
+    or where the training sequence length ends. `commands.generate.GenerateArguments` documents the other arguments.
 
     Returns:
         The new token ids; they end early where the logits of a diverged model are not finite.

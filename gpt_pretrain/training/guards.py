@@ -64,13 +64,17 @@ class NotFiniteError(GivesUpError):
 
 
 class TooManySpikesError(GivesUpError):
-    """The loss spiked once more than the run may go back."""
+    """The loss spiked, and the run may not or cannot go back again; `why` ends the message."""
 
     reason = "loss_spike"
 
+    def __init__(self, spike: LossSpikeRecord, why: str) -> None:
+        bad_step = BadStep(step=spike.step, first_sample=spike.first_sample)
+        super().__init__(bad_step, f"step {spike.step}: loss {spike.loss:.4f} is a spike, {why}")
+
 
 class TokensMissingError(Exception):
-    """A step's loss was not computed from its samples' tokens: a defect, because of which the run learnt otherwise."""
+    """A step's loss was not computed from its samples' tokens: a defect, and the run has learnt something else."""
 
 
 class StepGuard:

@@ -1,4 +1,4 @@
-"""One optimizer step, one validation, and what they come to: mean loss, speed and memory.
+"""One optimizer step, one validation, and their results: mean loss, speed and memory.
 
 The microbatches of this rank run through megatron-core's pipeline schedules.
 """

@@ -46,13 +46,13 @@ STEP_FLOOR_S = 40.0
 LEARNING_STEPS = 20
 # Between the stack traces and the end: for the other ranks' traces, and for an error that is just being raised.
 GRACE_S = 5.0
-# A rank tells this often that it lives …
+# A rank beats this often …
 BEAT_S = 1.0
-# … and after this long without a beat it counts as hung: C code may hold the interpreter while it loads a library.
+# … and counts as hung after this long without a beat: C code may hold the interpreter while it loads a library.
 SILENT_S = 40.0
 # Beats that a busy machine's round in the store may take.
 _LONG_ROUND = 5
-# Where one rank ends with an error, the others find the same one or wait for it for ever.
+# After one rank's error the others have this long to meet the same error; those that do not wait for it for ever.
 FOLLOW_S = 15.0
 # Makes a rank that cannot run Python write its stacks.
 STACKS_SIGNAL = signal.SIGUSR2
@@ -77,7 +77,7 @@ class _Peer:
 
 
 class Peers:
-    """What this rank knows of others, and so why all must end; every rank builds one once torch.distributed is open.
+    """What this rank knows of others, and so why all must end; each rank builds one once torch.distributed is open.
 
     Rank 0 watches all ranks, the others watch rank 0 and those on their own host. They beat in torch's store, which
     the launcher serves, and read each other's beats there. A store cannot tell that a process is gone rather than
@@ -184,7 +184,7 @@ class Peers:
         return None
 
     def _heard_s(self, passed_s: float) -> float:
-        """Seconds up to the newest beats for which the store has answered, since those that were read before."""
+        """Seconds for which the store has answered, from the beats that were read before to the newest ones."""
         self._unanswered_s += passed_s
         if self._rounds_done == self._rounds_read:
             return 0.0
@@ -203,7 +203,7 @@ class Peers:
         return self._cut_off or self._rounds_done > peer.gone_at
 
     def news(self) -> str | None:
-        """What has happened to another rank, if anything has; what is on its way has a moment to arrive."""
+        """What has happened to another rank, if anything has; waits a moment for news to arrive."""
         until = time.monotonic() + 2 * BEAT_S
         while (why := self.failure or self.check(0.0, 0.0)) is None and self._peers and time.monotonic() < until:
             time.sleep(BEAT_S / 20)
@@ -362,7 +362,7 @@ class Watchdog:
             header = self._header(why).encode()
             # Straight to the descriptors: the thread that hangs may hold the lock of sys.stderr.
             for descriptor in (self._file.fileno(), 2):
-                # A full disk or a terminal that is gone: the other one may do.
+                # The disk may be full or the terminal gone; the other one may work.
                 with suppress(OSError):
                     os.write(descriptor, header)
                     faulthandler.dump_traceback(file=descriptor, all_threads=True)
