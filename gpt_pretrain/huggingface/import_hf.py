@@ -10,10 +10,10 @@ which a run finds with `--config-dir`.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Self
+from typing import Any
 
 import safetensors
 import torch
@@ -48,49 +48,48 @@ _MAX_SAMPLE_LENGTH = 8192
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-class WeightFiles:
-    """The tensors in all safetensors files of a directory, by name; a context manager that keeps the files open.
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """A tensor in an open safetensors file."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def type_name(self) -> str:
+        """Its type as the format names it."""
+        return str(self.file.get_slice(self.name).get_dtype())
+
+    def read(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+
+@contextmanager
+def _open_weights(directory: Path, architecture: Architecture) -> Iterator[dict[str, _Published]]:
+    """The tensors in all safetensors files of a directory, by their names in the whole model.
 
     Raises:
-        UserError: There are none, or one that the index names cannot be read.
+        UserError: There are no such files, or one that the index names cannot be read.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self._files: dict[str, Any] = {}
-        with ExitStack() as stack:
-            for path in _weight_paths(directory):
-                try:
-                    file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
-                except (OSError, safetensors.SafetensorError) as error:
-                    raise UserError(f"{path} cannot be read: {error}") from error
-                self._files |= dict.fromkeys(file.keys(), file)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def type_name(self, name: str) -> str:
-        """A tensor's type as the format names it."""
-        return str(self._files[name].get_slice(name).get_dtype())
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor whose `type_name` is one of `WEIGHT_TYPES`."""
-        return WEIGHT_TYPES[self.type_name(name)]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
+    tensors = {}
+    with ExitStack() as stack:
+        for path in _weight_paths(directory):
+            try:
+                file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
+            except (OSError, safetensors.SafetensorError) as error:
+                raise UserError(f"{path} cannot be read: {error}") from error
+            names = file.keys()
+            for name in names:
+                # GPT-2 is published without the first part of its names.
+                is_bare = architecture is Architecture.gpt2 and not name.startswith(("transformer.", "lm_head."))
+                if not name.endswith(_NO_WEIGHTS):
+                    tensors[f"transformer.{name}" if is_bare else name] = _Published(file, name)
+        yield tensors
 
 
 def _weight_paths(directory: Path) -> list[Path]:
@@ -131,16 +130,22 @@ def import_hf(arguments: ImportArguments) -> Imported:
     """
     source, out = Path(arguments.path).absolute(), Path(arguments.out).absolute()
     check_new_directory(out)
-    hf_architecture, fields = from_hf_config(_read_json(source / "config.json"), str(source / "config.json"))
+    config_file = source / "config.json"
+    try:
+        values = read_foreign_json(config_file)
+    except FileNotFoundError:
+        raise UserError(
+            f"{config_file} does not exist; path=… names a directory of transformers' save_pretrained"
+        ) from None
+    hf_architecture, fields = from_hf_config(values, str(config_file))
     tokenizer = load_tokenizer(source / TOKENIZER_FILE, "path") if (source / TOKENIZER_FILE).is_file() else None
     fields["encoder_seq_length"] = min(fields["max_position_embeddings"], _MAX_SAMPLE_LENGTH)
-    with WeightFiles(source) as files:
-        names = _names(files, hf_architecture)
-        types = {files.type_name(name) for name in names.values()}
+    with _open_weights(source, hf_architecture) as published:
+        types = {tensor.type_name for tensor in published.values()}
         config = _config(fields, out, tokenizer, Precision.fp32 if "F32" in types else Precision.bf16)
         rules = tensor_rules(config.model, hf_architecture)
-        _check_tensors(source, files, names, rules)
-        tensors = [_planned(rule, files, names) for rule in rules]
+        _check_tensors(source, published, rules)
+        tensors = [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
         check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
         with out_directory(out) as directory:
             write_weights(directory, tensors, num_layers=config.model.num_layers)
@@ -150,7 +155,7 @@ def import_hf(arguments: ImportArguments) -> Imported:
             files_there = [path.name for path in directory.iterdir()]
             write_manifest(directory, replace(manifest, files=hash_files(directory, files_there)))
             _write_experiment(directory / "experiment" / f"{EXPERIMENT}.yaml", source, fields, config, out)
-        num_parameters = sum(math.prod(files.shape(names[name])) for rule in rules for name in rule.names)
+        num_parameters = sum(math.prod(published[name].shape) for rule in rules for name in rule.names)
     return Imported(
         path=out,
         architecture=hf_architecture,
@@ -160,42 +165,27 @@ def import_hf(arguments: ImportArguments) -> Imported:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_foreign_json(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; path=… names a directory of transformers' save_pretrained") from None
-
-
-def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
-    """From the whole model's names to those in the files: GPT-2 is published without the first part of its names."""
-    names = {}
-    for name in files:
-        is_bare = architecture is Architecture.gpt2 and not name.startswith(("transformer.", "lm_head."))
-        if not name.endswith(_NO_WEIGHTS):
-            names[f"transformer.{name}" if is_bare else name] = name
-    return names
-
-
-def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], rules: Sequence[Rule]) -> None:
+def _check_tensors(source: Path, published: Mapping[str, _Published], rules: Sequence[Rule]) -> None:
     """Refuses files that do not hold exactly the model's tensors, in their shapes and in a type that weights have.
 
     The parts of what becomes one tensor, such as a matrix of all layers, must have one type.
     """
     expected = dict(part for rule in rules for part in rule.parts())
-    problems = [f"lacks {name}" for name in expected if name not in names]
+    problems = [f"lacks {name}" for name in expected if name not in published]
     # Tied embeddings are one tensor, and some files hold it twice.
-    problems += [f"has {name}" for name in names if name not in expected and name != "lm_head.weight"]
+    problems += [f"has {name}" for name in published if name not in expected and name != "lm_head.weight"]
     for name, shape in expected.items():
-        if name in names and files.shape(names[name]) != shape:
-            problems.append(f"has {name} as {list(files.shape(names[name]))} instead of {list(shape)}")
-        if name in names and files.type_name(names[name]) not in WEIGHT_TYPES:
-            problems.append(f"has {name} in {files.type_name(names[name])} instead of {', '.join(WEIGHT_TYPES)}")
+        tensor = published.get(name)
+        if tensor is not None and tensor.shape != shape:
+            problems.append(f"has {name} as {list(tensor.shape)} instead of {list(shape)}")
+        if tensor is not None and tensor.type_name not in WEIGHT_TYPES:
+            problems.append(f"has {name} in {tensor.type_name} instead of {', '.join(WEIGHT_TYPES)}")
+    # Of each tensor here, a name in the files for each type.
     by_key: dict[str, dict[str, str]] = {}
     for rule in rules:
         for name in rule.names:
-            if name in names:
-                by_key.setdefault(rule.key, {}).setdefault(files.type_name(names[name]), name)
+            if name in published:
+                by_key.setdefault(rule.key, {}).setdefault(published[name].type_name, name)
     problems += [
         f"has {' and '.join(f'{name} in {kind}' for kind, name in mixed.items())}, which are parts of one tensor here"
         for mixed in by_key.values()
@@ -206,13 +196,13 @@ def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], r
         raise UserError(f"{source} does not hold the model of its config.json: it {shown}")
 
 
-def _planned(rule: Rule, files: WeightFiles, names: Mapping[str, str]) -> PlannedTensor:
-    found = [names[name] for name in rule.names]
+def _planned(rule: Rule, parts: Sequence[_Published]) -> PlannedTensor:
+    dtype = WEIGHT_TYPES[parts[0].type_name]
 
     def load() -> torch.Tensor:
-        return rule.conversion.to_ours([files.read(name) for name in found])
+        return rule.conversion.to_ours([part.read() for part in parts])
 
-    return PlannedTensor(key=rule.key, layer=rule.layer, shape=rule.shape, dtype=files.dtype(found[0]), load=load)
+    return PlannedTensor(key=rule.key, layer=rule.layer, shape=rule.shape, dtype=dtype, load=load)
 
 
 def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
