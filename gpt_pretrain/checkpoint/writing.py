@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from gpt_pretrain.checkpoint.directory import Destination
 from gpt_pretrain.checkpoint.manifest import FileDigest, Manifest, check_files, deal, hash_files, write_manifest
 from gpt_pretrain.checkpoint.state import FORMAT
-from gpt_pretrain.config.files import fsync
+from gpt_pretrain.config.files import fsync, named
 
 # torch.save puts a header and a directory around each tensor.
 _BYTES_AROUND_AN_ITEM = 4096
@@ -244,54 +244,42 @@ def _described(error: Exception, directory: Path) -> str:
     return f"{directory}: {type(error).__name__}: {error}"
 
 
-class _HashedFile(io.RawIOBase):
+class _HashedFile(io.BufferedWriter):
     """A file that hashes the bytes it is given, whatever the disk makes of them.
 
-    On a full disk torch's writer says only "unexpected pos"; the file remembers the system's error.
+    On a full disk torch's writer says only "unexpected pos"; the file remembers the system's error. Closing it flushes
+    it, and closes it even if that fails: an open file keeps its space on the disk after it is removed.
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
         self._path = path
-        self._file = path.open("wb")
         self._hash = hashlib.sha256()
-        self._num_bytes = 0
         self.error: OSError | None = None
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._num_bytes
-
     def write(self, data: Any) -> int:
-        self._noting_errors(lambda: self._file.write(data))
+        with self._noting_errors():
+            num_bytes = super().write(data)
         self._hash.update(data)
-        num_bytes = memoryview(data).nbytes
-        self._num_bytes += num_bytes
         return num_bytes
 
     def flush(self) -> None:
-        if not self._file.closed:
-            self._noting_errors(self._file.flush)
+        with self._noting_errors():
+            super().flush()
 
     def finish(self) -> FileDigest:
         """Waits for the disk, and returns what the file must be from now on."""
         self.flush()
-        self._noting_errors(lambda: os.fsync(self._file.fileno()))
-        return FileDigest(num_bytes=self._num_bytes, sha256=self._hash.hexdigest())
+        with self._noting_errors():
+            os.fsync(self.fileno())
+        return FileDigest(num_bytes=self.tell(), sha256=self._hash.hexdigest())
 
-    def close(self) -> None:
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
         try:
-            # Even if it cannot be flushed: an open file keeps its space on the disk after it is removed.
-            self._noting_errors(self._file.close)
-        finally:
-            super().close()
-
-    def _noting_errors(self, call: Any) -> None:
-        try:
-            call()
+            with named(self._path):
+                yield
         except OSError as error:
-            error.filename = error.filename or str(self._path)
             self.error = self.error or error
             raise
 
