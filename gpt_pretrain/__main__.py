@@ -34,8 +34,7 @@ from gpt_pretrain.commands.door import (
     run_with_config,
 )
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
-from gpt_pretrain.launch.environment import prepare_libraries, set_environment
-from gpt_pretrain.launch.limits import limit_met
+from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
 from gpt_pretrain.launch.slurm import submit

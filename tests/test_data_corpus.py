@@ -1,7 +1,7 @@
 import pytest
 
 from gpt_pretrain.config.choices import DataImpl
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.corpus import SOURCES, prepare_corpus
 from gpt_pretrain.data.tokenizer import train_bpe
 from tests.token_files import counting_documents, data_config, write_token_file
@@ -90,12 +90,12 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
         f"model.tokenizer.model={tmp_path}/tokenizer.json",
         "model.vocab_size=260",
     )
-    with pytest.raises(ConfigError, match=r"model\.vocab_size=260 .*; set model\.vocab_size=2[6-9]\d "):
+    with pytest.raises(UserError, match=r"model\.vocab_size=260 .*; set model\.vocab_size=2[6-9]\d "):
         prepare_corpus(config, show_progress=False)
 
 
 def test_leaving_out_the_end_of_documents_needs_a_tokenizer(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.data\.eod_mask_loss=true .*model\.tokenizer\.model=PATH"):
+    with pytest.raises(UserError, match=r"model\.data\.eod_mask_loss=true .*model\.tokenizer\.model=PATH"):
         mmap_corpus(tmp_path, "model.data.eod_mask_loss=true")
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpt_pretrain.launch.limits import limit_met
+from gpt_pretrain.launch.environment import limit_met
 from tests.launching import REPOSITORY, clean_environment
 from tests.runs import run_small, small_run_arguments
 

@@ -47,7 +47,7 @@ def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
     source = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     model = load_config(case.override_list()).model
     ours = {
-        whole_model_name(rule): rule.to_ours([source[name] for name in rule.names])
+        whole_model_name(rule): rule.conversion.to_ours([source[name] for name in rule.names])
         for rule in tensor_rules(model, Architecture.mixtral)
         if all(name in source for name in rule.names)
     }

@@ -199,7 +199,8 @@ def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
     architecture = next(known for known in Architecture if known.value == type(reference).__name__)
     ours = {}
     for rule in tensor_rules(model, architecture):
-        weight = rule.to_ours([source[name] for name in rule.names]).clone(memory_format=torch.contiguous_format)
+        weight = rule.conversion.to_ours([source[name] for name in rule.names])
+        weight = weight.clone(memory_format=torch.contiguous_format)
         if rule.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
             weight[case.vocab_size :] = 0.0
         ours[whole_model_name(rule)] = weight

@@ -15,7 +15,7 @@ from pathlib import Path
 from gpt_pretrain.benchmark.results import KINDS
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.errors import UserError, how_to_install
-from gpt_pretrain.config.foreign import ForeignFileError, read_foreign_json
+from gpt_pretrain.config.files import ForeignFileError, read_foreign_json
 
 # The palette of Okabe and Ito (2008), which colour-blind people can tell apart; idle is grey.
 _COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#882255", "#F0E442", "#BBBBBB")

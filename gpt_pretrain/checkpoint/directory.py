@@ -1,15 +1,14 @@
-"""A run's directory of checkpoints: which are there, how one comes in, which others go then, and their table.
+"""A run's directory of checkpoints: which it holds, how one is added, which others are then removed, and their table.
 
 A checkpoint is a directory `RUN_DIR/checkpoints/step_00000300`, and `RUN_DIR/checkpoints/latest` names the newest one.
 Names that begin with a dot belong to what is being written or removed: nothing reads them, and the next save removes
-what a killed process has left of them. None of this needs torch.
+those that a killed process has left. None of this needs torch.
 """
 
 import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from gpt_pretrain.spec.recipes import recipes_of
 
 POINTER = "latest"
 _REMOVED = ".removed"
-# What is saved at the same time by the clock is this far apart.
+# Checkpoints that the clock would give the same time are this far apart.
 _TICK_S = 1e-3
 
 
@@ -37,17 +36,17 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Every checkpoint of a run in the order in which they were saved, whether `latest` names it or not.
 
-    That is not the order of their steps: a run that was taken back has newer checkpoints of lower steps.
+    That need not be the order of their steps: a run that was taken back has newer checkpoints of lower steps.
     """
     complete = [path for path in _steps(directory) if (path / MANIFEST).is_file()]
     return sorted(complete, key=lambda path: (_saved_at(path), step_of(path)))
 
 
 def _steps(directory: Path) -> list[Path]:
-    """Everything that is named as a checkpoint; nothing where the directory is not there yet.
+    """Everything that is named like a checkpoint; nothing where there is no directory yet.
 
     Raises:
-        UserError: The directory is there and cannot be read, or it is a link to what is not.
+        UserError: The directory cannot be read, or it is a link that leads nowhere.
     """
     try:
         return [directory / name for name in os.listdir(directory) if _is_step(name)]
@@ -61,27 +60,26 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def time_after(directory: Path, given_up: Iterable[Sequence[float]] = ()) -> float:
-    """The time by which what is saved now is ordered: later than of all that a run has saved or given up before.
+    """The time to save a checkpoint with: now, or later than all that the run has saved or given up before.
 
-    Seconds since 1970-01-01 UTC, by a clock that may have been set back in the meantime.
+    Seconds since 1970-01-01 UTC; the clock may have been set back in the meantime.
     """
     before = [*map(_saved_at, complete_checkpoints(directory)), *(moment for _, moment in given_up)]
     return max([time.time(), *(moment + _TICK_S for moment in before)])
 
 
+def _manifest_of(path: Path) -> Manifest | None:
+    """A checkpoint's manifest; None if it is garbled."""
+    try:
+        return read_manifest(path)
+    except UserError:
+        return None
+
+
 def _saved_at(path: Path) -> float:
     """When a checkpoint was saved; one whose manifest is garbled counts as older than all others."""
-    try:
-        return read_manifest(path).time_unix
-    except UserError:
-        return 0.0
-
-
-def _gives_way(path: Path) -> bool:
-    try:
-        return read_manifest(path).gives_way
-    except UserError:
-        return False
+    manifest = _manifest_of(path)
+    return 0.0 if manifest is None else manifest.time_unix
 
 
 def _is_step(name: str) -> bool:
@@ -94,21 +92,14 @@ def step_of(path: Path) -> int:
 
 
 def is_given_up(path: Path, given_up: Iterable[Sequence[float]]) -> bool:
-    """Whether a checkpoint belongs to an attempt that the run was taken back from, and not to its past.
-
-    Args:
-        path: A checkpoint.
-        given_up: Pairs of a step and a time in seconds since 1970-01-01 UTC: checkpoints of that step or a later one
-            that were saved before that time are given up (`Manifest.given_up`).
-    """
+    """Whether a checkpoint belongs to an attempt that the run was taken back from (`Manifest.given_up`)."""
     return any(step_of(path) >= step and _saved_at(path) < moment for step, moment in given_up)
 
 
 def earlier_checkpoints(path: Path) -> list[Path]:
     """The checkpoints beside one that it came from, the last saved first.
 
-    Those of higher steps were given up when the run was taken back behind them, and an earlier attempt may have given
-    up some of lower ones.
+    Those of higher steps were given up when the run was taken back behind them; so may some of lower steps have been.
     """
     if not _is_step(path.name):
         return []
@@ -122,30 +113,18 @@ def earlier_checkpoints(path: Path) -> list[Path]:
 
 def _given_up(path: Path) -> Sequence[Sequence[float]]:
     """What a checkpoint's manifest says of others; if it is garbled, what all readable manifests beside it say."""
-    try:
-        return read_manifest(path).given_up
-    except UserError:
-        pass
-    found: list[Sequence[float]] = []
-    for other in complete_checkpoints(path.parent):
-        with suppress(UserError):
-            found += read_manifest(other).given_up
-    return found
+    own = _manifest_of(path)
+    manifests = map(_manifest_of, complete_checkpoints(path.parent)) if own is None else [own]
+    return [entry for manifest in manifests if manifest is not None for entry in manifest.given_up]
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint that `latest` names, if it is there."""
-    name = _latest_name(directory)
-    return directory / name if name is not None and (directory / name).is_dir() else None
-
-
-def _latest_name(directory: Path) -> str | None:
-    """None where there is no `latest`, or it cannot be the name of a checkpoint."""
+    """The checkpoint that `latest` names, if both exist."""
     pointer = directory / POINTER
     if not pointer.is_file():
         return None
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    return name if _is_step(name) else None
+    return directory / name if _is_step(name) and (directory / name).is_dir() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,9 +132,9 @@ class FoundCheckpoints:
     """The checkpoints that a run can go on from."""
 
     paths: Sequence[Path]
-    """The one that `latest` names and the earlier ones; newest first."""
+    """The one that `latest` names and the earlier ones, newest first."""
     problem: str | None
-    """What is wrong with `latest`, if it names none of them; the paths are then all that are there."""
+    """What is wrong with `latest`, if it names none of them; the paths are then all complete checkpoints."""
 
 
 def find_checkpoints(directory: Path) -> FoundCheckpoints:
@@ -164,8 +143,8 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
     A checkpoint newer than the named one was given up: a user changes `latest` to go back behind it.
 
     Raises:
-        UserError: `latest` is there, or a directory of a checkpoint, and no complete one at all; `latest` is no file;
-            the directory cannot be read.
+        UserError: `latest` or the directory of a checkpoint exists, but no complete one; `latest` is not a file; the
+            directory cannot be read.
     """
     complete, pointer = complete_checkpoints(directory)[::-1], directory / POINTER
     if os.path.lexists(pointer) and not pointer.is_file():
@@ -192,10 +171,10 @@ class Retention:
     keep_last: int | None
     """How many of those saved last; None: all."""
     keep_every: int | None
-    """Those of steps that it divides stay for ever; None: none."""
+    """Checkpoints of steps that it divides stay for ever; None: none."""
 
     def superseded(self, complete: list[Path]) -> list[Path]:
-        """What goes of the checkpoints that are there, in the order in which they were saved; never the last."""
+        """Which checkpoints go, given all in the order in which they were saved; never the last."""
         if self.keep_last is None:
             return []
         return [path for path in complete[: -self.keep_last] if not self.keeps_for_ever(path)]
@@ -240,8 +219,8 @@ class Destination:
     def publish(self) -> None:
         """Gives the complete checkpoint its name, makes `latest` name it, and removes those that it supersedes.
 
-        What has its name already is replaced. Those that give way to the next one (`Manifest.gives_way`) go, whatever
-        the retention says.
+        A checkpoint of the same step is replaced. Those that give way to the next one (`Manifest.gives_way`) go,
+        whatever the retention says.
 
         Raises:
             OSError: A name cannot be changed; `latest` names a complete checkpoint in any case.
@@ -250,21 +229,20 @@ class Destination:
         replaced = out_of_the_way(self.path) if self.path.exists() else None
         publish_directory(self.unfinished, self.path)
         write_file(self.directory / POINTER, self.path.name + "\n")
-        # The new one is the last, whatever a clock that was set back says.
+        # The new one is the last, even if the clock was set back.
         others = [other for other in complete_checkpoints(self.directory) if other != self.path]
-        superseded = [other for other in others if _gives_way(other)]
+        superseded = [other for other in others if (found := _manifest_of(other)) is not None and found.gives_way]
         stay = [other for other in others if other not in superseded]
         superseded += self.retention.superseded([*stay, self.path])
         for left in filter(None, [replaced, *(out_of_the_way(old) for old in superseded)]):
-            # A file that cannot be removed now is tried again at the next save.
+            # The next save tries again to remove what cannot be removed now.
             shutil.rmtree(left, ignore_errors=True)
 
 
 def out_of_the_way(path: Path) -> Path:
-    """Renames a checkpoint that is to be removed, in one step, so that a half removed one is never taken for a whole.
+    """Renames a checkpoint that is to be removed, so that a half removed one is never taken for a whole one.
 
-    Returns:
-        Its new name, which the next save removes if nobody else does.
+    The next save removes the returned path if nobody else does.
 
     Raises:
         OSError: It cannot be renamed.
@@ -275,7 +253,7 @@ def out_of_the_way(path: Path) -> Path:
 
 
 def find_directory(path: Path) -> Path:
-    """The directory of checkpoints that is meant by a run's directory, or by its `checkpoints`.
+    """The directory of checkpoints, given a run's directory or its `checkpoints`.
 
     Raises:
         UserError: It is neither.
@@ -318,7 +296,7 @@ def _described(path: Path, manifest: Manifest) -> tuple[str, str]:
 
 
 def describe_layout(manifest: Manifest) -> str:
-    """How a checkpoint was spread: "8 ranks: TP2 PP2 DP2, distributed optimizer"."""
+    """How a checkpoint was spread over ranks: "8 ranks: TP2 PP2 DP2, distributed optimizer"."""
     layout = manifest.layout
     ranks = int(layout["processes"])
     sizes = {name: int(layout[f"model.{key}_parallel_size"]) for name, key in _SIZES.items()}
@@ -337,7 +315,7 @@ def _fp8(manifest: Manifest) -> str:
     if not model["fp8"]:
         return "off"
     emulated = ", emulated" if model["fp8_emulate"] else ""
-    # Checkpoints before the key are Transformer Engine's.
+    # Checkpoints older than the key come from Transformer Engine.
     backend = Fp8Backend[model.get("fp8_backend") or Fp8Backend.transformer_engine.name]
     recipe = model["fp8_recipe"] or recipes_of(backend)[0].name
     engine = "" if backend is Fp8Backend.transformer_engine else f"{backend.name} "
@@ -345,5 +323,5 @@ def _fp8(manifest: Manifest) -> str:
 
 
 def unfinished_saves(directory: Path) -> list[Path]:
-    """What killed saves have left, or one writes now; the next save removes it."""
+    """What killed saves have left, or a save writes now; the next save removes it."""
     return sorted(directory.glob(unfinished_path(Path("step_*")).name))

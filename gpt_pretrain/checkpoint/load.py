@@ -47,15 +47,15 @@ from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 
 _KEYS_SHOWN = 20
-# megatron-core's name of what is no tensor.
+# megatron-core's name for what is not a tensor.
 _COMMON = "common_state"
-# Parts of an architecture that decide the optimizer's tensors and the types of values, but not which weights there are.
+# Parts of an architecture that decide the optimizer's tensors and the types of values, but not which weights exist.
 _NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What came of loading a checkpoint."""
+    """The result of loading a checkpoint."""
 
     progress: Progress
     """How far the saved run was; a run's start where only the weights were taken."""
@@ -68,16 +68,12 @@ def load_checkpoint(
 ) -> Restored:
     """Restores all of a checkpoint, so that the run goes on where it was saved; every rank calls it.
 
-    The checkpoint may come from any layout. Random states belong to ranks at their places: in another layout they are
-    seeded anew, from the run's seed and the step.
-
-    The run's model must be the checkpoint's; so must its FP8 recipe where that has state, unless
-    `checkpoint.reset_fp8_state`. `data` has the fingerprints of tokenizer and tokens
-    (`data.corpus.Corpus.fingerprints`).
+    The checkpoint may come from any layout. Random states belong to a place in the layout: in another one they are
+    seeded anew, from the run's seed and the step. `data` has `data.corpus.Corpus.fingerprints`.
 
     Raises:
-        UserError: The checkpoint is of another model, FP8 recipe or, unless `checkpoint.allow_data_change`, of other
-            data; or its tensors are not those of this model.
+        UserError: The checkpoint is of another model; of another FP8 recipe with state, unless
+            `checkpoint.reset_fp8_state`; or of other data, unless `checkpoint.allow_data_change`.
     """
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
     notes = _compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
@@ -134,19 +130,13 @@ def load_weights(
 
     Schedule, moments, FP8 scales and position in the data start anew; masters and FP8 weights are made of the weights.
 
-    Of the fingerprints in `data` only that of the tokenizer must be the saved one.
-
     Raises:
         UserError: The checkpoint is of another model or, unless `checkpoint.allow_data_change`, of another tokenizer.
     """
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
-    saved_tokenizer = {name: value for name, value in manifest.data.items() if name == "tokenizer"}
-    notes = _compare_data(
-        path,
-        {name: data[name] for name in saved_tokenizer if name in data},
-        saved_tokenizer,
-        allowed=config.checkpoint.allow_data_change,
-    )
+    saved = {name: value for name, value in manifest.data.items() if name == "tokenizer"}
+    own = {name: data[name] for name in saved if name in data}
+    notes = _compare_data(path, own, saved, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
     different = architecture_differences(
         {key: value for key, value in current.items() if key not in _NOT_OF_WEIGHTS}, manifest.architecture
@@ -165,7 +155,7 @@ def load_weights(
 
 
 def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, str], *, allowed: bool) -> list[str]:
-    """Notes of what has changed, if that is allowed."""
+    """Notes on what has changed, if a change is allowed."""
     changed = [name for name in sorted({*saved, *current}) if saved.get(name) != current.get(name)]
     if not changed:
         return []
@@ -181,17 +171,15 @@ def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, st
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:
     """Reads `wanted` and gives the chunks their weights; `left_out` says which keys of a checkpoint are not read.
 
-    Ranks that hold the same tensors each read a part and hand it to the others. The caller has `restricted` it.
+    Ranks that hold the same tensors each read a part and hand it to the others. The caller has `restricted` the path.
     """
     keys = model_keys(len(trainable.model.gpt_chunks))
     not_restored = {key: take_extra_states(wanted[key]) if left_out(EXTRA_STATE) else [] for key in keys}
-    strategy = FullyParallelLoadStrategyWrapper(
-        get_default_load_sharded_strategy(str(path)),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), replicas)
     _check_keys(path, wanted, left_out)
     for entry in nested_values({key: wanted[key] for key in keys}):
-        # Read in parts, as a SwiGLU's gate and up are, it could not be cast; the chunk casts it whole.
+        # An FP8 weight read in parts, as a SwiGLU's gate and up are, could not be cast; the chunk casts it whole.
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and isinstance(entry.data, StoredWeight):
             entry.data = entry.data.dequantize()
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
@@ -202,7 +190,7 @@ def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Ca
 
 
 def _check_keys(path: Path, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> None:
-    """Compares what all ranks ask for with what the checkpoint has; megatron-core's own check comes after the load."""
+    """Compares what all ranks ask for with what the checkpoint has; megatron-core checks only after the load."""
     parts, _ = extract_sharded_base(load_preprocess(wanted)[0])
     found: list[set[str]] = [set()] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, {part.key for part in nested_values(parts)})
@@ -219,7 +207,7 @@ def _listed(what: str, keys: set[str]) -> str:
 
 
 def _seed_anew(seed: int, step: int) -> None:
-    """Seeds this rank's generators from seed and step, otherwise than at the run's start."""
+    """Seeds this rank's generators from seed and step, with other numbers than at the run's start."""
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     fresh = int.from_bytes(digest[:4], "little") >> 1
     random.seed(fresh)

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: what it holds, of which run, and the size and SHA-256 of each of its files.
 
 `manifest.json` is written last: a checkpoint that has one is complete. It is plain JSON, so that Python alone can tell
-checkpoints apart and check them; this module needs no torch. It carries a SHA-256 of itself, which finds a changed
-digit in it as the other hashes find one in a tensor.
+checkpoints apart and check them, without torch. It carries a SHA-256 of itself, which finds a changed digit in it as
+the other hashes find one in a tensor.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import stat
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Self
@@ -25,7 +26,7 @@ FORMAT_VERSION = 1
 
 # Hashing releases Python's lock: four threads read as fast as most file systems can.
 _NUM_THREADS = 4
-# Names that torch's reader and megatron-core's look for.
+# Names that the readers of torch and megatron-core look for.
 _READ = (".metadata", "*.distcp", "common.pt", "metadata.json")
 # The packages that a checkpoint depends on.
 _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
@@ -33,18 +34,17 @@ _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileDigest:
-    """What a file must be."""
+    """What a file must be; its SHA-256 is hexadecimal."""
 
     num_bytes: int
     sha256: str
-    """Hexadecimal."""
 
     @classmethod
     def of(cls, name: str, entry: Any) -> Self:
-        """A file's entry in `manifest.json`.
+        """Reads a file's entry in `manifest.json`.
 
         Raises:
-            ValueError: The file is in another directory, or it is no entry.
+            ValueError: The file is in another directory, or the entry is malformed.
         """
         if PurePath(name).name != name:
             raise ValueError(f"{name!r} is no name of a file in its directory")
@@ -55,20 +55,23 @@ class FileDigest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself and of the run that saved it."""
+    """What a checkpoint says of itself and of the run that saved it.
+
+    Versions before the fields with defaults did not write them.
+    """
 
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Training samples behind the run in the data, those that it passed over included."""
+    """Training samples behind the run in the data, including those that it passed over."""
     time_unix: float
     """When it was saved: seconds since 1970-01-01 UTC."""
     versions: Mapping[str, str]
-    """Installed packages that decide what the tensors mean; one that was not installed is not there."""
+    """Versions of the installed packages that decide what the tensors mean."""
     config: Mapping[str, Any]
     """The whole resolved configuration, as `config.load.config_to_dict` gives it."""
     data: Mapping[str, str]
-    """Fingerprints by what they are of: the tokenizer, the tokens, their shares and splits."""
+    """Fingerprints of the tokenizer, the tokens, their shares and splits, by name."""
     architecture: Mapping[str, str]
     """What decides which tensors there are (`state.architecture`)."""
     layout: Mapping[str, str]
@@ -78,18 +81,18 @@ class Manifest:
     files: Mapping[str, FileDigest]
     """Every other file of the checkpoint's directory, by its name."""
     rewinds: int = 0
-    """Times that the run went back behind a loss spike; like what follows, earlier versions did not write it."""
+    """How often the run went back behind a loss spike."""
     passed_over: Sequence[Sequence[int]] = ()
-    """Samples that nothing was trained on, given up in rewinds: the first and the number of each range."""
+    """Samples that rewinds gave up and nothing was trained on: the first and the number of each range."""
     losses: Sequence[float] = ()
     """The last losses in nats per token, oldest first, which tell what a spike is."""
     spikes: Sequence[int] = ()
-    """Steps with a loss spike that were trained on all the same."""
+    """Steps with a loss spike that were trained on nevertheless."""
     given_up: Sequence[Sequence[float]] = ()
     """Which checkpoints of the directory belong to attempts that the run was taken back from: pairs of a step and a
     time, for those of that step or a later one that were saved before that time (`directory.is_given_up`)."""
     gives_way: bool = False
-    """Whether the next checkpoint of the run takes its place: only the clock asked for it."""
+    """Whether the run's next checkpoint takes its place, because only the clock asked for it."""
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +132,7 @@ _LARGEST, _LAST_S = 2**53, 2**32
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is what a field of that type holds, all the way down."""
+    """Whether a value of JSON is what a field of that type holds, including everything inside it."""
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin is Mapping:
         return isinstance(value, dict) and all(_fits(each, inside[1]) for each in value.values())
@@ -149,10 +152,8 @@ def installed_versions() -> dict[str, str]:
     """Versions of what the tensors of a checkpoint depend on; a package that is not installed is left out."""
     versions = {}
     for name in _DISTRIBUTIONS:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -214,11 +215,9 @@ _ANOTHER = "use another checkpoint of the run"
 
 
 def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> list[list[Item]]:
-    """Deals items out in even shares to ranks, files or threads; every process comes to the same shares by itself.
+    """Deals items out to ranks, files or threads in shares of even size; every process computes the same shares.
 
-    The largest are dealt first, each to the share that is the smallest so far.
-
-    `sizes` say what each item counts; some shares stay empty where there are fewer items.
+    The largest are dealt first, each to the share that is the smallest so far; `sizes` has the size of each item.
     """
     shares: list[list[Item]] = [[] for _ in range(num_shares)]
     totals = [0] * num_shares
@@ -229,43 +228,36 @@ def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> 
     return shares
 
 
-def hash_file(path: Path) -> FileDigest:
-    """Size and SHA-256 of a file as it is read now.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+def _hash_file(path: Path) -> FileDigest:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileDigest(num_bytes=file.tell(), sha256=digest.hexdigest())
 
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
-    """Sizes and hashes of some files of a directory, read by several threads.
+    """Sizes and hashes of some files of a directory as they are now, read by several threads.
 
     Raises:
         OSError: One of them cannot be read.
     """
     names = sorted(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        return dict(zip(names, threads.map(lambda name: hash_file(directory / name), names), strict=True))
+        return dict(zip(names, threads.map(lambda name: _hash_file(directory / name), names), strict=True))
 
 
 def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
     """Compares the files of a checkpoint with its manifest: this rank's share of them (`deal`), with several threads.
 
-    Files that the manifest does not know are told as well where torch or megatron-core would read them; others in the
-    directory are not looked at.
-
-    Without `hashes` only the sizes are compared.
+    Without `hashes` only the sizes are compared. Of the files that the manifest does not know, only those are told
+    that torch or megatron-core would read.
 
     Returns:
-        A sentence for each file that is missing, truncated, changed or unknown; empty if none is.
+        A sentence for each file that is missing, truncated, changed or unknown.
     """
-    strays = [] if rank else sorted({file for name in _READ for file in path.glob(name)})
+    read = [] if rank else sorted({file for name in _READ for file in path.glob(name)})
     unknown = [
         f"{file} is unknown to the checkpoint's manifest; move it away"
-        for file in strays
+        for file in read
         if file.name not in manifest.files
     ]
     sizes = [file.num_bytes for file in manifest.files.values()]
@@ -275,28 +267,15 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
         return [*unknown, *(problem for problem in found if problem is not None)]
 
 
-def check_files_on_all_ranks(path: Path, manifest: Manifest) -> list[str]:
-    """`check_files` of every rank's share; all ranks call it, and each gets the sentences of all."""
-    # Not above: reading a manifest needs no torch, which takes seconds to load.
-    import torch
-
-    world_size = torch.distributed.get_world_size()
-    found: list[list[str]] = [[]] * world_size
-    own = check_files(path, manifest, rank=torch.distributed.get_rank(), num_ranks=world_size)
-    torch.distributed.all_gather_object(found, own)
-    return [problem for problems in found for problem in problems]
-
-
 def _problem(path: Path, expected: FileDigest, *, hashes: bool) -> str | None:
     try:
-        found_there = path.stat()
-        if not stat.S_ISREG(found_there.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             return f"{path} is no regular file"
-        num_bytes = found_there.st_size
-        if num_bytes != expected.num_bytes:
-            how = "is truncated" if num_bytes < expected.num_bytes else "has grown"
-            return f"{path} {how}: it has {num_bytes} bytes, and {expected.num_bytes} were written"
-        found = hash_file(path) if hashes else expected
+        if status.st_size != expected.num_bytes:
+            how = "is truncated" if status.st_size < expected.num_bytes else "has grown"
+            return f"{path} {how}: it has {status.st_size} bytes, and {expected.num_bytes} were written"
+        found = _hash_file(path) if hashes else expected
     except FileNotFoundError:
         return f"{path} is missing: {expected.num_bytes} bytes were written"
     except OSError as error:

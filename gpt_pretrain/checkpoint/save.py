@@ -3,13 +3,11 @@
     save()  plan who writes what → room on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
                                                                            └→ a thread writes, hashes, syncs, renames
 
-megatron-core and torch plan which parts of the whole a rank holds, and which of the ranks with the same part writes it
+megatron-core and torch plan which parts a rank holds, and which of the ranks with the same part writes it
 (`FullyParallelSaveStrategyWrapper`: each about the same number of bytes). Their writers are not used: megatron-core's
-starts a process that imports the program anew, hands the bytes to a forked child, and reports the death of that child
-only at the next save.
-
-A thread writes, not a process. Writing, hashing and waiting for the disk release Python's lock; nothing forks beside
-CUDA, no process imports the program anew, and the next step knows what went wrong in the thread.
+starts a process that imports the program anew, hands the bytes to a forked child, and reports that child's death only
+at the next save. Here a thread writes: writing, hashing and waiting for the disk release Python's lock, nothing forks
+beside CUDA, and the next step knows what went wrong in the thread.
 """
 
 import shutil
@@ -61,7 +59,7 @@ from gpt_pretrain.megatron.parallel import on_rank_zero
 
 
 class _Planned(FileSystemWriter):
-    """Takes the plan where torch would begin to write."""
+    """Keeps the plan where torch would begin to write."""
 
     can_run_decentralized_global_plan = True
 
@@ -91,40 +89,36 @@ class _Strategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron
         self.share = Share(writer.items, metadata)
 
 
-def plan_share(state: dict[str, Any], directory: Path, content_metadata: dict[str, Any]) -> Share:
-    """What this rank writes of a state; every rank calls it. The tensors are still those of the run.
-
-    Args:
-        state: megatron-core's sharded state; values that are not sharded are written by rank 0 as the common state.
-        directory: The checkpoint's, to be named in its metadata.
-        content_metadata: megatron-core's choice of formats, kept for its reader.
-    """
-    sharded, common = save_preprocess({**state, "content_metadata": content_metadata})
+def _plan_share(trainable: Trainable, path: Path) -> Share:
+    """What this rank writes of a checkpoint at a path; every rank calls it. The tensors are still those of the run."""
+    state = sharded_state(trainable, is_loading=False)
+    # Values that are not sharded are the common state; megatron-core's reader looks for its choice of formats there.
+    state |= {"scheduler": trainable.scheduler.state_dict(), "content_metadata": dict(METADATA)}
+    sharded, common = save_preprocess(state)
     sharded["common_state"] = ShardedObject(
         "common_state", common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()
     )
     strategy = _Strategy()
     # Ranks with the same tensors differ only in their data and their part of the sequence.
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    FullyParallelSaveStrategyWrapper(strategy, replicas).save(sharded, directory)
+    FullyParallelSaveStrategyWrapper(strategy, replicas).save(sharded, path)
     return strategy.share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOutcome:
-    """What came of a save, the same on all ranks but for the times."""
+    """The result of a save, the same on all ranks except for the times."""
 
     step: int
-    """The step whose checkpoint it is."""
     path: Path
     problem: str | None
-    """Why there is no checkpoint, and which stands; None if it is complete."""
+    """Why there is no checkpoint, and which one is the newest; None if it is complete."""
     num_bytes: int
     """Of all files; 0 with a problem."""
     stall_s: float
-    """Seconds that the training loop stood still for it."""
+    """Seconds that the training loop stood still."""
     time_s: float
-    """Seconds until it was on the disk, or had failed."""
+    """Seconds until the checkpoint was on the disk, or had failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +144,8 @@ class CheckpointSaver:
         self._trainable = trainable
         self._config = config.checkpoint
         self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
-        # A checkpoint by the clock only guards against a crash before the next: the disk need not hold them all, and
-        # they must not push out those of every so many steps, which a rewind may need.
+        # A checkpoint by the clock only guards against a crash before the next one: the disk need not hold them all,
+        # and they must not push out those of `save_interval`, which a rewind may need.
         self._has_stopgaps = config.checkpoint.keep_last is None or config.checkpoint.save_interval is not None
         self._described: dict[str, Any] = {
             "versions": installed_versions(),
@@ -164,7 +158,7 @@ class CheckpointSaver:
         self._buffer = HostBuffer()
         self._running: _Running | None = None
         self._waited_s = 0.0
-        # Two threads must not share a group: the writers have one, and the loop asks for news over another.
+        # Two threads must not share a group: one is for the writers, and over the other the loop asks for news.
         several = torch.distributed.get_world_size() > 1
         self._writers = torch.distributed.new_group(backend="gloo") if several else None
         self._loop = torch.distributed.new_group(backend="gloo") if several else None
@@ -181,35 +175,29 @@ class CheckpointSaver:
         self._buffer.release()
 
     def reserve(self) -> None:
-        """Takes the host memory that saves copy into, so that the first one does not wait for it; every rank calls it.
+        """Takes the host memory that saves copy into, so that the first one need not wait for it; every rank calls it.
 
         The run's parameters must be gathered.
         """
-        self._buffer.reserve(self._plan(Progress(step=0, consumed_samples=0)))
+        self._buffer.reserve(_plan_share(self._trainable, checkpoint_path(self.directory, 0)))
 
     def save(self, progress: Progress, *, by_clock: bool = False) -> list[SaveOutcome]:
         """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
 
-        The save before it must have been waited for (`wait`).
-
-        Args:
-            progress: How far the run is.
-            by_clock: Only `checkpoint.save_interval_minutes` asks for it.
+        The save before it must have been waited for (`wait`). `by_clock` says that only
+        `checkpoint.save_interval_minutes` asks for it.
 
         Returns:
-            What came of it, if it has ended: it was refused, or `checkpoint.async_save` is off.
+            The outcome, if the save has ended: it was refused, or `checkpoint.async_save` is off.
         """
         assert self._running is None, "one save at a time"
         began = time.monotonic() - self._waited_s
         self._waited_s = 0.0
         is_stopgap = by_clock and self._has_stopgaps
-        destination = Destination(
-            directory=self.directory,
-            step=progress.step,
-            retention=KEEP_ALL if is_stopgap else self._retention,
-        )
+        retention = KEEP_ALL if is_stopgap else self._retention
+        destination = Destination(directory=self.directory, step=progress.step, retention=retention)
         gives_way = is_stopgap and not self._retention.keeps_for_ever(destination.path)
-        share = self._plan(progress)
+        share = _plan_share(self._trainable, destination.path)
         problem = self._begin(destination, share)
         if problem is not None:
             stall_s = time.monotonic() - began
@@ -230,7 +218,7 @@ class CheckpointSaver:
         return [] if self._config.async_save else self.wait()
 
     def poll(self) -> list[SaveOutcome]:
-        """The save that has ended, at the same step on all ranks; call it once a step, on every rank.
+        """The outcome of a save that has ended, at the same step on all ranks; every rank calls it once a step.
 
         Ranks tell each other that they are done by an asynchronous all-reduce of one number, and read it a step later.
         """
@@ -259,7 +247,7 @@ class CheckpointSaver:
             self._asked.wait()
             self._asked = None
         running.thread.join()
-        # The next save has held training that long already.
+        # This wait counts towards the stall of the next save.
         self._waited_s = time.monotonic() - began
         problem, num_bytes, ended = None, 0, time.monotonic()
         try:
@@ -276,13 +264,8 @@ class CheckpointSaver:
             )
         ]
 
-    def _plan(self, progress: Progress) -> Share:
-        state = sharded_state(self._trainable, is_loading=False)
-        state["scheduler"] = self._trainable.scheduler.state_dict()
-        return plan_share(state, checkpoint_path(self.directory, progress.step), dict(METADATA))
-
     def _begin(self, destination: Destination, share: Share) -> str | None:
-        """Makes the directory to write into; says why it cannot be, the same on all ranks."""
+        """Makes the directory to write into; returns why that is impossible, the same on all ranks."""
         num_bytes = torch.tensor([share.num_bytes], device=torch.cuda.current_device())
         torch.distributed.all_reduce(num_bytes)
         needed = int(num_bytes)
@@ -304,7 +287,7 @@ class CheckpointSaver:
         return on_rank_zero(begin)
 
     def _staged(self, share: Share) -> Share | str:
-        """The share in host memory, or why it is not there: this rank's writer tells the other ranks."""
+        """The share in host memory, or why it does not fit: this rank's writer tells the other ranks."""
         try:
             return self._buffer.copy(share)
         except MemoryError as error:
@@ -322,7 +305,7 @@ class CheckpointSaver:
             now = time_after(destination.directory, progress.given_up)
             manifest = Manifest(time_unix=now, files={}, gives_way=gives_way, **asdict(progress), **self._described)
             num_bytes = write_checkpoint(destination, share, manifest, self._writers)
-        except BaseException as error:  # it is raised again by `wait`, in the loop's thread
+        except BaseException as error:  # `wait` raises it again, in the loop's thread
             written.set_exception(error)
         else:
             written.set_result((num_bytes, time.monotonic()))

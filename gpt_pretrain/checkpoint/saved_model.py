@@ -1,9 +1,9 @@
-"""A checkpoint in one plain process: its model's description, its tensors one by one, and one of weights alone.
+"""A checkpoint in one plain process: reads its model's description and its tensors one by one, and writes weights.
 
-No process group, no GPU and no model is needed, and the checkpoint may have any parallel layout: it names its tensors
-by the whole model, whichever ranks wrote them, and each may lie in pieces over many files. Reading puts together the
-pieces that touch what is asked for, so that one layer of a stacked tensor costs the memory of one layer. Writing makes
-each tensor when it is its turn. torch's default planners know how; they are given which tensors there are.
+This needs no process group, GPU or model, and the checkpoint may have any parallel layout: it names its tensors by the
+whole model, whichever ranks wrote them, and each may lie in pieces over many files. Reading puts together only the
+pieces of what is asked for, so that one layer of a stacked tensor costs the memory of one layer. Writing makes each
+tensor when its turn comes. torch's default planners do the work; they are told which tensors there are.
 
 The configuration is the manifest's. The tokenizer lies beside the tensors of an imported model, or in the run's
 directory two levels up; a fingerprint identifies it, so that no other one can take its place.
@@ -39,9 +39,9 @@ from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.megatron.pickles import restricted, unreadable_told
 
-# megatron-core's place for what is no tensor.
+# megatron-core's key for what is not a tensor.
 _COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
-# Optimizer states stand beside the model's tensors and carry their names behind this prefix.
+# Optimizer states lie beside the model's tensors and have their names after this prefix.
 _OPTIMIZER = "optimizer."
 # As many files are written side by side, and as many tensors are in memory.
 _NUM_FILES = 2
@@ -56,7 +56,7 @@ class SavedModel:
     config: Config
     """Of the run that saved it."""
     tokenizer: Tokenizer | None
-    """None where token ids were taken as they are (`model.tokenizer.library=none`), or an import had none."""
+    """None where the data came as token ids (`model.tokenizer.library=none`), or an imported model had none."""
 
     def check_files(self) -> None:
         """Reads every byte of the checkpoint.
@@ -72,9 +72,7 @@ class SavedModel:
 def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
     """Reads what a checkpoint says of itself; no tensor yet.
 
-    Args:
-        path: Its directory.
-        tokenizer: The tokenizer's file, where it is neither in the checkpoint nor in the run's directory.
+    `tokenizer` is the tokenizer's file, where it is neither in the checkpoint nor in the run's directory.
 
     Raises:
         UserError: There is no checkpoint, another version wrote its configuration, or the tokenizer is not found.
@@ -98,7 +96,7 @@ def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path 
     if expected == NO_TOKENIZER:
         return None
     if expected is None:
-        # The model was imported without a tokenizer: only the user can know it.
+        # The model was imported without a tokenizer: only the user knows it.
         return None if given is None else load_tokenizer(given, "tokenizer")
     in_config = config.model.tokenizer.model
     beside = [path / TOKENIZER_FILE, path.parent.parent / TOKENIZER_FILE]
@@ -115,10 +113,10 @@ def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path 
 
 
 class CheckpointTensors:
-    """The model's tensors in a checkpoint.
+    """The model's tensors in a checkpoint, by key.
 
     Raises:
-        UserError: Its index cannot be read; later, a tensor cannot be.
+        UserError: Its index, or later a tensor, cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +138,7 @@ class CheckpointTensors:
         return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """A tensor's whole shape; that of a layer's tensor has the number of layers in front."""
+        """A tensor's whole shape; in a layer's tensor the number of layers comes first."""
         return tuple(self._tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
@@ -148,7 +146,7 @@ class CheckpointTensors:
         return self._tensors[key].properties.dtype
 
     def read(self, key: str, layer: int | None = None) -> torch.Tensor:
-        """A tensor on the CPU: all of it, or what one layer has of it, without the axis of layers."""
+        """A tensor on the CPU: all of it, or one layer's part of it, without the axis of layers."""
         entry = self._tensors[key]
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
@@ -163,7 +161,7 @@ class CheckpointTensors:
 
 
 class _IntoOneTensor(DefaultLoadPlanner):
-    """Every piece that is read belongs into one tensor."""
+    """Puts every piece that is read into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -188,7 +186,7 @@ class PlannedTensor:
     """Makes its values, on the CPU, when they are needed."""
 
     def place(self, num_layers: int) -> WriteItem:
-        """Which part of which tensor it is, in torch's words."""
+        """Which part of which tensor it is, as torch describes it."""
         layers = [] if self.layer is None else [num_layers]
         offsets = torch.Size([self.layer or 0] * len(layers) + [0] * len(self.shape))
         return WriteItem(
@@ -203,9 +201,9 @@ class PlannedTensor:
 
 
 def write_weights(directory: Path, tensors: Sequence[PlannedTensor], *, num_layers: int) -> None:
-    """Writes all tensors of a model into an empty directory, and waits until the disk has them; no manifest is written.
+    """Writes all tensors of a model, but no manifest, into an empty directory, and waits until the disk has them.
 
-    A run takes the weights with `checkpoint.init_from`, in any layout. Stacked tensors have `num_layers` layers.
+    A run of any layout takes the weights with `checkpoint.init_from`. Stacked tensors have `num_layers` layers.
 
     Raises:
         OSError: The disk does not take them.
@@ -216,7 +214,7 @@ def write_weights(directory: Path, tensors: Sequence[PlannedTensor], *, num_laye
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Tells torch's writer which tensors there are, and makes each when it is its turn."""
+    """Tells torch's writer which tensors there are, and makes each when its turn comes."""
 
     def __init__(self, tensors: Sequence[PlannedTensor], num_layers: int) -> None:
         super().__init__(flatten_state_dict=False)
@@ -229,7 +227,7 @@ class _OneByOne(DefaultSavePlanner):
         return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """A tensor's values, or what megatron-core's reader looks for beside the tensors."""
+        """A tensor's values, or the common state that megatron-core's reader looks for."""
         if write_item.type is WriteItemType.BYTE_IO:
             common = io.BytesIO()
             torch.save([{"content_metadata": METADATA}], common)

@@ -1,18 +1,20 @@
 """Where a run starts from, and where it goes back to while it runs.
 
-It starts from its newest checkpoint, the one that it was given, the weights of another run, or nothing. Nothing is
-loaded from a checkpoint whose files are not, byte for byte, what was written.
+It starts from its newest checkpoint, one that it was given, the weights of another run, or nothing. Nothing is loaded
+from a checkpoint whose files are not, byte for byte, what was written.
 
-A rewind is on the disk before anything is loaded, in three steps, each of them whole or not there at all: `latest`
-names the checkpoint, those of the steps that are given up go, and its manifest says with which sample training goes on.
-A process that is killed meanwhile leaves a checkpoint to resume from: with the same samples again until the last of the
-three is done, and after it with those that the rewind itself would have gone on with.
+A rewind is on the disk before anything is loaded, in three atomic steps: `latest` names the checkpoint, those of the
+steps that are given up are removed, and the checkpoint's manifest says with which sample training goes on. A process
+that is killed meanwhile leaves a checkpoint to resume from: before the last step with the samples that it was saved
+with, and after it with those of the rewind.
 """
 
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from gpt_pretrain.checkpoint.directory import (
     POINTER,
@@ -24,7 +26,7 @@ from gpt_pretrain.checkpoint.directory import (
     step_of,
     time_after,
 )
-from gpt_pretrain.checkpoint.manifest import Manifest, check_files_on_all_ranks, read_manifest, write_manifest
+from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest, write_manifest
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import fsync, write_file
@@ -50,7 +52,7 @@ class Start:
     weights_only: bool
     """Whether only its weights are taken (`checkpoint.init_from`); otherwise the run goes on where it was saved."""
     warnings: Sequence[str] = ()
-    """What was wrong on the way to it, for the user."""
+    """What went wrong in choosing it, for the user."""
     notes: Sequence[str] = ()
     """What else the user should know of the choice."""
 
@@ -62,7 +64,11 @@ def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
         UserError: It is not a checkpoint, or files are missing, truncated or changed: names them; on all ranks alike.
     """
     manifest = on_rank_zero(lambda: read_manifest(path))
-    problems = check_files_on_all_ranks(path, manifest)
+    world_size = torch.distributed.get_world_size()
+    found: list[list[str]] = [[]] * world_size
+    own = check_files(path, manifest, rank=torch.distributed.get_rank(), num_ranks=world_size)
+    torch.distributed.all_gather_object(found, own)
+    problems = [problem for of_rank in found for problem in of_rank]
     if problems:
         more = f"; {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise UserError("; ".join(problems[:_PROBLEMS_SHOWN]) + more)
@@ -72,15 +78,15 @@ def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
 def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     """Finds and verifies what a run starts from; all ranks call it.
 
-    A start behind other checkpoints of the run's directory gives those up: the start's manifest says so in memory, and
-    the manifests that the run will save say so on the disk.
+    A start from an earlier checkpoint gives up the later ones of the run's directory: the start's manifest says so in
+    memory, and the manifests that the run will save say so on the disk.
 
     Returns:
         None where the run begins with fresh weights.
 
     Raises:
-        UserError: The checkpoint that is meant is not there or damaged, and none may take its place; or
-            `resume=never` would overwrite a run.
+        UserError: The checkpoint that is meant is missing or damaged, and none may take its place; or `resume=never`
+            would overwrite a run.
     """
     start = _find_start(config, directory)
     return start if start is None or start.weights_only else _give_up_others(start, directory)
@@ -97,7 +103,7 @@ def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
             "give another run_dir, or checkpoint.resume=auto to go on with it"
         )
     if found.paths:
-        # Nothing says which one is meant: the newest good one is the best answer.
+        # If nothing says which one is meant, the newest good one is the best answer.
         start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
         if found.problem is not None:
             warning = f"{found.problem}; going on from {start.checkpoint.path.name}, the newest one that verifies"
@@ -130,9 +136,7 @@ def _give_up_others(start: Start, directory: Path) -> Start:
 
 
 def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
-    """Verifies what to go on from; all ranks call it.
-
-    With `fall_back` the first candidate that verifies takes the place of the one that is meant.
+    """Verifies the first candidate, or with `fall_back` finds the first one that verifies; all ranks call it.
 
     Raises:
         UserError: No candidate verifies; says why, and the ways out.
@@ -163,14 +167,10 @@ def _way_out(candidates: Sequence[Path]) -> str:
 def checkpoints_away_from(
     directory: Path, steps: Iterable[int], progress: Progress, *, before: int, margin: int
 ) -> list[Path]:
-    """A run's checkpoints that may be gone back to, newest first; all ranks call it.
+    """The checkpoints that a run may go back to, newest first; all ranks call it, while no save is being written.
 
-    Args:
-        directory: The run's checkpoints, `RUN_DIR/checkpoints`; no save is being written.
-        steps: Steps to which no such checkpoint is near, on either side.
-        progress: The run's: attempts that it was taken back from have left checkpoints, too.
-        before: A step after all of them.
-        margin: How many steps are near.
+    They lie at least `margin` steps before the step `before`, and at least as many away from each of `steps`. Those of
+    attempts that the run was taken back from do not count.
     """
 
     def find() -> list[Path]:
@@ -190,11 +190,11 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
 
     Args:
         checkpoint: One of the run's own.
-        next_sample: The first to train on; those between the one that it was saved at and this one are passed over.
+        next_sample: The first to train on; the samples between the checkpoint's and this one are passed over.
         given_up_at: How far the run was: it has no checkpoint of a later step.
 
     Returns:
-        The checkpoint as it is now: its tensors are what they were.
+        The checkpoint with its new manifest; its tensors are unchanged.
 
     Raises:
         UserError: The directory cannot be written.
@@ -216,7 +216,7 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
         renamed = [out_of_the_way(other) for other in others]
         fsync(path.parent)
         for left in renamed:
-            # A file that cannot be removed now is tried again at the next save.
+            # The next save tries again to remove what cannot be removed now.
             shutil.rmtree(left, ignore_errors=True)
         write_manifest(path, manifest)
 

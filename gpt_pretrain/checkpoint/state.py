@@ -1,11 +1,11 @@
 """What a checkpoint holds of a run, and what it says of the run.
 
-It holds megatron-core's sharded state, of which each rank names its parts of the whole. What it says decides what a run
-that loads it may restore: the architecture (which tensors there are), the layout (which rank has which part), and the
-kind of FP8 scales and amax histories. All of that is plain text by key, so that a checkpoint needs none of our classes.
+It holds megatron-core's sharded state, of which each rank names its parts. What it says decides what a run that loads
+it may restore: the architecture (which tensors there are), the layout (which rank has which part), and the kind of FP8
+scales and amax histories. All of that is plain text by key, so that a checkpoint needs none of our classes.
 
-Delayed scaling keeps scales and histories, and FP8 attention keeps its own; the other recipes take each scale from its
-tensor and have nothing to restore. Transformer Engine would silently take another recipe's state, or drop it.
+Delayed scaling keeps scales and histories, and FP8 attention keeps its own; the other recipes compute each scale from
+its tensor and have nothing to restore. Transformer Engine would silently take another recipe's state, or drop it.
 """
 
 import importlib.metadata
@@ -44,11 +44,11 @@ from gpt_pretrain.spec.recipes import Fp8Settings
 
 # The name and version of the format, which megatron-core's reader asks for.
 FORMAT = CheckpointingConfig("torch_dist", 1)
-# What the reader is told besides: optimizer states lie where the model's tensors do.
+# What the reader is told besides: optimizer states are sharded like the model's tensors.
 METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 RANDOM_STATES = "random_states"
-# Where Transformer Engine's layers keep this state, and emulated ones as well.
+# Where Transformer Engine's layers keep FP8 scales and histories, and emulated layers as well.
 EXTRA_STATE = "_extra_state"
 
 # What decides which tensors there are, their shapes and their meaning.
@@ -69,7 +69,7 @@ _ARCHITECTURE_KEYS = (
     "qk_layernorm",
     "share_embeddings_and_output_weights",
 )
-# The values of checkpoints that are older than the key.
+# The values of keys in checkpoints older than the key.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
@@ -77,30 +77,22 @@ _LAYOUT_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
-# A mixture of experts has these besides.
+# A mixture of experts has these in addition.
 _EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
-_EXPERT_LAYOUT_KEYS = ("expert_model_parallel_size",)
 _DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is."""
+    """How far a run is; `manifest.Manifest` describes the fields."""
 
     step: int
-    """Optimizer steps done."""
     consumed_samples: int
-    """Training samples behind the run in the data: those it was trained on, and those that it passed over."""
     rewinds: int = 0
-    """Times that the run went back behind a loss spike (`trainer.max_spike_rewinds`)."""
     passed_over: tuple[tuple[int, int], ...] = ()
-    """Samples that nothing was trained on, given up in rewinds: the first and the number of each range."""
     losses: tuple[float, ...] = ()
-    """The last losses, which tell what a spike is (`training.guards`)."""
     spikes: tuple[int, ...] = ()
-    """Steps with a spike that were trained on all the same."""
     given_up: tuple[tuple[int, float], ...] = ()
-    """Which checkpoints beside the run's are not part of its past (`directory.is_given_up`)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,14 +105,14 @@ class Trainable:
 
 
 def random_states() -> dict[str, Any]:
-    """This rank's generators: what `restore_random_states` takes."""
+    """The states of this rank's generators, for `restore_random_states`."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        # With CUDA graphs they are generators: written down like the others, a run may go on without graphs.
+        # With CUDA graphs these are generators. Saved as states, they let a run go on without graphs.
         "tracker": {name: convert_cuda_rng_state(state) for name, state in tracked.items()},
     }
 
@@ -135,7 +127,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
     present = tracker.get_states()
     for name, state in states["tracker"].items():
         if isinstance(present[name], torch.Generator):
-            # In place: graphs that have been recorded draw from this one.
+            # In place: recorded graphs draw from this generator.
             present[name].set_state(state)
         else:
             present[name] = state
@@ -143,7 +135,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def model_keys(num_chunks: int) -> list[str]:
-    """megatron-core's names: the optimizer looks its parameters' chunks up under them."""
+    """megatron-core's names of model chunks; the optimizer looks its parameters' chunks up under them."""
     return ["model"] if num_chunks == 1 else [f"model{index}" for index in range(num_chunks)]
 
 
@@ -165,49 +157,40 @@ def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
 
 
 def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
-    """Keys and values as the user writes them; plain text, so that a checkpoint needs none of our classes."""
+    """Keys and values as the user writes them."""
     return {f"model.{key}": written(getattr(model, key)) for key in keys}
 
 
 def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> dict[str, str]:
     """What decides which tensors there are, their shapes and their meaning; plain text by key."""
-    keys = list(_ARCHITECTURE_KEYS)
+    described = _described(model, _ARCHITECTURE_KEYS)
     if model.position_embedding_type is PositionEmbedding.learned_absolute:
-        keys.append("max_position_embeddings")
-    experts = {}
+        described |= _described(model, ["max_position_embeddings"])
     if model.num_moe_experts is not None:
-        keys += _EXPERT_ARCHITECTURE_KEYS
-        experts["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
-    return (
-        _described(model, keys)
-        | experts
-        | {
-            "model.ffn_hidden_size": str(ffn_hidden_size(model)),
-            "model.num_query_groups": str(num_query_groups(model)),
-            "model.kv_channels": str(kv_channels(model)),
-            "padded vocabulary": str(padded_vocab_size(model)),
-            "model.optim.name": model.optim.name.name,
-            # Transformer Engine's layers have tensors that local layers lack, and only BF16 weights have masters.
-            "layers": transformer_config.transformer_impl,
-            "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
-        }
-    )
+        described |= _described(model, _EXPERT_ARCHITECTURE_KEYS)
+        described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
+    return described | {
+        "model.ffn_hidden_size": str(ffn_hidden_size(model)),
+        "model.num_query_groups": str(num_query_groups(model)),
+        "model.kv_channels": str(kv_channels(model)),
+        "padded vocabulary": str(padded_vocab_size(model)),
+        "model.optim.name": model.optim.name.name,
+        # Transformer Engine's layers have tensors that local layers lack, and only BF16 weights have masters.
+        "layers": transformer_config.transformer_impl,
+        "parameters": str(transformer_config.params_dtype).removeprefix("torch."),
+    }
 
 
 def layout(model: ModelConfig) -> dict[str, str]:
     """How the tensors are spread over processes; plain text by key."""
-    keys, experts = list(_LAYOUT_KEYS), {}
+    described = _described(model, _LAYOUT_KEYS)
     if model.num_moe_experts is not None:
-        keys += _EXPERT_LAYOUT_KEYS
-        experts["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
-    return (
-        _described(model, keys)
-        | experts
-        | {
-            _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
-            "processes": str(torch.distributed.get_world_size()),
-        }
-    )
+        described |= _described(model, ["expert_model_parallel_size"])
+        described["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
+    return described | {
+        _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
+        "processes": str(torch.distributed.get_world_size()),
+    }
 
 
 def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:
@@ -238,7 +221,7 @@ def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
 
 def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
     described = {
-        # As checkpoints say it that know one engine alone.
+        # The name in checkpoints that know only one engine.
         "model.fp8_recipe": settings.recipe.preset,
         "format of gradients": settings.gradient_format,
         "model.fp8_amax_history_len": str(settings.amax_history_len),
@@ -254,10 +237,10 @@ def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
 def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool) -> bool:
     """Whether FP8 scales and histories are restored; they are not where the checkpoint has none.
 
-    `saved` is what `describe_fp8_state` said of the checkpoint's; `reset` is `checkpoint.reset_fp8_state`.
+    `saved` is what `describe_fp8_state` said when it was saved; `reset` is `checkpoint.reset_fp8_state`.
 
     Raises:
-        UserError: The run would drop those of the checkpoint: it has none, or of another kind.
+        UserError: The run would drop the checkpoint's, because its own are of another kind or it has none.
     """
     if reset or not saved:
         return False
@@ -272,7 +255,7 @@ def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str
 
 
 def take_extra_states(state: dict[str, Any]) -> list[str]:
-    """Takes the entries of FP8 scales and histories out of a model's state, and names them.
+    """Removes the entries of FP8 scales and histories from a model's state, and returns their names.
 
     Experts in a single module have an entry each: `…_extra_state`, `…_extra_state1`, `…_extra_state2`.
     """

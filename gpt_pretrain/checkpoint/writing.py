@@ -8,10 +8,8 @@ checkpoint appears in one piece:
     step_00000300/               the same directory, renamed
     latest                       replaced; then rank 0 removes what the retention does not keep
 
-A process that is killed anywhere in between leaves the newest complete checkpoint and `latest` as they were.
-
-For each GB, writing takes 0.8 s of a processor to hash it and 0.3 s to hand it to the system. Training steps have
-priority.
+A process that is killed anywhere in between leaves the newest complete checkpoint and `latest` as they were. Each GB
+takes a processor 0.8 s to hash and 0.3 s to hand to the system; training steps have priority.
 """
 
 import hashlib
@@ -41,15 +39,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from gpt_pretrain.checkpoint.directory import Destination
 from gpt_pretrain.checkpoint.manifest import FileDigest, Manifest, check_files, deal, hash_files, write_manifest
 from gpt_pretrain.checkpoint.state import FORMAT
-from gpt_pretrain.config.files import fsync
+from gpt_pretrain.config.files import fsync, named
 
 # torch.save puts a header and a directory around each tensor.
 _BYTES_AROUND_AN_ITEM = 4096
-# Tensors begin at multiples of this in the host's buffer; it suits every dtype.
+# Tensors begin at multiples of this in the host's buffer, which suits every dtype.
 _ALIGNMENT = 64
 # A rank writes its share as up to four files side by side, each of at least 256 MiB.
 _MAX_FILES, _BYTES_OF_A_FILE = 4, 256 * 1024**2
-# Added to the writers' niceness: they take a processor that training wants for a tenth of the time.
+# Added to the writers' niceness: they then take a tenth of the time of a processor that training wants.
 _NICER = 10
 
 
@@ -58,12 +56,12 @@ class Item:
     """One tensor or object that this rank writes."""
 
     write: WriteItem
-    """Which part of the whole it is, in torch's words."""
+    """Which part of the whole it is, as torch describes it."""
     data: torch.Tensor | io.BytesIO
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in a file, header included."""
+        """Its bytes in a file, header included."""
         data = self.data
         size = data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.numel() * data.dtype.itemsize
         return size + _BYTES_AROUND_AN_ITEM
@@ -79,7 +77,7 @@ class Share:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the share takes on the disk, at most."""
+        """Most bytes that the share takes on the disk."""
         return sum(item.num_bytes for item in self.items)
 
 
@@ -94,7 +92,7 @@ class HostBuffer:
         self._is_locked = False
 
     def reserve(self, share: Share) -> None:
-        """Makes room for a share, before it is needed."""
+        """Makes room for a share before it is needed."""
         num_bytes = sum(_aligned(item.num_bytes) for item in share.items if isinstance(item.data, torch.Tensor))
         if num_bytes <= len(self._bytes):
             return
@@ -111,7 +109,7 @@ class HostBuffer:
         return torch.frombuffer(self._bytes, dtype=torch.uint8).data_ptr()
 
     def copy(self, share: Share) -> Share:
-        """Copies a share into the buffer and waits until it is there; weights stored in FP8 become BF16."""
+        """Copies a share into the buffer and waits for the copy; weights stored in FP8 become BF16."""
         self.reserve(share)
         items, offset = [], 0
         for item in share.items:
@@ -129,7 +127,7 @@ class HostBuffer:
     def _copied(self, source: torch.Tensor, offset: int) -> torch.Tensor:
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype)
-        # A tensor over its own bytes alone: torch.save writes the whole memory that a view belongs to.
+        # A tensor over only its own bytes: torch.save writes the whole memory that a view belongs to.
         flat = torch.frombuffer(self._bytes, dtype=source.dtype, count=source.numel(), offset=offset)
         return flat.view(source.shape).copy_(source, non_blocking=True)
 
@@ -147,7 +145,7 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """What a rank tells the others when its files are on the disk, or why they are not."""
+    """What a rank tells the others: its files on the disk, or why they are not there."""
 
     files: Mapping[str, FileDigest]
     results: Sequence[WriteResult]
@@ -155,7 +153,7 @@ class _RankReport:
 
 
 class SaveProblem(Exception):
-    """Why a checkpoint could not be written: a path and what the system said of it."""
+    """Why a checkpoint could not be written: a path and the system's words."""
 
 
 def write_checkpoint(
@@ -167,17 +165,17 @@ def write_checkpoint(
     """Writes this rank's files, and with the other ranks completes the checkpoint; every rank calls it.
 
     Args:
-        destination: Where to; `destination.unfinished` is there, empty, and all ranks see it.
+        destination: `destination.unfinished` is an empty directory that all ranks see.
         share: What this rank writes, in host memory; or the reason why it cannot.
         manifest: Everything but the files.
-        group: Of all ranks, for CPU tensors, which nothing else uses meanwhile; None for a single rank.
+        group: All ranks, for CPU tensors; nothing else uses it meanwhile. None for a single rank.
 
     Returns:
         Bytes of all files.
 
     Raises:
-        SaveProblem: This rank or another could not write it; the same on all. Complete checkpoints stand as they
-            were, and the unfinished directory is removed.
+        SaveProblem: Some rank could not write it; the same on all ranks. Complete checkpoints stay as they were, and
+            the unfinished directory is removed.
     """
     own = _RankReport({}, [], share) if isinstance(share, str) else _write_own_files(destination.unfinished, share)
     reports = _gathered(own, group)
@@ -201,7 +199,7 @@ def _is_first(group: torch.distributed.ProcessGroup | None) -> bool:
 
 
 def _gathered(report: _RankReport, group: torch.distributed.ProcessGroup | None) -> list[_RankReport]:
-    """The reports of all ranks on rank 0; on the others only their own."""
+    """The reports of all ranks on rank 0; on another rank only its own."""
     if group is None:
         return [report]
     reports: list[Any] | None = [None] * group.size() if _is_first(group) else None
@@ -224,14 +222,14 @@ def _write_own_files(directory: Path, share: Share) -> _RankReport:
 
 
 def _let_training_go_first() -> None:
-    """Lowers the priority of this thread; elsewhere than on Linux it would be that of the process."""
+    """Lowers this thread's priority on Linux; elsewhere `os.nice` would lower the whole process's."""
     if sys.platform == "linux":
         os.nice(_NICER)
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """torch.save leaves out its CRC-32, which torch.load never reads: 0.5 s per GB. The manifest has SHA-256."""
+    """Spares torch.save its CRC-32, 0.5 s per GB, which torch.load never reads; the manifest has a SHA-256."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -246,54 +244,42 @@ def _described(error: Exception, directory: Path) -> str:
     return f"{directory}: {type(error).__name__}: {error}"
 
 
-class _HashedFile(io.RawIOBase):
+class _HashedFile(io.BufferedWriter):
     """A file that hashes the bytes it is given, whatever the disk makes of them.
 
-    On a full disk torch's writer says "unexpected pos"; the file remembers what the system said.
+    On a full disk torch's writer says only "unexpected pos"; the file remembers the system's error. Closing it flushes
+    it, and closes it even if that fails: an open file keeps its space on the disk after it is removed.
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
         self._path = path
-        self._file = path.open("wb")
         self._hash = hashlib.sha256()
-        self._num_bytes = 0
         self.error: OSError | None = None
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._num_bytes
-
     def write(self, data: Any) -> int:
-        self._noting_errors(lambda: self._file.write(data))
+        with self._noting_errors():
+            num_bytes = super().write(data)
         self._hash.update(data)
-        num_bytes = memoryview(data).nbytes
-        self._num_bytes += num_bytes
         return num_bytes
 
     def flush(self) -> None:
-        if not self._file.closed:
-            self._noting_errors(self._file.flush)
+        with self._noting_errors():
+            super().flush()
 
     def finish(self) -> FileDigest:
-        """Waits for the disk, and says what the file must be from now on."""
+        """Waits for the disk, and returns what the file must be from now on."""
         self.flush()
-        self._noting_errors(lambda: os.fsync(self._file.fileno()))
-        return FileDigest(num_bytes=self._num_bytes, sha256=self._hash.hexdigest())
+        with self._noting_errors():
+            os.fsync(self.fileno())
+        return FileDigest(num_bytes=self.tell(), sha256=self._hash.hexdigest())
 
-    def close(self) -> None:
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
         try:
-            # Even if it cannot be flushed: an open file keeps its space after it is removed.
-            self._noting_errors(self._file.close)
-        finally:
-            super().close()
-
-    def _noting_errors(self, call: Any) -> None:
-        try:
-            call()
+            with named(self._path):
+                yield
         except OSError as error:
-            error.filename = error.filename or str(self._path)
             self.error = self.error or error
             raise
 
@@ -318,7 +304,7 @@ def _write_file(path: Path, items: Sequence[Item]) -> tuple[FileDigest, list[Wri
 def _complete(
     destination: Destination, share: Share, reports: Sequence[_RankReport], manifest: Manifest
 ) -> tuple[int, str | None]:
-    """Describes and publishes what all ranks have written; rank 0 calls it. Answers bytes, or a problem."""
+    """Describes and publishes what all ranks have written; rank 0 calls it. Returns bytes, or 0 and a problem."""
     unfinished, results = destination.unfinished, [list(report.results) for report in reports]
     try:
         FileSystemWriter(unfinished).finish(cast("Metadata", share.metadata), results)

@@ -28,8 +28,13 @@ from gpt_pretrain.commands.arguments import defaults_of, print_help, read_argume
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.environment import INTERRUPTED, ended_by_signals, ended_while_importing, prepare_libraries
-from gpt_pretrain.launch.limits import limit_met
+from gpt_pretrain.launch.environment import (
+    INTERRUPTED,
+    ended_by_signals,
+    ended_while_importing,
+    limit_met,
+    prepare_libraries,
+)
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
 
 if TYPE_CHECKING:

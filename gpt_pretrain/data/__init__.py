@@ -2,7 +2,7 @@
 
     sources (text) → tokenizer (.bin/.idx in the cache) → token_files (checks) → corpus → datasets → batches
 
-`corpus.prepare_corpus` is called by every rank before the model is built and before torch.distributed is initialised:
-it tokenises what is not tokenised yet and refuses wrong data. `datasets.build_datasets` and
-`batches.build_batch_iterator` follow once the process groups stand.
+Every rank calls `corpus.prepare_corpus` before the model is built and torch.distributed is initialised: it tokenises
+what is not tokenised yet and refuses wrong data. `datasets.build_datasets` and `batches.build_batch_iterator` follow
+once there are process groups.
 """

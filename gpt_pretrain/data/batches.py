@@ -35,7 +35,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries
 
 with warnings.catch_warnings():
-    # megatron-core warns of optional packages that only the rank would use.
+    # megatron-core warns of missing optional packages, which only the rank would use.
     warnings.simplefilter("ignore")
     from gpt_pretrain.data.datasets import SampleDataset
 
@@ -62,7 +62,7 @@ class MicrobatchSampler(Sampler[list[int]]):
     """Sample indices of each microbatch of one rank."""
 
     num_samples: int
-    """Samples [0, num_samples) are read; a last, incomplete global batch is not."""
+    """Samples [0, num_samples) are read, except a last, incomplete global batch."""
     consumed_samples: int
     """Samples that earlier steps have read."""
     micro_batch_size: int
@@ -70,7 +70,6 @@ class MicrobatchSampler(Sampler[list[int]]):
     """Samples of a step, over all ranks."""
     data_parallel_rank: int
     data_parallel_size: int
-    """Ranks that share a global batch."""
     repeat: bool = False
     """Start over at sample 0 after the last one, without end."""
 
@@ -93,7 +92,7 @@ class MicrobatchSampler(Sampler[list[int]]):
 
 
 class BatchIterator(Iterator[Batch]):
-    """Microbatches on the rank's device. Its processes end when it is closed or collected, or Python exits."""
+    """Microbatches on the rank's device. Its processes end when it is closed or collected, or when Python exits."""
 
     def __init__(self, loader: "DataLoader[dict[str, torch.Tensor]]", device: torch.device) -> None:
         self._device = device
@@ -110,7 +109,7 @@ class BatchIterator(Iterator[Batch]):
         return self._ahead.popleft() if self._ahead else self._read(self._batches)
 
     def peek(self, num_batches: int) -> list[Batch]:
-        """The next microbatches, which stay the next; StopIteration where there are fewer, or it is closed."""
+        """The next microbatches, which stay the next; StopIteration if there are fewer, or it is closed."""
         if self._batches is None:
             raise StopIteration
         while len(self._ahead) < num_batches:
@@ -121,7 +120,7 @@ class BatchIterator(Iterator[Batch]):
         try:
             fields = next(batches)
         except UserError as error:
-            # torch puts the traceback of a data-loading process before it.
+            # torch puts the traceback of a data-loading process before the message.
             raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2]) from error
         if self._device.type == "cuda":
             fields = {name: value.to(self._device, non_blocking=True) for name, value in fields.items()}
@@ -132,7 +131,7 @@ class BatchIterator(Iterator[Batch]):
         batches, self._batches = self._batches, None
         self._ahead.clear()
         if isinstance(batches, _MultiProcessingDataLoaderIter):
-            # Collecting it would do the same, but the traceback of an error or of Ctrl-C may hold it until exit.
+            # Garbage collection would do the same, but the traceback of an error or of Ctrl-C may hold it until exit.
             batches._shutdown_workers()
 
 
@@ -140,6 +139,25 @@ def _close(reference: "weakref.ref[BatchIterator]") -> None:
     iterator = reference()
     if iterator is not None:
         iterator.close()
+
+
+def build_validation_iterator(
+    dataset: SampleDataset, *, config: Config, data_parallel_rank: int, data_parallel_size: int, device: torch.device
+) -> BatchIterator:
+    """Microbatches of validation, without end: the first limit_val_batches global batches again and again.
+
+    Every validation draws limit_val_batches × num_microbatches and so sees the same samples: losses compare over a run.
+    """
+    return build_batch_iterator(
+        dataset,
+        config=config,
+        consumed_samples=0,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        device=device,
+        num_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
+        repeat=True,
+    )
 
 
 def build_batch_iterator(
@@ -150,36 +168,21 @@ def build_batch_iterator(
     data_parallel_rank: int,
     data_parallel_size: int,
     device: torch.device,
+    num_samples: int | None = None,
+    repeat: bool = False,
 ) -> BatchIterator:
-    """Microbatches of training, from `consumed_samples` on; num_microbatches of them make a step."""
-    ranks = {"data_parallel_rank": data_parallel_rank, "data_parallel_size": data_parallel_size}
-    return _build_iterator(
-        dataset, config, device, num_samples=len(dataset), consumed_samples=consumed_samples, **ranks
-    )
+    """Microbatches from `consumed_samples` on; num_microbatches of them make a step.
 
-
-def build_validation_iterator(
-    dataset: SampleDataset, *, config: Config, data_parallel_rank: int, data_parallel_size: int, device: torch.device
-) -> BatchIterator:
-    """Microbatches of validation, without end: the first limit_val_batches global batches again and again.
-
-    Every validation draws limit_val_batches × num_microbatches and so sees the same samples: losses compare over a run.
+    They take the first `num_samples` samples, or all; with `repeat` again and again.
     """
-    return _build_iterator(
-        dataset,
-        config,
-        device,
-        num_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
-        consumed_samples=0,
+    sampler = MicrobatchSampler(
+        num_samples=len(dataset) if num_samples is None else num_samples,
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.model.micro_batch_size,
+        global_batch_size=config.model.global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
-        repeat=True,
-    )
-
-
-def _build_iterator(dataset: SampleDataset, config: Config, device: torch.device, **order: Any) -> BatchIterator:
-    sampler = MicrobatchSampler(
-        micro_batch_size=config.model.micro_batch_size, global_batch_size=config.model.global_batch_size, **order
+        repeat=repeat,
     )
     num_workers = config.model.data.num_workers
     context = multiprocessing.get_context("forkserver")
@@ -200,7 +203,7 @@ def _build_iterator(dataset: SampleDataset, config: Config, device: torch.device
 
 @contextmanager
 def _block_rank_signals() -> Iterator[None]:
-    """Processes that are started inside ignore the rank's signals for their whole lives."""
+    """Processes started inside ignore the rank's signals for their whole lives."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
     # Processes need the tracker, and starting it here unblocks two of the signals.
     resource_tracker.ensure_running()
@@ -212,9 +215,9 @@ def _block_rank_signals() -> Iterator[None]:
 
 
 def tell_of_defects(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A data-loading process's `sys.excepthook`, silent where its rank goes away while it takes a tensor.
+    """A data-loading process's `sys.excepthook`, silent where its rank ends while it takes a tensor.
 
-    Otherwise multiprocessing's thread that hands tensors over would print a traceback beside the rank's own.
+    Otherwise the thread of multiprocessing that hands tensors over would print a traceback beside the rank's own.
     """
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)

@@ -1,12 +1,12 @@
-"""The cache directory: where it is, who may write an entry of it, and how an entry appears in one piece.
+"""The cache directory: where it is, who may write an entry, and how an entry appears in one piece.
 
-Whatever is expensive to make (tokenised corpora, sample indices, scans of token files) is kept here under a key that
-names all it was made from. A process writes an entry under the entry's lock and in one piece (`config.files`): killed
+What is expensive to make (tokenised corpora, sample indices, scans of token files) is kept here under a key that names
+everything it was made from. A process writes an entry under the entry's lock and in one piece (`config.files`): killed
 at any moment, it leaves the whole entry, or a hidden directory that the next holder of the lock deletes. The kernel
 drops the lock of a dead process.
 
-Whoever holds an entry's lock publishes its progress, and whoever waits for the lock mirrors it: rank 0 shows a bar even
-where another rank, or another run, does the work.
+The holder of an entry's lock publishes its progress, and those that wait for the lock mirror it: rank 0 shows a bar
+even where another rank, or another run, does the work.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import fsync_tree, new_directory, write_file
 from gpt_pretrain.config.schema import DataConfig
-from gpt_pretrain.launch.limits import disk_is_full
+from gpt_pretrain.launch.environment import disk_is_full
 
 _POLL_S = 0.2
 _PUBLISH_INTERVAL_S = 0.5
@@ -39,17 +39,14 @@ _LINE_INTERVAL_S = 5.0
 class Progress:
     """One step after another, each with a total: `with Progress(show=True) as p: p.start("…", 10); p.advance(1)`.
 
-    It draws a bar where standard error is a terminal, otherwise a plain line every few seconds.
-
-    Args:
-        show: Whether this process draws anything; it publishes its state in any case.
+    It draws a bar where standard error is a terminal, otherwise a plain line every few seconds; without `show` nothing,
+    but it publishes its state.
     """
 
     def __init__(self, *, show: bool) -> None:
         self._show = show
         self._publish: Callable[[dict[str, Any]], None] | None = None
         self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
         self._stage = "starting"
         self._done = 0
         self._total = 0
@@ -83,14 +80,14 @@ class Progress:
             print(message, file=sys.stderr, flush=True)
 
     def start(self, stage: str, total: int) -> None:
-        """Begins a step of `total` units; the step before it is over."""
+        """Begins a step of `total` units and ends the one before."""
         self.finish()
         self._stage, self._done, self._total = stage, 0, total
         self._publish_now()
         self._draw()
 
     def advance(self, amount: int) -> None:
-        """Adds to what is done of the current step."""
+        """Counts more of the current step as done."""
         self._done += amount
         if time.monotonic() - self._published_at >= _PUBLISH_INTERVAL_S:
             self._publish_now()
@@ -107,7 +104,7 @@ class Progress:
         """Ends the current step and its bar."""
         if self._bar is not None:
             self._bar.stop()
-        self._bar, self._task = None, None
+        self._bar = None
 
     def _publish_now(self) -> None:
         self._published_at = time.monotonic()
@@ -126,9 +123,8 @@ class Progress:
                 *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
             )
             self._bar.start()
-            self._task = self._bar.add_task(self._stage, total=self._total)
-        assert self._task is not None
-        self._bar.update(self._task, completed=self._done)
+            self._bar.add_task(self._stage, total=self._total)
+        self._bar.update(self._bar.task_ids[0], completed=self._done)
 
     def _print_line(self) -> None:
         line = f"{self._stage}: {min(self._done / self._total, 1.0):.0%}"
@@ -139,17 +135,13 @@ class Progress:
 
 
 def cache_directory(data: DataConfig) -> Path:
-    """Directory of all caches, created if missing; one that holds all that a run needs may be on a read-only disk.
+    """The cache directory, created if missing; one that holds everything a run needs may be on a read-only disk.
 
     Raises:
         UserError: It cannot be created.
     """
-    if data.cache_dir is not None:
-        path = Path(data.cache_dir).expanduser()
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        path = Path(base).expanduser() / "gpt_pretrain"
-    path = path.absolute()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gpt_pretrain")
+    path = (default if data.cache_dir is None else Path(data.cache_dir)).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -177,11 +169,9 @@ def file_identity(path: Path) -> list[Any]:
 
 @contextmanager
 def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
-    """Holds the lock of a cache entry; while another process holds it, says whom it waits for and how far that one is.
+    """Holds the lock of a cache entry; while it waits, `progress` shows for whom and how far that process is.
 
-    Args:
-        entry: The entry's path; the lock and the holder's status stand beside it.
-        progress: Where the wait is shown, and whose own state is published to those that wait.
+    The lock and the holder's status, which is that of its own `progress`, lie beside the entry.
 
     Raises:
         UserError: The cache cannot be written.
@@ -236,7 +226,7 @@ def write_entry(entry: Path, fill: Callable[[Path], None]) -> None:
     with new_directory(entry) as unfinished:
         try:
             fill(unfinished)
-            # Here, where the bytes can still be counted.
+            # Here, because the bytes written can still be counted.
             fsync_tree(unfinished)
         except OSError as error:
             if not disk_is_full(error):

@@ -1,18 +1,17 @@
 """The corpus of a run: which token files, in which shares, by which tokenizer, and how large.
 
-`prepare_corpus` is the door of this room: every rank calls it, before the model is built and before torch.distributed
-is initialised. It tokenises text that is not tokenised yet (the ranks of a node, and other runs that use the same
-cache, wait for the first), refuses wrong data, and answers the same `Corpus` on every rank.
+`prepare_corpus` is the entrance to this room. It tokenises what is not tokenised yet (the other ranks of a node, and
+other runs with the same cache, wait for the first), refuses wrong data, and returns the same `Corpus` on every rank.
 
-A new source of data is a member of `config.choices.DataImpl`, `conf/data/NAME.yaml`, what opens it, and its line in
-`SOURCES`.
+A new source of data needs a member of `config.choices.DataImpl`, `conf/data/NAME.yaml`, a function that opens it, and
+its line in `SOURCES`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, DataConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, file_identity, fingerprint
 from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
@@ -29,7 +28,7 @@ from gpt_pretrain.data.token_files import (
 )
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, tokenize_source
 
-# What stands for the tokenizer of data that come as token ids.
+# The fingerprint of the missing tokenizer where data come as token ids.
 NO_TOKENIZER = "none"
 # Kind of data → what opens it: text to be tokenised, token files, or None for random tokens.
 SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = {
@@ -49,12 +48,12 @@ class Corpus:
     weights: tuple[float, ...]
     """Share of each pair in the samples, with the sum 1."""
     tokenizer: Tokenizer | None
-    """Null where token ids are taken as they are."""
+    """None where token ids are taken as they are."""
     fingerprints: Mapping[str, str]
     """Of the tokenizer, the tokens, the files' shares and the splits, each by its name: a checkpoint keeps them, and a
-    run that resumes compares them. They do not depend on where the files lie."""
+    resumed run compares them. They do not depend on where the files lie."""
     files_key: str
-    """Of the files on this machine: path, size, time of modification. Keys the sample indices of the cache."""
+    """Stands for the files on this machine (path, size, time of modification) in the key of the sample indices."""
     splits: tuple[SplitSizes, ...]
     """Training, validation and test split of each pair."""
 
@@ -88,11 +87,9 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
     """
     model = config.model
     if model.data.eod_mask_loss and model.tokenizer.library is TokenizerLibrary.none:
-        raise ConfigError(
-            [
-                "model.data.eod_mask_loss=true needs the end-of-document token of a tokenizer: "
-                "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
-            ]
+        raise UserError(
+            "model.data.eod_mask_loss=true needs the end-of-document token of a tokenizer: "
+            "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
         )
     source = SOURCES[model.data.data_impl](model.data)
     if source is None:
@@ -115,11 +112,9 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             blend = source
             tokenizer = None if model.tokenizer.model is None else load_tokenizer(model.tokenizer.model)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
-            raise ConfigError(
-                [
-                    f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of "
-                    f"{tokenizer.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or more"
-                ]
+            raise UserError(
+                f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of "
+                f"{tokenizer.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or more"
             )
         files = [check_token_file(prefix) for prefix in blend.prefixes]
         sequence = model.encoder_seq_length

@@ -4,8 +4,8 @@ A sample is `encoder_seq_length` tokens of the shuffled documents laid end to en
 labels. Each split of each file has an index of its own (document order, sample borders, sample order), built once and
 kept in the cache.
 
-**When the data is exhausted the next epoch begins**: the index is built for as many epochs as the run's samples need,
-each with an order of its own; megatron-core shuffles whole epochs together and keeps a last, partial one apart.
+**When the data is exhausted the next epoch begins**: the index covers as many epochs as the run's samples need, each
+with an order of its own; megatron-core shuffles whole epochs together and keeps a last, partial one apart.
 `TokenDataset.num_epochs` says how many there will be. The order follows from the seed and the number of samples: a run
 resumed with another `trainer.max_steps` sees another order once it needs more than one epoch.
 """
@@ -20,7 +20,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import numpy
 import psutil
@@ -34,11 +35,11 @@ from gpt_pretrain.config.files import check_regular
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
-from gpt_pretrain.launch.limits import disk_is_full
+from gpt_pretrain.launch.environment import disk_is_full
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
-# A document and an offset in it, and a number in the order of samples (megatron-core's GPTDataset).
+# A document, an offset in it, and a number in the order of samples (megatron-core's GPTDataset).
 _INDEX_BYTES = 16
 # megatron-core's own default.
 _MIN_SURPLUS = 0.005
@@ -48,47 +49,46 @@ class SampleDataset(Protocol):
     """Samples by index: tokens, labels, position_ids (int64 [s]) and loss_mask (float32 [s])."""
 
     num_epochs: float
-    """Passes that the run's samples make over the split; below 1, part of it is never seen. 0 for random tokens."""
+    """Passes that the run's samples make over the split; below 1, part of it is never read. 0 for random tokens."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
 
 
+@dataclass(eq=False)
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
     """Uniformly random tokens, the same for the same seed and index; nothing can be learned from them.
 
-    Takes the place of megatron-core's MockGPTDataset, whose documents all count upwards from 1 (a model learns that in
-    minutes, which skews what depends on the loss) and whose index takes seconds to build.
+    Replaces megatron-core's MockGPTDataset, whose documents all count upwards from 1 (a model learns that in minutes,
+    which skews what depends on the loss) and whose index takes seconds to build.
     """
 
+    num_samples: int
+    sequence_length: int
+    vocab_size: int
+    seed: tuple[int, ...]
     num_epochs = 0.0
 
-    def __init__(self, num_samples: int, sequence_length: int, vocab_size: int, seed: tuple[int, ...]) -> None:
-        self._num_samples = num_samples
-        self._sequence_length = sequence_length
-        self._vocab_size = vocab_size
-        self._seed = seed
-
     def __len__(self) -> int:
-        return self._num_samples
+        return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = numpy.random.default_rng((*self._seed, index))
-        text = torch.from_numpy(generator.integers(self._vocab_size, size=self._sequence_length + 1, dtype=numpy.int64))
+        generator = numpy.random.default_rng((*self.seed, index))
+        text = torch.from_numpy(generator.integers(self.vocab_size, size=self.sequence_length + 1, dtype=numpy.int64))
         return {
             "tokens": text[:-1],
             "labels": text[1:],
-            "loss_mask": torch.ones(self._sequence_length),
-            "position_ids": torch.arange(self._sequence_length),
+            "loss_mask": torch.ones(self.sequence_length),
+            "position_ids": torch.arange(self.sequence_length),
         }
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """One split of the corpus: megatron-core's data set, reduced to the fields that training reads.
 
-    Data-loading processes get it pickled; its memory-mapped indices travel as file names, where plain pickling would
-    copy gigabytes into each process. No checksum vouches for the directory of these, `index`.
+    Data-loading processes get it pickled. Its memory-mapped indices, which no checksum protects in their directory
+    `index`, are pickled as file names; plain pickling would copy gigabytes into each process.
     """
 
     def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float, index: Path) -> None:
@@ -100,11 +100,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """A sample.
-
-        Raises:
-            UserError: The index points to where no tokens are.
-        """
+        """Raises a UserError where the index points to no tokens."""
         try:
             sample = self._dataset[index]
         except _NO_INDEX as error:
@@ -135,30 +131,20 @@ class _MemmapPickler(pickle.Pickler):
         return NotImplemented
 
 
-@dataclass(frozen=True)
-class _MegatronTokenizer:
-    """What megatron-core's data sets ask of a tokenizer."""
-
-    vocab_size: int
-    eod: int | None
-    unique_identifiers: "OrderedDict[str, str]"
-
-
 def build_datasets(
     config: Config, corpus: Corpus, *, num_train_samples: int, num_valid_samples: int
 ) -> tuple[SampleDataset, SampleDataset | None]:
     """Builds the training and the validation data set. With torch.distributed initialised, all ranks call it.
 
-    Rank 0 writes the indices that the cache does not have, the others wait and open them.
-
-    `num_valid_samples` are those of one validation; 0 for none.
+    Rank 0 writes the indices that the cache lacks, the others wait and open them. `num_valid_samples` are those of one
+    validation.
 
     Returns:
         At least as many samples as asked for; None for validation if none were.
 
     Raises:
-        UserError: The cache directory is not shared by all nodes, its disk is full, or what it holds of this run is
-            damaged; or no memory holds the index of so many samples.
+        UserError: The cache directory is not shared by all nodes, its disk is full, or its indices for this run are
+            damaged; or the index of so many samples does not fit into memory.
     """
     model = config.model
     if corpus.is_mock:
@@ -167,27 +153,28 @@ def build_datasets(
     sizes = [num_train_samples, num_valid_samples, 0]
     _check_index_fits(config, corpus, num_train_samples)
     cache = cache_directory(model.data)
-    index = cache / "index" / _index_key(model, corpus, sizes)[:32]
-    builder = BlendedMegatronDatasetBuilder(
-        GPTDataset, sizes, lambda: True, _megatron_config(model, corpus, sizes, index)
-    )
-    # One that is complete may be on a read-only disk.
+    split, length = model.data.splits_string, model.encoder_seq_length
+    made_of = [corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")]
+    index = cache / "index" / fingerprint(made_of)[:32]
+    megatron_config = _megatron_config(model, corpus, sizes, index)
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, megatron_config)
+    # A complete index may be on a read-only disk.
     is_complete = (index / _COMPLETE).exists()
     writes = not is_complete and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
     lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
     with _index_failures_told(index, cache):
         for path in index.glob("*.npy") if is_complete else ():
             check_regular(path)
-            # megatron-core would take a pickle as well.
+            # megatron-core would load a pickle as well.
             numpy.load(path, mmap_mode="r", allow_pickle=False)
         with lock:
             if writes and index.exists() and not (index / _COMPLETE).exists():
-                # Left by a process that died; megatron-core would take half a file for a whole one.
+                # A process that died left it; megatron-core would take half a file for a whole one.
                 shutil.rmtree(index)
             builder.build()
             if writes:
                 (index / _COMPLETE).touch()
-        # A rank still holds in memory what it has just written; the second pass maps the files.
+        # A rank holds in memory what it has just written; the second pass maps the files instead.
         train_dataset, valid_dataset, _ = builder.build()
     train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0), index)
     if valid_dataset is None:
@@ -197,7 +184,7 @@ def build_datasets(
 
 @contextmanager
 def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
-    """Inside, megatron-core writes or opens the indices of samples; what stops it is told as a `UserError`."""
+    """Turns what stops megatron-core from writing or opening the indices of samples into a UserError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -208,7 +195,7 @@ def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # megatron-core may have put another one around it.
+        # megatron-core may have wrapped it in another error.
         if disk_is_full(error):
             free = format_bytes(shutil.disk_usage(cache).free)
             raise UserError(
@@ -221,7 +208,7 @@ def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
 
 
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
-    """The builder holds an index in memory: of each sample, where it begins and its place in the order."""
+    """Refuses an index that does not fit into memory: for each sample, where it begins and its place in the order."""
     epochs = plan_epochs(config.model, corpus, num_samples, split=0)
     documents = max(splits[0].num_documents for splits in corpus.splits)
     needed = num_samples * _INDEX_BYTES + math.ceil(epochs) * documents * 4
@@ -247,9 +234,9 @@ def plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: 
 def plan_surplus(weights: tuple[float, ...], sizes: list[int]) -> float:
     """Share of samples by which each file of a blend must hold more than its weight asks for.
 
-    megatron-core rounds each file's samples up, so that a blend of k files has up to k samples more than were asked
-    for, and then draws them by weight: a heavy file may be drawn `weight·k + 1` times beyond its own rounding. Its
-    default of 0.5% does not cover that for the few samples of a validation.
+    megatron-core rounds each file's samples up, so that a blend of k files has up to k samples more than asked for, and
+    then draws them by weight: a heavy file may be drawn `weight·k + 1` times beyond its own rounding. Its default of
+    0.5% does not cover that for the few samples of a validation.
     """
     surplus = _MIN_SURPLUS
     for size in sizes:
@@ -274,13 +261,11 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         split=model.data.splits_string,
         num_dataset_builder_threads=model.data.num_dataset_builder_threads,
         path_to_cache=str(index),
-        tokenizer=cast(
-            "Any",
-            _MegatronTokenizer(
-                vocab_size=model.vocab_size,
-                eod=None if tokenizer is None else tokenizer.eod,
-                unique_identifiers=OrderedDict(fingerprint="none" if tokenizer is None else tokenizer.fingerprint),
-            ),
+        # All that megatron-core's data sets ask of a tokenizer.
+        tokenizer=SimpleNamespace(
+            vocab_size=model.vocab_size,
+            eod=None if tokenizer is None else tokenizer.eod,
+            unique_identifiers=OrderedDict(fingerprint="none" if tokenizer is None else tokenizer.fingerprint),
         ),
         mid_level_dataset_surplus=plan_surplus(corpus.weights, sizes),
         reset_position_ids=False,
@@ -292,8 +277,3 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
     # The index of a split that nothing reads costs time; that of an empty split never ends in megatron-core.
     config.split_matrix = [bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)]
     return config
-
-
-def _index_key(model: ModelConfig, corpus: Corpus, sizes: list[int]) -> str:
-    split, length = model.data.splits_string, model.encoder_seq_length
-    return fingerprint([corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")])

@@ -3,10 +3,10 @@
 A new source is a subclass of `TextSource`, in a file of its own or here, and a line in `corpus.SOURCES`. A new format
 of the user's files is a method of `FileSource` and a line in its `READERS`.
 
-A source streams: it yields pieces of documents in a fixed order and never holds more than a few MiB, so that the size
-of a corpus is bounded by the disk and not by the memory. A long document comes in several pieces, cut where every
-common pre-tokenizer cuts too (before a space between words, or between a line end and a word), so that byte-level
-tokenizers give the same tokens as for the whole.
+A source streams: it yields pieces of documents in a fixed order and never holds more than a few MiB, so that the disk
+and not the memory bounds the size of a corpus. A long document comes in several pieces, cut where every common
+pre-tokenizer cuts too (before a space between words, or between a line end and a word), so that byte-level tokenizers
+give the same tokens as for the whole.
 """
 
 import codecs
@@ -36,17 +36,12 @@ _CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a document.
-
-    Attributes:
-        text: The text; empty for an empty document.
-        ends_document: Whether the document ends here.
-        num_source_bytes: Bytes of the source that were read for it, for the progress bar.
-    """
+    """Part of a document; its text is empty for an empty document."""
 
     text: str
     ends_document: bool
     num_source_bytes: int
+    """Bytes of the source that were read for it, for the progress bar."""
 
 
 class TextSource(ABC):
@@ -75,7 +70,7 @@ class TextSource(ABC):
             yield from self.read_file(path)
 
     def sample(self, max_bytes: int) -> Iterator[str]:
-        """The first pieces of each file, an equal share of `max_bytes` from each: the same text at every call."""
+        """The first pieces of each file, an equal share of `max_bytes` from each; the same text at every call."""
         share = max(1, max_bytes // len(self.files))
         for path in self.files:
             remaining = share
@@ -106,9 +101,9 @@ class TextSource(ABC):
 class StdlibSource(TextSource):
     """The source files of Python's standard library: real text that every machine with Python has, about 10 MB.
 
-    Test suites are left out (their inputs are odd on purpose), and so are the tables that are data rather than code.
-    Files come in the order of the hash of their names: splits are contiguous ranges of documents, and in alphabetical
-    order the validation split would be a few packages from the end of the alphabet.
+    Test suites are left out (their inputs are odd on purpose), and so are tables that are data rather than code. Files
+    are ordered by the hash of their names: splits are contiguous ranges of documents, and in alphabetical order the
+    validation split would be a few packages from the end of the alphabet.
     """
 
     _EXCLUDED = frozenset(
@@ -141,7 +136,7 @@ class StdlibSource(TextSource):
             with tokenize.open(path) as file:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
-            # Distributions add files that are not in the encoding they declare; they count as empty documents.
+            # Distributions add files that are not in their declared encoding; they count as empty documents.
             text = ""
         yield from self.cut(text, path.stat().st_size)
 
@@ -149,16 +144,11 @@ class StdlibSource(TextSource):
 class FileSource(TextSource):
     """The user's files: .txt (one document a file), .jsonl and .parquet (one document a row).
 
-    Files come in the order of the patterns, those of one pattern sorted by name; a file that two patterns match
-    counts once.
-
-    Args:
-        patterns: Paths or glob patterns (`**` included), `~` allowed.
-        text_key: Field or column that holds the text.
-        piece_size: See `TextSource`.
+    Files come in the order of the patterns, those of one pattern sorted by name; a file that two patterns match counts
+    once. Patterns are paths or globs with `**` and `~`; `text_key` is the field or column that holds the text.
 
     Raises:
-        UserError: A pattern matches nothing, or a file is of a kind that is not known or cannot be read.
+        UserError: A pattern matches nothing, or a file is of an unknown kind or cannot be read.
     """
 
     def __init__(self, patterns: Sequence[str], text_key: str, piece_size: int = _PIECE_SIZE) -> None:
@@ -235,25 +225,23 @@ class FileSource(TextSource):
         num_unreported_bytes = 0
         rest = ""
         with path.open("rb") as file:
-            while block := file.read(self.piece_size):
+            while True:
+                block = file.read(self.piece_size)
                 pending = len(decoder.getstate()[0])
                 try:
-                    rest += decoder.decode(block)
+                    rest += decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
                     raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
                 if offset == 0:
                     rest = rest.removeprefix("\ufeff")
+                if not block:
+                    break
                 offset += len(block)
                 num_unreported_bytes += len(block)
                 *parts, rest = self._parts(rest)
                 for part in parts:
                     yield Piece(part, ends_document=False, num_source_bytes=num_unreported_bytes)
                     num_unreported_bytes = 0
-            pending = len(decoder.getstate()[0])
-            try:
-                decoder.decode(b"", final=True)
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
         yield Piece(rest, ends_document=True, num_source_bytes=num_unreported_bytes)
 
     READERS: ClassVar[Mapping[str, Callable[[Any, Path], Iterator[Piece]]]] = {
@@ -269,7 +257,7 @@ def _match(pattern: str) -> list[Path]:
         raise UserError(
             f"model.data.text_files: {pattern} is a directory; name its files: {expanded / '**' / '*.jsonl'}"
         )
-    # A file's own name comes first: it may hold the characters of a pattern.
+    # The name of an existing file comes first: it may hold the characters of a pattern.
     paths = [expanded] if expanded.exists() else [Path(p) for p in sorted(glob.glob(str(expanded), recursive=True))]
     paths = [path.absolute() for path in paths if path.is_file()]
     if not paths:

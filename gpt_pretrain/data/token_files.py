@@ -1,10 +1,10 @@
 """Refuses wrong token files before the model is built.
 
-megatron-core's reader trusts its files: it maps whatever lies behind the index, so that a truncated copy, a token
-beyond the vocabulary or an empty split shows as a crash, an illegal memory access of the embedding, or an endless loop,
-minutes into a run. Here each of them is an error with its numbers. The layout of `.idx` (all little-endian): magic
-(9 bytes), version (uint64), dtype code (uint8), number of sequences n and of document boundaries d (uint64 each),
-lengths (int32 × n), byte offsets (int64 × n), boundaries (int64 × d), and for multimodal data modes (int8 × n).
+megatron-core's reader trusts its files: it maps whatever lies behind the index. A truncated copy, a token beyond the
+vocabulary or an empty split would show minutes into a run, as a crash, an illegal memory access of the embedding, or an
+endless loop; here each of them is an error with its numbers. The layout of `.idx` (all little-endian): magic (9 bytes),
+version (uint64), dtype code (uint8), number of sequences n and of document boundaries d (uint64 each), lengths
+(int32 × n), byte offsets (int64 × n), boundaries (int64 × d), and for multimodal data modes (int8 × n).
 
 `model.data.splits_string` divides the documents of every file; `model.data.data_prefix` names the files and, where
 there are several, how much of a batch each contributes. Both are read here, strictly.
@@ -27,7 +27,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.indexed_dataset import DType
 
 from gpt_pretrain.config.derived import is_weight
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_value, write_file
 from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_lock
 
@@ -47,19 +47,19 @@ class TokenFile:
     prefix: str
     dtype: type[numpy.number]
     num_documents: int
-    """Sequences of the index; what megatron-core splits and shuffles."""
+    """Sequences of the index, which megatron-core splits and shuffles."""
     num_boundaries: int
     """Entries of the index's list of document boundaries."""
     num_tokens: int
 
     @property
     def bin_path(self) -> Path:
-        """The tokens."""
+        """The file of tokens."""
         return Path(self.prefix + ".bin")
 
     @property
     def idx_path(self) -> Path:
-        """Lengths and offsets of the documents."""
+        """The file of the documents' lengths and offsets."""
         return Path(self.prefix + ".idx")
 
     def lengths(self) -> numpy.ndarray:
@@ -68,16 +68,16 @@ class TokenFile:
 
 
 def check_token_file(prefix: str) -> TokenFile:
-    """Opens a `.bin/.idx` pair and compares what the index implies with what is there.
+    """Opens a `.bin/.idx` pair and checks the files against what the index implies.
 
     Raises:
         UserError: A file is missing, is not what its name says, or has another size than the index implies.
     """
-    for suffix in (".bin", ".idx"):
-        if not Path(prefix + suffix).is_file():
+    bin_path, idx_path = Path(prefix + ".bin"), Path(prefix + ".idx")
+    for path in (bin_path, idx_path):
+        if not path.is_file():
             hint = "; name the path without .bin and .idx" if prefix.endswith((".bin", ".idx")) else ""
-            raise UserError(f"model.data.data_prefix: {prefix}{suffix} does not exist{hint}")
-    idx_path, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
+            raise UserError(f"model.data.data_prefix: {path} does not exist{hint}")
     size = idx_path.stat().st_size
     with idx_path.open("rb") as file:
         header = file.read(_HEADER.size)
@@ -208,7 +208,7 @@ def _check_offsets(token_file: TokenFile) -> None:
         if token_file.num_boundaries
         else numpy.zeros(1, dtype=numpy.int64)
     )
-    # megatron-core's reader asserts it.
+    # megatron-core's reader asserts this.
     if boundaries[-1] != token_file.num_documents:
         raise UserError(
             f"{token_file.idx_path} is damaged: its last document ends with sequence {boundaries[-1]}, not with the "
@@ -217,7 +217,7 @@ def _check_offsets(token_file: TokenFile) -> None:
 
 
 def content_fingerprint(token_file: TokenFile) -> str:
-    """SHA-256 over the sizes and evenly spread blocks of both files; where and how old they are does not count."""
+    """SHA-256 of the sizes and of evenly spread blocks of both files; their place and age do not count."""
     digest = hashlib.sha256()
     for path in (token_file.idx_path, token_file.bin_path):
         size = path.stat().st_size
@@ -244,7 +244,7 @@ type SplitSizes = tuple[SplitSize, SplitSize, SplitSize]
 
 
 def split_matrix(splits: str) -> list[tuple[float, float] | None]:
-    """Start and end of each split as shares of the documents, by megatron-core's own rule; None for an absent split."""
+    """Start and end of each split as shares of the documents, by megatron-core's own rule; None for an absent one."""
     matrix: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(parse_and_normalize_split(splits))
     return matrix
 
@@ -262,9 +262,7 @@ def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
 
 
 def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> SplitSizes:
-    """Refuses a split that is used and cannot fill one sequence.
-
-    A sample needs one token more than its length, the label of its last one.
+    """Refuses a split that is used and cannot fill one sequence: its length and a token more, the last one's label.
 
     Raises:
         UserError: Says how many documents and tokens each split has, and what is needed.
@@ -275,10 +273,8 @@ def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, wi
     for name, size in zip(_SPLIT_NAMES[:used], sizes[:used], strict=True):
         if size.num_tokens >= needed:
             continue
-        counts = ", ".join(
-            f"{n} {s.num_documents:,} documents with {s.num_tokens:,} tokens"
-            for n, s in zip(_SPLIT_NAMES, sizes, strict=True)
-        )
+        every = zip(_SPLIT_NAMES, sizes, strict=True)
+        counts = ", ".join(f"{n} {s.num_documents:,} documents with {s.num_tokens:,} tokens" for n, s in every)
         without = " or trainer.limit_val_batches=0 (no validation)" if name == "validation" else ""
         raise UserError(
             f"{token_file.prefix}: the {name} split has {size.num_documents:,} documents with {size.num_tokens:,} "
@@ -302,11 +298,11 @@ class Blend:
 def plan_blend(entries: Sequence[Any]) -> Blend:
     """Reads `model.data.data_prefix`: paths, or weights and paths in turn. The cross-field rules have checked the form.
 
-    Weights are shares: positive, and with the sum 1 or 100 (to one part in a thousand), so that a forgotten or
-    mistyped one is noticed instead of normalised away.
+    Weights are shares: positive, and with the sum 1 or 100 (to one part in a thousand), so that a forgotten or mistyped
+    one is noticed instead of normalised away.
 
     Raises:
-        ConfigError: The weights have another sum.
+        UserError: The weights have another sum.
     """
     if not any(is_weight(entry) for entry in entries):
         return Blend(tuple(_absolute(entry) for entry in entries))
@@ -314,11 +310,9 @@ def plan_blend(entries: Sequence[Any]) -> Blend:
     total = sum(weights)
     if not (math.isclose(total, 1, rel_tol=1e-3) or math.isclose(total, 100, rel_tol=1e-3)):
         mended = ",".join(f"{weight / total:.4g},{path}" for weight, path in zip(weights, entries[1::2], strict=True))
-        raise ConfigError(
-            [
-                f"model.data.data_prefix: the weights {', '.join(f'{w:g}' for w in weights)} have the sum {total:g}; "
-                f"they must sum to 1 or 100. In proportion: model.data.data_prefix=[{mended}]"
-            ]
+        raise UserError(
+            f"model.data.data_prefix: the weights {', '.join(f'{w:g}' for w in weights)} have the sum {total:g}; "
+            f"they must sum to 1 or 100. In proportion: model.data.data_prefix=[{mended}]"
         )
     return Blend(tuple(paths), tuple(weight / total for weight in weights))
 

@@ -2,10 +2,10 @@
 
 A tokenizer is a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus itself. The wrapper adds what
 pretraining needs and `tokenizers` leaves open: which token ends a document, a fingerprint that tells one tokenizer from
-another, and encoding that takes text for text: `<|endoftext|>` inside a document becomes ordinary tokens, so that a
-document cannot forge the end of itself.
+another, and encoding that treats text as text: `<|endoftext|>` inside a document becomes ordinary tokens, so that a
+document cannot forge its own end.
 
-The key of a cache entry covers all that its content follows from: the source's files, the tokenizer, and this format.
+The key of a cache entry covers everything its content follows from: the source's files, the tokenizer, and this format.
 The entry holds `corpus.bin`, `corpus.idx`, `tokenizer.json` and `manifest.json`, and appears in one piece (see
 `cache`). Each document is one sequence of the index and ends with the end-of-document token; empty documents are left
 out and counted.
@@ -13,9 +13,8 @@ out and counted.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, write_entry
 from gpt_pretrain.data.sources import Piece, TextSource
 
-# What Hugging Face calls the file, and every program that reads one.
+# The name that Hugging Face and every program that reads one give the file.
 TOKENIZER_FILE = "tokenizer.json"
 BPE_EOD = "<|endoftext|>"
 # In order of preference: GPT-2/NeoX/Qwen base, Llama 3 base, DeepSeek, Llama 2/Mistral/T5, Gemma, Phi and others.
@@ -46,7 +45,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
-        # Both belong to serving a model, not to tokenising a corpus; either would corrupt documents.
+        # Both are for serving a model; either would corrupt a corpus's documents.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -59,7 +58,7 @@ class Tokenizer:
             )
         self.eod_token = eod
         self.eod: int = ids[eod]
-        # Not the number of tokens: a vocabulary with holes has ids beyond it.
+        # Not the number of tokens: a vocabulary with holes has larger ids.
         self.vocab_size: int = max(ids.values()) + 1
         self.fingerprint = _fingerprint(backend)
 
@@ -114,7 +113,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
-    """Reads a Hugging Face `tokenizer.json`, which messages call by the key that names it.
+    """Reads a Hugging Face `tokenizer.json`; messages name it by the key that gives its path.
 
     Raises:
         UserError: The file is missing, is no tokenizer, or has no end-of-document token.
@@ -134,7 +133,7 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
 
 
 FORMAT_VERSION = 1
-# Enough text for any vocabulary that is trained here, and under a minute on two cores.
+# Enough text to train any vocabulary on, in under a minute on two cores.
 _BPE_SAMPLE_BYTES = 64 * 1024 * 1024
 # Characters per call of the tokenizer: large enough to keep all cores busy, small enough to be a step of the bar.
 _BATCH_CHARACTERS = 4 * 1024 * 1024
@@ -158,27 +157,28 @@ def tokenize_source(
         UserError: The text or the tokenizer is unusable, or the disk is full.
     """
     recipe: list[Any] = ["bpe", config.vocab_size]
-    make_tokenizer = partial(_train, source, config.vocab_size, progress)
+    given = None
     if config.library is TokenizerLibrary.file:
         assert config.model is not None, "the rules refuse library=file without a path"
-        tokenizer = load_tokenizer(config.model)
-        recipe = ["file", tokenizer.fingerprint]
-        make_tokenizer = partial(load_tokenizer, config.model)
+        given = load_tokenizer(config.model)
+        recipe = ["file", given.fingerprint]
+
+    def fill(folder: Path) -> None:
+        tokenizer = _train(source, config.vocab_size, progress) if given is None else given
+        _fill(folder, source, identity, tokenizer, progress)
+
     identity = source.identity()
     entry = cache / "corpora" / f"{name}-{fingerprint([FORMAT_VERSION, recipe, identity])[:16]}"
     if not entry.is_dir():
         with hold_lock(entry, progress):
             # The previous holder of the lock may have made it.
             if not entry.is_dir():
-                write_entry(entry, lambda folder: _fill(folder, source, identity, make_tokenizer, progress))
+                write_entry(entry, fill)
                 _announce(entry, progress)
     return TokenizedText(prefix=entry / "corpus", tokenizer=load_tokenizer(entry / "tokenizer.json"))
 
 
-def _fill(
-    folder: Path, source: TextSource, identity: list[Any], make_tokenizer: Callable[[], Tokenizer], progress: Progress
-) -> None:
-    tokenizer = make_tokenizer()
+def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Tokenizer, progress: Progress) -> None:
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=dtype)
     num_documents = num_empty = num_tokens = 0

@@ -1,8 +1,8 @@
 """Which class of `transformers` a model of ours is, and its config.json, both ways.
 
-Eight classes are known. Their fields are the published ones, read where they stand in a `config.json` of
-`transformers` 4 and 5. What a class cannot say is refused with the field's name: a checkpoint that loads, and computes
-something else, would be found by nobody.
+Eight classes are known. Their fields are the published ones, as `transformers` 4 and 5 write them in `config.json`.
+What a class cannot say is refused with the field's name: nobody would notice a checkpoint that loads and computes
+something else.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,46 +36,46 @@ _GPT2_ACTIVATION_NAMES = {
 }
 
 # Fields of ours that each class fixes, with the values that it can have.
-_GPT2_FIELDS: dict[str, tuple[Any, ...]] = {
-    "num_moe_experts": (None,),
+type _Fields = dict[str, tuple[Any, ...]]
+_NO_EXPERTS: _Fields = {"num_moe_experts": (None,)}
+_NO_QK_NORM: _Fields = {"qk_layernorm": (False,)}
+_QK_NORM: _Fields = {"qk_layernorm": (True,)}
+_NO_BIAS: _Fields = {"bias": (False,), "qkv_bias": (False,)}
+_QKV_BIAS: _Fields = {"bias": (False,), "qkv_bias": (True,)}
+_GPT2: _Fields = {
     "position_embedding_type": (PositionEmbedding.learned_absolute,),
     "normalization": (Normalization.layernorm,),
     "activation": tuple(_GPT2_ACTIVATIONS),
     "bias": (True,),
 }
-_NO_EXPERTS: dict[str, tuple[Any, ...]] = {"num_moe_experts": (None,)}
-_COMMON_FIELDS: dict[str, tuple[Any, ...]] = {
+_ROTATED: _Fields = {
     "position_embedding_type": (PositionEmbedding.rope,),
     "normalization": (Normalization.rmsnorm,),
     "activation": (Activation.swiglu,),
 }
-_WHOLE_HEADS: dict[str, tuple[Any, ...]] = {"rotary_percentage": (1.0,)}
-_NO_BIAS: dict[str, tuple[Any, ...]] = {"bias": (False,), "qkv_bias": (False,)}
-_NO_QK_NORM: dict[str, tuple[Any, ...]] = {"qk_layernorm": (False,)}
-_DENSE_FIELDS: dict[str, tuple[Any, ...]] = {**_COMMON_FIELDS, **_NO_EXPERTS}
-_FIELDS: dict[Architecture, dict[str, tuple[Any, ...]]] = {
-    Architecture.gpt2: {**_GPT2_FIELDS, **_NO_QK_NORM},
-    Architecture.llama: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM},
-    Architecture.mistral: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, **_NO_BIAS},
-    Architecture.qwen2: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, "bias": (False,), "qkv_bias": (True,)},
-    Architecture.qwen3: {**_DENSE_FIELDS, **_WHOLE_HEADS, **_NO_BIAS, "qk_layernorm": (True,)},
-    Architecture.phi3: {**_DENSE_FIELDS, **_NO_QK_NORM, **_NO_BIAS, "rope_scaling_factor": (None,)},
-    Architecture.mixtral: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_QK_NORM, **_NO_BIAS},
-    Architecture.qwen3_moe: {**_COMMON_FIELDS, **_WHOLE_HEADS, **_NO_BIAS, "qk_layernorm": (True,)},
+_LLAMA: _Fields = {**_ROTATED, "rotary_percentage": (1.0,)}
+_FIELDS: dict[Architecture, _Fields] = {
+    Architecture.gpt2: {**_NO_EXPERTS, **_GPT2, **_NO_QK_NORM},
+    Architecture.llama: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM},
+    Architecture.mistral: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS},
+    Architecture.qwen2: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_QKV_BIAS},
+    Architecture.qwen3: {**_LLAMA, **_NO_EXPERTS, **_NO_BIAS, **_QK_NORM},
+    Architecture.phi3: {**_ROTATED, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS, "rope_scaling_factor": (None,)},
+    Architecture.mixtral: {**_LLAMA, **_NO_QK_NORM, **_NO_BIAS},
+    Architecture.qwen3_moe: {**_LLAMA, **_NO_BIAS, **_QK_NORM},
 }
 _WITH_EXPERTS = (Architecture.mixtral, Architecture.qwen3_moe)
 # Classes whose heads are hidden_size / num_attention_heads wide.
 _FIXED_HEADS = (Architecture.gpt2, Architecture.qwen2, Architecture.phi3)
-# Key/value heads where a config.json is silent; of other classes, as many as query heads.
+# Key/value heads where a config.json is silent; other classes then have as many as query heads.
 _GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_moe: 4}
-# The epsilon of the norms likewise; of other classes 1e-6.
+# The norms' epsilon where a config.json is silent; other classes then have 1e-6.
 _EPSILONS = {Architecture.phi3: 1e-5, Architecture.mixtral: 1e-5}
 # What megatron-core's rescaling of rope has fixed (RotaryEmbedding._apply_scaling): Llama 3.1's.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-# Features that only one class has, the first match counts; Llama says the rest.
+# Features that only one class has; the first match counts, and Llama's class has none of them.
 _BY_FEATURE: Mapping[Architecture, Callable[[ModelConfig], bool]] = {
+    Architecture.gpt2: lambda model: model.position_embedding_type is PositionEmbedding.learned_absolute,
     Architecture.qwen3_moe: lambda model: model.num_moe_experts is not None and model.qk_layernorm,
     Architecture.mixtral: lambda model: model.num_moe_experts is not None,
     Architecture.qwen3: lambda model: model.qk_layernorm,
@@ -85,24 +85,15 @@ _BY_FEATURE: Mapping[Architecture, Callable[[ModelConfig], bool]] = {
 
 
 def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) -> Architecture:
-    """The class that computes what a model of ours computes.
+    """The class that computes what a model of ours computes: the wanted one, or the one that its fields tell.
 
-    Args:
-        model: The model.
-        wanted: The class that it has to be; otherwise the one that its fields say, and Llama where Mistral, which is
-            the same without its sliding window, would do as well.
+    That is Llama where Mistral, which is the same without its sliding window, would do as well.
 
     Raises:
         ConfigError: The class cannot say all of the model's fields; names each.
     """
-    if wanted is not None:
-        chosen = wanted
-    elif model.position_embedding_type is PositionEmbedding.learned_absolute:
-        chosen = Architecture.gpt2
-    else:
-        chosen = next((known for known in _BY_FEATURE if _BY_FEATURE[known](model)), Architecture.llama)
-    problems = list(_inexpressible(model, chosen))
-    if problems:
+    chosen = wanted or next((known for known, has in _BY_FEATURE.items() if has(model)), Architecture.llama)
+    if problems := list(_inexpressible(model, chosen)):
         raise ConfigError(problems)
     return chosen
 
@@ -119,7 +110,7 @@ def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[s
             "projections or in none (model.bias=false)"
         )
     if architecture is Architecture.llama and model.hidden_size % model.num_attention_heads:
-        # LlamaConfig of `transformers` 5 refuses it, whatever head_dim says; Mistral's class does not.
+        # LlamaConfig of `transformers` 5 refuses it whatever head_dim is; Mistral's class does not.
         yield (
             f"model.hidden_size={model.hidden_size} cannot be said by {architecture.value}, which takes multiples of "
             f"model.num_attention_heads={model.num_attention_heads}"
@@ -141,7 +132,7 @@ def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[s
 def to_hf_config(
     model: ModelConfig, architecture: Architecture, *, torch_dtype: str, end_token_id: int | None
 ) -> dict[str, Any]:
-    """The config.json of a model."""
+    """The content of a model's config.json."""
     common = {
         "architectures": [architecture.value],
         "model_type": architecture.name,
@@ -167,6 +158,7 @@ def to_hf_config(
             "resid_pdrop": model.hidden_dropout,
             "attn_pdrop": model.attention_dropout,
         }
+    factor = model.rope_scaling_factor
     llama = {
         **common,
         "num_hidden_layers": model.num_layers,
@@ -178,7 +170,7 @@ def to_hf_config(
         "hidden_act": "silu",
         "rms_norm_eps": model.layernorm_epsilon,
         "rope_theta": float(model.rotary_base),
-        "rope_scaling": _rope_scaling(model),
+        "rope_scaling": None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE},
         "attention_dropout": model.attention_dropout,
     }
     head_dim = {} if architecture in _FIXED_HEADS else {"head_dim": kv_channels(model)}
@@ -187,13 +179,13 @@ def to_hf_config(
         Architecture.mistral: {"sliding_window": None},
         Architecture.qwen2: {"use_sliding_window": False},
         Architecture.qwen3: {"use_sliding_window": False, "attention_bias": False},
-        # Its own default for padding is a token that smaller vocabularies do not have.
+        # The class's default padding token is beyond smaller vocabularies.
         Architecture.phi3: {
             "partial_rotary_factor": model.rotary_percentage,
             "sliding_window": None,
             "pad_token_id": None,
         },
-        # Load-balancing losses belong to training, and theirs has another meaning: one mean over all layers.
+        # No load-balancing loss is written: it belongs to training, and theirs is something else, one mean over layers.
         Architecture.mixtral: {
             "intermediate_size": moe_ffn_hidden_size(model),
             "num_local_experts": model.num_moe_experts,
@@ -212,11 +204,6 @@ def to_hf_config(
         },
     }
     return {**llama, **head_dim, **own[architecture]}
-
-
-def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    factor = model.rope_scaling_factor
-    return None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
 
 
 def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture, dict[str, Any]]:
@@ -246,7 +233,7 @@ def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture
 
 
 class _HfConfig:
-    """A config.json, read field by field; `problems` are what is wrong with it. Defaults are the published classes'."""
+    """A config.json, read field by field; `problems` collects what is wrong. Defaults are the published classes'."""
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
         self._values = values
@@ -254,7 +241,7 @@ class _HfConfig:
         self.problems: list[str] = []
 
     def refuse(self, name: str, why: str, default: Any = None) -> None:
-        """`default` is what the field means where it is left out."""
+        """Adds a problem; `default` is what the field means where it is left out."""
         is_given = name in self._values
         told = f"{name}={show(self._values[name])}" if is_given else f"{name}, left out, is {show(default)} and"
         self.problems.append(f"{self._origin}: {told} cannot be imported: {why}")
@@ -345,8 +332,8 @@ class _HfConfig:
         }
 
     def _experts(self, architecture: Architecture) -> dict[str, Any]:
-        """A mixture in every layer, its chosen experts weighted by a softmax over their scores."""
-        # One count under two names: the published class's, and the one that it is an alias of.
+        """Experts in every layer; a softmax over the scores of a token's experts weights them."""
+        # `transformers` knows the count under two names.
         count = "num_experts" if "num_experts" in self._values else "num_local_experts"
         fields = {"num_moe_experts": self.integer(count), "moe_router_topk": self.integer("num_experts_per_tok")}
         if architecture is Architecture.mixtral:
@@ -359,7 +346,7 @@ class _HfConfig:
         return fields | {"moe_ffn_hidden_size": self.integer("moe_intermediate_size", 768)}
 
     def _rope(self, architecture: Architecture) -> dict[str, Any]:
-        """Of `rope_parameters`, which `transformers` 5 writes, or of `rope_theta` and `rope_scaling` before it."""
+        """From `rope_parameters`, which `transformers` 5 writes, or `rope_theta` and `rope_scaling` before it."""
         written = self._values.get("rope_parameters")
         name = "rope_parameters" if isinstance(written, dict) else "rope_scaling"
         scaling = self._values.get(name)

@@ -58,7 +58,7 @@ class ImportArguments:
 
 
 def check_new_directory(path: Path) -> None:
-    """Refuses a place where no directory can be made.
+    """Refuses a path where no directory can be made.
 
     Raises:
         UserError: Something is there already, or its parent is no directory.
@@ -76,11 +76,7 @@ def check_new_directory(path: Path) -> None:
 
 
 def check_disk_space(path: Path, num_bytes: int) -> None:
-    """Refuses a place whose disk has less room than that.
-
-    Raises:
-        UserError: Tells the bytes needed and the bytes free.
-    """
+    """Raises a UserError with the bytes needed and the bytes free if the disk has less room than needed."""
     free = shutil.disk_usage(_nearest_existing(path.parent)).free
     if free < num_bytes:
         raise UserError(f"out={path} needs {num_bytes:,} bytes, and its disk has {free:,} free; give another place")
@@ -88,7 +84,7 @@ def check_disk_space(path: Path, num_bytes: int) -> None:
 
 @contextmanager
 def out_directory(path: Path) -> Iterator[Path]:
-    """Makes the directory in one piece (`config.files.new_directory`), where `check_new_directory` has let it through.
+    """Makes a directory that `check_new_directory` has let through, in one piece (`config.files.new_directory`).
 
     Raises:
         UserError: The disk does not take it.

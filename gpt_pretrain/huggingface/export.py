@@ -24,22 +24,17 @@ from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, SavedModel, o
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
-from gpt_pretrain.huggingface.arguments import (
-    ExportArguments,
-    check_disk_space,
-    check_new_directory,
-    out_directory,
-)
+from gpt_pretrain.huggingface.arguments import ExportArguments, check_disk_space, check_new_directory, out_directory
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 
-# By the format's names: types that weights have without scales beside them.
+# Types of weights without scales beside them, by the format's names.
 WEIGHT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _TYPE_NAMES = {dtype: name for name, dtype in WEIGHT_TYPES.items()}
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# The header ends here, so that tensors start where a memory map can be read as their type.
+# The header ends at a multiple of this, so that a memory map of the tensors can be read as their type.
 _ALIGNMENT = 8
-# What config.json, the tokenizer's files and the index may take beside the weights.
+# Room for config.json, the tokenizer's files and the index.
 _SMALL_FILES_BYTES = 64 * 1024 * 1024
 
 
@@ -77,8 +72,7 @@ def export_hf(arguments: ExportArguments) -> Exported:
 
     Raises:
         UserError: The checkpoint is damaged, no class of `transformers` computes what the model does, the directory
-            holds something already, the disk has no room, or the type that is asked for has no number as large as a
-            weight.
+            holds something already, the disk has no room, or a weight is too large for the type that is asked for.
     """
     if not arguments.max_shard_gib > 0:
         raise UserError(f"max_shard_gib={arguments.max_shard_gib} leaves no room for a tensor; use more than 0")
@@ -108,8 +102,13 @@ def export_hf(arguments: ExportArguments) -> Exported:
         torch_dtype=_torch_name(specs[0].dtype),
         end_token_id=None if saved.tokenizer is None else saved.tokenizer.eod,
     )
+
+    def hf_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for rule in rules:
+            yield from zip(rule.names, rule.conversion.to_hf(tensors.read(rule.key, rule.layer)), strict=True)
+
     with out_directory(out) as directory:
-        write_shards(directory, shards, _hf_tensors(rules, tensors))
+        write_shards(directory, shards, hf_tensors())
         write_json(directory / "config.json", config)
         ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
         write_json(directory / "generation_config.json", {"_from_model_config": True, **ids})
@@ -131,7 +130,7 @@ def _torch_name(dtype: torch.dtype) -> str:
 
 
 def _check_tensors(saved: SavedModel, tensors: CheckpointTensors, rules: Sequence[Rule]) -> None:
-    """Whether the checkpoint holds the model of its manifest: no tensor less, and none that would be left out."""
+    """Refuses a checkpoint that lacks a tensor of its manifest's model, or has one that would be left out."""
     expected = {
         rule.key: rule.shape if rule.layer is None else (saved.config.model.num_layers, *rule.shape) for rule in rules
     }
@@ -144,12 +143,6 @@ def _check_tensors(saved: SavedModel, tensors: CheckpointTensors, rules: Sequenc
     ]
     if problems:
         raise UserError(f"{saved.path} does not hold the model that its manifest states: it {', '.join(problems)}")
-
-
-def _hf_tensors(rules: Sequence[Rule], tensors: CheckpointTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the files hold, read one tensor of the checkpoint after the other."""
-    for rule in rules:
-        yield from zip(rule.names, rule.to_hf(tensors.read(rule.key, rule.layer)), strict=True)
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> None:
@@ -166,7 +159,7 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> 
 
 
 def plan_shards(specs: Sequence[TensorSpec], max_bytes: float) -> dict[str, list[TensorSpec]]:
-    """Which file holds which tensors: in their order, each file as full as it may be; one tensor may be larger."""
+    """Which file holds which tensors: in order, each file as full as it may be; a larger tensor has its own file."""
     shards: list[list[TensorSpec]] = []
     room = 0.0
     for spec in specs:
@@ -183,9 +176,7 @@ def plan_shards(specs: Sequence[TensorSpec], max_bytes: float) -> dict[str, list
 def write_shards(
     directory: Path, shards: Mapping[str, Sequence[TensorSpec]], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Writes the files and, if there are several, their index.
-
-    `tensors` gives name and values of each, in the order of the plan; they are taken one by one.
+    """Writes the files and, if there are several, their index; takes name and values one by one, in the plan's order.
 
     Raises:
         OSError: The disk does not take them.
@@ -212,11 +203,7 @@ def write_shards(
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON file as `transformers` lays it out.
-
-    Raises:
-        OSError: The disk does not take it.
-    """
+    """Writes a JSON file in the layout of `transformers`."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -10,10 +10,10 @@ which a run finds with `--config-dir`.
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Self
+from typing import Any
 
 import safetensors
 import torch
@@ -29,12 +29,7 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
-from gpt_pretrain.huggingface.arguments import (
-    ImportArguments,
-    check_disk_space,
-    check_new_directory,
-    out_directory,
-)
+from gpt_pretrain.huggingface.arguments import ImportArguments, check_disk_space, check_new_directory, out_directory
 from gpt_pretrain.huggingface.export import INDEX, SINGLE, WEIGHT_TYPES
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
@@ -47,57 +42,54 @@ from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.spec.run_spec import build_run_spec
 
 EXPERIMENT = "imported"
-# Samples longer than this are what long-context training is for; model.encoder_seq_length says otherwise.
+# Longer samples are for long-context training, which sets model.encoder_seq_length.
 _MAX_SAMPLE_LENGTH = 8192
-# Tensors of published files that are no weights: masks and rope's frequencies.
+# Tensors in published files that are no weights: masks and rope's frequencies.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-class WeightFiles:
-    """All safetensors files of a directory, open; a context manager.
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """A tensor in an open safetensors file."""
 
-    Raises:
-        UserError: There are none, or one that the index names cannot be read.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._files: dict[str, Any] = {}
-        with ExitStack() as stack:
-            for path in _weight_paths(directory):
-                try:
-                    file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
-                except (OSError, safetensors.SafetensorError) as error:
-                    raise UserError(f"{path} cannot be read: {error}") from error
-                self._files |= dict.fromkeys(file.keys(), file)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    file: Any
+    name: str
 
     @property
-    def names(self) -> Iterator[str]:
-        """Names of all tensors."""
-        return iter(self._files)
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+    @property
+    def type_name(self) -> str:
+        """Its type as the format names it."""
+        return str(self.file.get_slice(self.name).get_dtype())
 
-    def type_name(self, name: str) -> str:
-        """A tensor's type as the format names it."""
-        return str(self._files[name].get_slice(name).get_dtype())
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor whose `type_name` is one of `WEIGHT_TYPES`."""
-        return WEIGHT_TYPES[self.type_name(name)]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor's values."""
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+    def read(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.file.get_tensor(self.name)
         return tensor
+
+
+@contextmanager
+def _open_weights(directory: Path, architecture: Architecture) -> Iterator[dict[str, _Published]]:
+    """The tensors in all safetensors files of a directory, by their names in the whole model.
+
+    Raises:
+        UserError: There are no such files, or one that the index names cannot be read.
+    """
+    tensors = {}
+    with ExitStack() as stack:
+        for path in _weight_paths(directory):
+            try:
+                file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
+            except (OSError, safetensors.SafetensorError) as error:
+                raise UserError(f"{path} cannot be read: {error}") from error
+            names = file.keys()
+            for name in names:
+                # GPT-2 is published without the first part of its names.
+                is_bare = architecture is Architecture.gpt2 and not name.startswith(("transformer.", "lm_head."))
+                if not name.endswith(_NO_WEIGHTS):
+                    tensors[f"transformer.{name}" if is_bare else name] = _Published(file, name)
+        yield tensors
 
 
 def _weight_paths(directory: Path) -> list[Path]:
@@ -123,31 +115,37 @@ class Imported:
     path: Path
     architecture: Architecture
     num_parameters: int
-    """Without rows that pad the vocabulary."""
+    """Without the rows that pad the vocabulary."""
     dtype: str
     """Of the weights, as safetensors names it; several where the files mix them."""
     has_tokenizer: bool
 
 
 def import_hf(arguments: ImportArguments) -> Imported:
-    """Writes a published model as a checkpoint; weights keep their type, to the bit.
+    """Writes a published model as a checkpoint; weights are the same to the bit.
 
     Raises:
-        UserError: The directory does not hold a model of a known architecture, something of it would be computed
-            otherwise here, tensors are missing or of another shape, or there is no place for the checkpoint.
+        UserError: The directory does not hold a model of a known architecture, this application would compute it
+            otherwise, tensors are missing or of another shape, or there is no room for the checkpoint.
     """
     source, out = Path(arguments.path).absolute(), Path(arguments.out).absolute()
     check_new_directory(out)
-    hf_architecture, fields = from_hf_config(_read_json(source / "config.json"), str(source / "config.json"))
+    config_file = source / "config.json"
+    try:
+        values = read_foreign_json(config_file)
+    except FileNotFoundError:
+        raise UserError(
+            f"{config_file} does not exist; path=… names a directory of transformers' save_pretrained"
+        ) from None
+    hf_architecture, fields = from_hf_config(values, str(config_file))
     tokenizer = load_tokenizer(source / TOKENIZER_FILE, "path") if (source / TOKENIZER_FILE).is_file() else None
     fields["encoder_seq_length"] = min(fields["max_position_embeddings"], _MAX_SAMPLE_LENGTH)
-    with WeightFiles(source) as files:
-        names = _names(files, hf_architecture)
-        types = {files.type_name(name) for name in names.values()}
+    with _open_weights(source, hf_architecture) as published:
+        types = {tensor.type_name for tensor in published.values()}
         config = _config(fields, out, tokenizer, Precision.fp32 if "F32" in types else Precision.bf16)
         rules = tensor_rules(config.model, hf_architecture)
-        _check_tensors(source, files, names, rules)
-        tensors = [_planned(rule, files, names) for rule in rules]
+        _check_tensors(source, published, rules)
+        tensors = [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
         check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
         with out_directory(out) as directory:
             write_weights(directory, tensors, num_layers=config.model.num_layers)
@@ -157,7 +155,7 @@ def import_hf(arguments: ImportArguments) -> Imported:
             files_there = [path.name for path in directory.iterdir()]
             write_manifest(directory, replace(manifest, files=hash_files(directory, files_there)))
             _write_experiment(directory / "experiment" / f"{EXPERIMENT}.yaml", source, fields, config, out)
-        num_parameters = sum(math.prod(files.shape(names[name])) for rule in rules for name in rule.names)
+        num_parameters = sum(math.prod(published[name].shape) for rule in rules for name in rule.names)
     return Imported(
         path=out,
         architecture=hf_architecture,
@@ -167,42 +165,27 @@ def import_hf(arguments: ImportArguments) -> Imported:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return read_foreign_json(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; path=… names a directory of transformers' save_pretrained") from None
+def _check_tensors(source: Path, published: Mapping[str, _Published], rules: Sequence[Rule]) -> None:
+    """Refuses files that do not hold exactly the model's tensors, in their shapes and in a type that weights have.
 
-
-def _names(files: WeightFiles, architecture: Architecture) -> dict[str, str]:
-    """From the names of the whole model to those in the files, where GPT-2 is published without its first part."""
-    names = {}
-    for name in files.names:
-        is_bare = architecture is Architecture.gpt2 and not name.startswith(("transformer.", "lm_head."))
-        if not name.endswith(_NO_WEIGHTS):
-            names[f"transformer.{name}" if is_bare else name] = name
-    return names
-
-
-def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], rules: Sequence[Rule]) -> None:
-    """Whether the files hold exactly the tensors of the model, in their shapes and in types that weights have.
-
-    What becomes one tensor, such as the same matrix of all layers, has one type.
+    The parts of what becomes one tensor, such as a matrix of all layers, must have one type.
     """
     expected = dict(part for rule in rules for part in rule.parts())
-    problems = [f"lacks {name}" for name in expected if name not in names]
+    problems = [f"lacks {name}" for name in expected if name not in published]
     # Tied embeddings are one tensor, and some files hold it twice.
-    problems += [f"has {name}" for name in names if name not in expected and name != "lm_head.weight"]
+    problems += [f"has {name}" for name in published if name not in expected and name != "lm_head.weight"]
     for name, shape in expected.items():
-        if name in names and files.shape(names[name]) != shape:
-            problems.append(f"has {name} as {list(files.shape(names[name]))} instead of {list(shape)}")
-        if name in names and files.type_name(names[name]) not in WEIGHT_TYPES:
-            problems.append(f"has {name} in {files.type_name(names[name])} instead of {', '.join(WEIGHT_TYPES)}")
+        tensor = published.get(name)
+        if tensor is not None and tensor.shape != shape:
+            problems.append(f"has {name} as {list(tensor.shape)} instead of {list(shape)}")
+        if tensor is not None and tensor.type_name not in WEIGHT_TYPES:
+            problems.append(f"has {name} in {tensor.type_name} instead of {', '.join(WEIGHT_TYPES)}")
+    # Of each tensor here, a name in the files for each type.
     by_key: dict[str, dict[str, str]] = {}
     for rule in rules:
         for name in rule.names:
-            if name in names:
-                by_key.setdefault(rule.key, {}).setdefault(files.type_name(names[name]), name)
+            if name in published:
+                by_key.setdefault(rule.key, {}).setdefault(published[name].type_name, name)
     problems += [
         f"has {' and '.join(f'{name} in {kind}' for kind, name in mixed.items())}, which are parts of one tensor here"
         for mixed in by_key.values()
@@ -213,17 +196,17 @@ def _check_tensors(source: Path, files: WeightFiles, names: Mapping[str, str], r
         raise UserError(f"{source} does not hold the model of its config.json: it {shown}")
 
 
-def _planned(rule: Rule, files: WeightFiles, names: Mapping[str, str]) -> PlannedTensor:
-    found = [names[name] for name in rule.names]
+def _planned(rule: Rule, parts: Sequence[_Published]) -> PlannedTensor:
+    dtype = WEIGHT_TYPES[parts[0].type_name]
 
     def load() -> torch.Tensor:
-        return rule.to_ours([files.read(name) for name in found])
+        return rule.conversion.to_ours([part.read() for part in parts])
 
-    return PlannedTensor(key=rule.key, layer=rule.layer, shape=rule.shape, dtype=files.dtype(found[0]), load=load)
+    return PlannedTensor(key=rule.key, layer=rule.layer, shape=rule.shape, dtype=dtype, load=load)
 
 
 def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
-    """The defaults of a run with the imported model.
+    """The default configuration of a run with the imported model.
 
     Raises:
         ConfigError: The model breaks a rule of this application.
@@ -233,8 +216,7 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
     config = replace(config, model=model, trainer=replace(config.trainer, precision=precision))
-    problems = list(model_problems(resolve(config), None))
-    if problems:
+    if problems := list(model_problems(resolve(config), None)):
         raise ConfigError(problems)
     return config
 
@@ -251,7 +233,7 @@ def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
         time_unix=time.time(),
         versions=installed_versions(),
         config=config_to_dict(config),
-        # Not told of: a run may then bring the one that the model had.
+        # A model without a tokenizer names none: a run may then bring the one that the model had.
         data={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
         architecture=architecture(config.model, transformer_config),
         layout=one_process,

@@ -1,8 +1,8 @@
 """Names and layouts of tensors: a checkpoint of ours beside a model of `transformers`.
 
-The checkpoint's tensors are megatron-core's: layers are one axis more in front, query, key and value are one matrix
-with the rows of each query group together (q q k v | q q k v | …), a gated MLP's halves are one matrix, the norm before
-a linear layer has its name, and the vocabulary is padded. Shapes below are of one layer, [out, in].
+The checkpoint's tensors are megatron-core's: layers are an additional axis in front, query, key and value are one
+matrix with the rows of each query group together (q q k v | q q k v | …), a gated MLP's halves are one matrix, the norm
+before a linear layer bears its name, and the vocabulary is padded. Shapes below are of one layer, [out, in].
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +26,15 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """From one tensor of a checkpoint to its parts in `transformers`, and back to the bit."""
+
+    to_hf: Callable[[torch.Tensor], Tensors]
+    """Gives views where it can; takes meta tensors, too."""
+    to_ours: Callable[[Tensors], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """One tensor of a checkpoint, and what it is in `transformers`."""
 
@@ -37,23 +46,16 @@ class Rule:
     """Its shape, without the axis of layers."""
     names: tuple[str, ...]
     """Names in `transformers`; several where it is stored in parts."""
-    to_hf: Callable[[torch.Tensor], Tensors]
-    """From the one tensor to as many as there are names; views where it can, meta tensors too."""
-    to_ours: Callable[[Tensors], torch.Tensor]
-    """The way back, to the bit."""
+    conversion: Conversion
 
     def parts(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of each part in `transformers`."""
-        for name, part in zip(self.names, self.to_hf(torch.empty(self.shape, device="meta")), strict=True):
+        for name, part in zip(self.names, self.conversion.to_hf(torch.empty(self.shape, device="meta")), strict=True):
             yield name, tuple(part.shape)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Conversion:
-    """The two functions of a rule."""
-
-    to_hf: Callable[[torch.Tensor], Tensors]
-    to_ours: Callable[[Tensors], torch.Tensor]
+# Key in the checkpoint, names in `transformers`, and the way between them, of a tensor in a layer.
+_LayerRule = tuple[str, tuple[str, ...], Conversion]
 
 
 def _only(tensors: Tensors) -> torch.Tensor:
@@ -61,81 +63,83 @@ def _only(tensors: Tensors) -> torch.Tensor:
     return tensor
 
 
-_SAME = _Conversion(to_hf=lambda tensor: [tensor], to_ours=_only)
+_SAME = Conversion(to_hf=lambda tensor: [tensor], to_ours=_only)
 # GPT-2's Conv1D keeps matrices as [in, out].
-_TRANSPOSED = _Conversion(to_hf=lambda tensor: [tensor.t()], to_ours=lambda tensors: _only(tensors).t())
-_HALVES = _Conversion(to_hf=lambda tensor: tensor.chunk(2), to_ours=lambda tensors: torch.cat(list(tensors)))
-
-
-# Of all experts of a layer, [experts, out, in], each expert's tensors one after the other.
-_EXPERTS = _Conversion(to_hf=lambda tensor: tensor.unbind(), to_ours=lambda tensors: torch.stack(list(tensors)))
-_EXPERT_HALVES = _Conversion(
+_TRANSPOSED = Conversion(to_hf=lambda tensor: [tensor.t()], to_ours=lambda tensors: _only(tensors).t())
+_HALVES = Conversion(to_hf=lambda tensor: tensor.chunk(2), to_ours=lambda tensors: torch.cat(list(tensors)))
+# All experts of a layer, [experts, out, in]; in `transformers` each expert's tensors one after the other.
+_EXPERTS = Conversion(to_hf=lambda tensor: tensor.unbind(), to_ours=lambda tensors: torch.stack(list(tensors)))
+_EXPERT_HALVES = Conversion(
     to_hf=lambda tensor: [half for expert in tensor for half in expert.chunk(2)],
     to_ours=lambda tensors: torch.stack(
         [torch.cat([gate, up]) for gate, up in zip(tensors[::2], tensors[1::2], strict=True)]
     ),
 )
-# By class: what stands before a layer's router and experts, and an expert's gate, its other factor, and its way back.
+# By class: the prefix of a layer's router and experts, then an expert's gate, up and down projection.
 _EXPERT_NAMES = {
     Architecture.mixtral: ("block_sparse_moe", "w1", "w3", "w2"),
     Architecture.qwen3_moe: ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 
-def _split_by_group(tensor: torch.Tensor, *, groups: int, width: int) -> list[torch.Tensor]:
-    """[groups · (queries + 2) · width, …] to query, key and value rows."""
-    blocks = tensor.unflatten(0, (groups, -1, width))
-    return [part.flatten(0, 2) for part in (blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:])]
+def _attention(model: ModelConfig, architecture: Architecture) -> Conversion:
+    """Query, key and value: three tensors; in Phi-3's class one, and in GPT-2's its transpose, all queries first."""
+    groups, width = num_query_groups(model), kv_channels(model)
 
+    def split(tensor: torch.Tensor) -> list[torch.Tensor]:
+        """[groups · (queries + 2) · width, …] to query, key and value rows."""
+        blocks = tensor.unflatten(0, (groups, -1, width))
+        return [part.flatten(0, 2) for part in (blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:])]
 
-def _join_by_group(tensors: Tensors, *, groups: int, width: int) -> torch.Tensor:
-    """The way back."""
-    return torch.cat([part.unflatten(0, (groups, -1, width)) for part in tensors], dim=1).flatten(0, 2)
+    def join(tensors: Tensors) -> torch.Tensor:
+        return torch.cat([part.unflatten(0, (groups, -1, width)) for part in tensors], dim=1).flatten(0, 2)
 
-
-def _fused_to_hf(tensor: torch.Tensor, *, groups: int, width: int) -> list[torch.Tensor]:
-    """To GPT-2's one projection: all queries, all keys, all values, [in, 3 · out] (biases: [3 · out])."""
-    return [torch.cat(_split_by_group(tensor, groups=groups, width=width)).t().contiguous()]
-
-
-def _fused_to_ours(tensors: Tensors, *, groups: int, width: int) -> torch.Tensor:
-    """The way back."""
-    return _join_by_group(_only(tensors).t().chunk(3), groups=groups, width=width)
+    if architecture is Architecture.gpt2:
+        # [in, 3 · out]; biases are [3 · out].
+        return Conversion(
+            to_hf=lambda tensor: [torch.cat(split(tensor)).t().contiguous()],
+            to_ours=lambda tensors: join(_only(tensors).t().chunk(3)),
+        )
+    if architecture is Architecture.phi3:
+        rows = [model.num_attention_heads * width, groups * width, groups * width]
+        return Conversion(
+            to_hf=lambda tensor: [torch.cat(split(tensor))],
+            to_ours=lambda tensors: join(_only(tensors).split(rows)),
+        )
+    return Conversion(to_hf=split, to_ours=join)
 
 
 def _pad_vocabulary(tensors: Tensors, *, num_rows: int) -> torch.Tensor:
-    """Rows of no token, the mean of all that are one.
+    """Adds rows that belong to no token, each the mean of the tokens' rows.
 
     The softmax sees them. The logit of a mean row is the mean logit, whose exponential is at most the mean of the
     exponentials (Jensen's inequality): n rows beside V tokens raise the loss by at most log(1 + n / V). Rows of zeros
-    would not be bounded so: GPT-2's logits are far below zero.
+    have no such bound: GPT-2's logits are far below zero.
     """
     embedding = _only(tensors)
     padding = num_rows - embedding.size(0)
     if padding == 0:
         return embedding
-    return torch.cat(
-        [embedding, embedding.mean(0, keepdim=True, dtype=torch.float32).to(embedding).expand(padding, -1)]
-    )
+    mean = embedding.mean(0, keepdim=True, dtype=torch.float32).to(embedding)
+    return torch.cat([embedding, mean.expand(padding, -1)])
 
 
 def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
     """Every tensor of a model, in the order of its layers."""
-    vocabulary = _Conversion(
+    vocabulary = Conversion(
         to_hf=lambda tensor: [tensor[: model.vocab_size]],
         to_ours=partial(_pad_vocabulary, num_rows=padded_vocab_size(model)),
     )
     gpt2 = architecture is Architecture.gpt2
     embedding, norm = ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
-    layer_rules = _gpt2_layer(model) if gpt2 else _llama_layer(model, architecture)
+    attention = _attention(model, architecture)
+    layer_rules = _gpt2_layer(attention) if gpt2 else _llama_layer(model, architecture, attention)
     prefix = "transformer.h" if gpt2 else "model.layers"
-
     shapes = _layer_shapes(model)
     hidden, embedded = model.hidden_size, (padded_vocab_size(model), model.hidden_size)
 
-    def rule(key: str, name: str, shape: tuple[int, ...], conversion: _Conversion = _SAME) -> Rule:
-        to_hf, to_ours = conversion.to_hf, conversion.to_ours
-        return Rule(key=key, layer=None, shape=shape, names=(name,), to_hf=to_hf, to_ours=to_ours)
+    def rule(key: str, name: str, shape: tuple[int, ...], conversion: Conversion = _SAME) -> Rule:
+        return Rule(key=key, layer=None, shape=shape, names=(name,), conversion=conversion)
 
     rules = [rule("embedding.word_embeddings.weight", f"{embedding}.weight", embedded, vocabulary)]
     if gpt2:
@@ -147,8 +151,7 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
             layer=layer,
             shape=shapes[key],
             names=tuple(f"{prefix}.{layer}.{name}" for name in names),
-            to_hf=conversion.to_hf,
-            to_ours=conversion.to_ours,
+            conversion=conversion,
         )
         for layer in range(model.num_layers)
         for key, names, conversion in layer_rules
@@ -186,17 +189,12 @@ def _layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _gpt2_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Conversion]]:
-    groups, width = num_query_groups(model), kv_channels(model)
-    fused = _Conversion(
-        to_hf=partial(_fused_to_hf, groups=groups, width=width),
-        to_ours=partial(_fused_to_ours, groups=groups, width=width),
-    )
+def _gpt2_layer(attention: Conversion) -> list[_LayerRule]:
     return [
         ("self_attention.linear_qkv.layer_norm_weight", ("ln_1.weight",), _SAME),
         ("self_attention.linear_qkv.layer_norm_bias", ("ln_1.bias",), _SAME),
-        ("self_attention.linear_qkv.weight", ("attn.c_attn.weight",), fused),
-        ("self_attention.linear_qkv.bias", ("attn.c_attn.bias",), fused),
+        ("self_attention.linear_qkv.weight", ("attn.c_attn.weight",), attention),
+        ("self_attention.linear_qkv.bias", ("attn.c_attn.bias",), attention),
         ("self_attention.linear_proj.weight", ("attn.c_proj.weight",), _TRANSPOSED),
         ("self_attention.linear_proj.bias", ("attn.c_proj.bias",), _SAME),
         ("mlp.linear_fc1.layer_norm_weight", ("ln_2.weight",), _SAME),
@@ -208,26 +206,16 @@ def _gpt2_layer(model: ModelConfig) -> list[tuple[str, tuple[str, ...], _Convers
     ]
 
 
-def _llama_layer(model: ModelConfig, architecture: Architecture) -> list[tuple[str, tuple[str, ...], _Conversion]]:
-    """The layers of Llama's family; in Phi3's, queries, keys and values are one matrix, and a gated MLP's halves."""
-    groups, width = num_query_groups(model), kv_channels(model)
-    by_group = _Conversion(
-        to_hf=partial(_split_by_group, groups=groups, width=width),
-        to_ours=partial(_join_by_group, groups=groups, width=width),
-    )
+def _llama_layer(model: ModelConfig, architecture: Architecture, attention: Conversion) -> list[_LayerRule]:
+    """A layer of Llama's family; in Phi-3's, query, key and value are one matrix, and so are a gated MLP's halves."""
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     halves = _HALVES
     if architecture is Architecture.phi3:
-        heads = [model.num_attention_heads * width, groups * width, groups * width]
-        by_group = _Conversion(
-            to_hf=lambda tensor: [torch.cat(_split_by_group(tensor, groups=groups, width=width))],
-            to_ours=lambda tensors: _join_by_group(_only(tensors).split(heads), groups=groups, width=width),
-        )
         projections, gate, halves = ("self_attn.qkv_proj",), ("mlp.gate_up_proj",), _SAME
-    rules: list[tuple[str, tuple[str, ...], _Conversion]] = [
+    rules: list[_LayerRule] = [
         ("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), _SAME),
-        ("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in projections), by_group),
+        ("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in projections), attention),
         ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), _SAME),
     ]
     if model.num_moe_experts is not None:
@@ -241,7 +229,7 @@ def _llama_layer(model: ModelConfig, architecture: Architecture) -> list[tuple[s
     if model.qk_layernorm:
         rules += [(f"self_attention.{q}_layernorm.weight", (f"self_attn.{q}_norm.weight",), _SAME) for q in "qk"]
     if model.bias or model.qkv_bias:
-        rules.append(("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in projections), by_group))
+        rules.append(("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in projections), attention))
     if model.bias:
         rules += [
             ("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), _SAME),
@@ -251,8 +239,8 @@ def _llama_layer(model: ModelConfig, architecture: Architecture) -> list[tuple[s
     return rules
 
 
-def _experts(num_experts: int, architecture: Architecture) -> list[tuple[str, tuple[str, ...], _Conversion]]:
-    """A layer's router and experts; before them the norm is a module of its own."""
+def _experts(num_experts: int, architecture: Architecture) -> list[_LayerRule]:
+    """A layer's router and experts, and the norm before them, which is a module of its own here."""
     block, gate, up, down = _EXPERT_NAMES[architecture]
     experts = [f"{block}.experts.{expert}" for expert in range(num_experts)]
     halves = tuple(f"{expert}.{name}.weight" for expert in experts for name in (gate, up))

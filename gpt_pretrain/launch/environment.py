@@ -1,26 +1,34 @@
-"""This process before torch and megatron-core are imported: the driver, the libraries' settings, the signals.
+"""What this process needs of its machine before torch is imported: driver, libraries' settings, signals, limits.
 
 OpenMP, CUDA, NCCL and Transformer Engine read their environment variables once, when they load; megatron-core and
 torch warn of their own deprecations and missing extras while they are imported. From the first step on,
 `training/stop.py` hears the signals.
+
+Limits (disk, descriptors, memory) are told as a cause and a way out instead of a traceback. Who meets one first is
+chance: our own code, a library, or a C library that has only words for it. So an error is known by its number where it
+has one, and otherwise by the system's words for that number.
 """
 
+import errno
 import getpass
 import importlib.metadata
 import logging
 import os
 import platform
+import re
+import resource
 import signal
 import socket
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from gpt_pretrain.config.errors import reason
 from gpt_pretrain.config.schema import Config
 
 # EX_TEMPFAIL of sysexits(3): "the user is invited to retry the operation".
@@ -30,6 +38,16 @@ INTERRUPTED = 128 + signal.SIGINT
 NVIDIA_SMI = "nvidia-smi"
 # nvidia-smi answers in a second or two; in minutes, or never, where a GPU has fallen off the bus.
 _DRIVER_TIMEOUT_S = 60
+# A full disk answers one of these: no space, no quota left, or a file-size limit.
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Words of numpy, Python's tempfile and threads, the dynamic linker, and torch's allocator.
+_WORDS = {
+    r"\d+ requested and \d+ written": errno.ENOSPC,
+    "No usable temporary directory": errno.ENOSPC,
+    "can't start new thread|unable to start watchdog thread": errno.EAGAIN,
+    "failed to map segment": errno.ENOMEM,
+    "can't allocate memory": errno.ENOMEM,
+}
 
 
 def library_versions() -> list[str]:
@@ -60,16 +78,8 @@ def ask_driver() -> tuple[str, list[str]]:
 
 
 def device_files(folder: Path = Path("/dev")) -> list[str]:
-    """The files of GPUs, which are there where the driver's kernel module was loaded; of one that broke later, too."""
+    """The GPUs' device files. They exist once the driver's kernel module is loaded, even if the driver breaks later."""
     return sorted(str(path) for path in folder.glob("nvidia[0-9]*"))
-
-
-def _name_user() -> None:
-    """Names a user by number who has no name, as under `docker run --user 4242`: torch calls its caches by it."""
-    try:
-        getpass.getuser()
-    except (KeyError, OSError):
-        os.environ["USER"] = str(os.getuid())
 
 
 def set_environment(config: Config) -> None:
@@ -89,7 +99,11 @@ def set_environment(config: Config) -> None:
 
 def prepare_libraries() -> None:
     """Lets torch be imported under any user, and leaves the console to the run; call it before torch is imported."""
-    _name_user()
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        # A user without a name, as under `docker run --user 4242`: torch names its caches after the user.
+        os.environ["USER"] = str(os.getuid())
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)(\.|$)")
     # Warnings about a library's own calls name the module that the calls pass through on a machine without CUDA.
     ours = r"gpt_pretrain\.megatron\.cpu"
@@ -104,11 +118,7 @@ def prepare_libraries() -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """While a run is prepared, SIGTERM and SIGUSR1 end it at once, with the exit code that asks for another start.
-
-    Raises:
-        SystemExit: One of them came.
-    """
+    """While a run is prepared, SIGTERM and SIGUSR1 end it at once, by a SystemExit that asks for a restart."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(REQUEUE)
@@ -119,7 +129,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def ended_while_importing() -> Iterator[None]:
-    """While libraries are imported, Ctrl-C and these signals end the process as it stands: nothing has been begun.
+    """While libraries are imported, Ctrl-C and these signals end the process at once: it has begun nothing.
 
     Libraries take an exception in the middle of an import for a missing extra and go on, or leave modules half made.
     """
@@ -127,7 +137,7 @@ def ended_while_importing() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         os._exit(INTERRUPTED if number == signal.SIGINT else REQUEUE)
 
-    # A shell starts what runs in its background with Ctrl-C ignored.
+    # A shell starts background processes with Ctrl-C ignored.
     interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
     with _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1):
         yield
@@ -135,9 +145,9 @@ def ended_while_importing() -> Iterator[None]:
 
 @contextmanager
 def ended_while_waiting() -> Iterator[None]:
-    """While torch waits for other ranks, Ctrl-C and these signals end the process as it stands: nothing has been begun.
+    """While torch waits for other ranks, Ctrl-C and these signals end the process at once: it has begun nothing.
 
-    Python calls its handlers between two of its own instructions, and torch waits in C++ for up to half an hour. The
+    Python calls its handlers only between its own instructions, and torch waits in C++ for up to half an hour. But the
     signal's number is written to a descriptor at once, where another thread reads it.
     """
     codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE}
@@ -169,3 +179,60 @@ def _handled_by(handler: Callable[[int, FrameType | None], NoReturn], *numbers: 
     finally:
         for number, before in previous.items():
             signal.signal(number, before)
+
+
+def _limit(kind: int, unit: int = 1) -> str:
+    soft, _ = resource.getrlimit(kind)
+    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft // unit)
+
+
+def _ways_out() -> Mapping[int, str]:
+    memory = f"ulimit -v is {_limit(resource.RLIMIT_AS, 1024)}; raise it, or use a machine or a job with more memory"
+    return {
+        errno.ENOSPC: "free space on that disk, or write to another one",
+        errno.EDQUOT: "your quota on that disk is used up; free space, or write to another one",
+        errno.EFBIG: f"ulimit -f is {_limit(resource.RLIMIT_FSIZE, 1024)}; raise it, or write to another disk",
+        errno.EROFS: "write to another disk",
+        errno.EMFILE: f"ulimit -n is {_limit(resource.RLIMIT_NOFILE)}; raise it: ulimit -n 4096",
+        errno.ENFILE: "the whole machine has no more descriptors; end other programs",
+        errno.ENOMEM: memory,
+        errno.EAGAIN: f"ulimit -u is {_limit(resource.RLIMIT_NPROC)}; raise it, or end other programs; or {memory}",
+    }
+
+
+def limit_met(error: BaseException) -> str | None:
+    """What ran out and what to do about it, where an error says so; None for any other error."""
+    for each in _chain(error):
+        number = _number(each)
+        if number is not None:
+            where = f"{each.filename}: " if isinstance(each, OSError) and each.filename else ""
+            said = "" if isinstance(each, OSError) else f" ({reason(each)})"
+            return f"{where}{os.strerror(number)}{said}; {_ways_out()[number]}"
+    return None
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an error of writing says that the disk, a quota or the limit on file sizes is exhausted."""
+    return any(_number(each) in _DISK_FULL for each in _chain(error))
+
+
+def _number(error: BaseException) -> int | None:
+    known = _ways_out()
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    # A socket that has nothing yet is no limit.
+    if isinstance(error, BlockingIOError):
+        return None
+    if isinstance(error, OSError) and error.errno in known:
+        return error.errno
+    words = {re.escape(os.strerror(number)): number for number in known} | _WORDS
+    return next((number for pattern, number in words.items() if re.search(pattern, str(error))), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

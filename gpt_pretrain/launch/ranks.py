@@ -1,7 +1,7 @@
-"""Who this process is among the processes of a run, read from the launcher's environment variables.
+"""This process's place among the processes of a run, read from the launcher's environment variables.
 
 torchrun and `accelerate launch` set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT; Slurm's `srun` sets
-SLURM_PROCID and its siblings; without either the run is one process. Reading it needs no torch, so that every rule
+SLURM_PROCID and its siblings; without either the run is one process. Reading them needs no torch, so that every rule
 about the world size runs before anything expensive.
 """
 
@@ -28,8 +28,8 @@ class Launch:
     master_addr: str
     master_port: int
     launcher: str
-    """Which variables were read: "torchrun", "srun" or "none"; "plan" for processes that are only planned, "sbatch" for
-    those of a job that is yet to be handed to Slurm."""
+    """Which variables were read: "torchrun", "srun" or "none"; "plan" where processes are only planned, "sbatch" where
+    they belong to a job that is yet to be handed to Slurm."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run, with as many processes on each."""
+        """Nodes of the run, each with the same number of processes."""
         return max(1, self.world_size // self.local_world_size)
 
     def how_to_start(self, num_processes: int) -> str:
@@ -89,7 +89,7 @@ def first_host(nodelist: str) -> str:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """Reads this process's place in the run, from its own environment variables where none are given.
+    """Reads this process's place in the run, by default from its own environment variables.
 
     Raises:
         ConfigError: The launcher's variables are incomplete or contradict each other.
@@ -129,7 +129,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what a launcher has set, for processes that are no ranks of its run."""
+    """An environment without a launcher's variables, for processes that are not ranks of its run."""
     return {
         name: value
         for name, value in env.items()
@@ -138,9 +138,9 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_command(num_processes: int) -> list[str]:
-    """What starts ranks on this machine, before `-m MODULE …`: this Python, by torchrun where there are several."""
+    """What starts ranks on this machine, to go before `-m MODULE …`: this Python, or torchrun for several ranks."""
     if num_processes == 1:
         return [sys.executable]
-    # A rendezvous at a port that the system picks: several may run side by side.
+    # A rendezvous at a port that the system picks, so that several can run side by side.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     return [*launcher, "--nproc-per-node", str(num_processes)]

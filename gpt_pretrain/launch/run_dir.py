@@ -1,14 +1,14 @@
 """The run directory: the one that the user gave, or one named by the time of the start; one run at a time holds it.
 
 `RUN_DIR/lock` is a small JSON file that names the process that writes there. Whoever judges or changes it holds
-`filelock`'s lock on `RUN_DIR/.lock` for that moment, so of two starts one wins. That lock cannot stand for the whole
-run: a node that is lost keeps its locks on a network file system, and no one could say whose they are. So the file is
-believed as long as its process lives:
+`filelock`'s lock on `RUN_DIR/.lock` for that moment, so of two starts one wins. That lock cannot be held for the whole
+run: a lost node keeps its locks on a network file system, and no one could say whose they are. So the file counts as
+long as its process lives:
 
-- On the same host the process is looked up, with the time of its start, since numbers are used again.
+- On the same host the process is looked up, with the time of its start, because process numbers are reused.
 - Another host cannot be asked. There the file's time counts, which its run renews every RENEW_S: after STALE_S the file
-  is left over. Both times are the file system's, so clocks of hosts do not matter.
-- A job that Slurm has restarted takes over the file of its own earlier life at once.
+  is left over. Both times are the file system's, so the hosts' clocks do not matter.
+- A job that Slurm has restarted takes over the file of its own earlier start at once.
 """
 
 import itertools
@@ -35,20 +35,20 @@ RENEW_S = 20.0
 STALE_S = 120.0
 Kind = Literal["a run", "a benchmark", "a comparison"]
 """What a command leaves in its run directory."""
-# What tells each from the others; the first that is found counts, so a run stays one whatever else lies beside it.
+# Files that tell each from the others; the first one found counts, so a run stays a run whatever else lies beside it.
 _SIGNS: Mapping[Kind, tuple[str, ...]] = {
     "a run": ("metrics.jsonl", "checkpoints"),
-    # Those that come first, for one that was stopped.
+    # The second sign is written first, and may be all that a stopped command has left; likewise below.
     "a benchmark": ("benchmark.json", "machine/task.json"),
     "a comparison": ("compare.json", "runs/*_seed_*"),
 }
-# To read and write a small file takes milliseconds, also with several starts at once.
+# Reading and writing a small file takes milliseconds, also with several starts at once.
 _JUDGE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """A process of a run, as another one on any host can know it."""
+    """A process of a run, as another process on any host can know it."""
 
     host: str
     process: int
@@ -57,11 +57,11 @@ class Process:
     boot: str | None
     """Identity of that boot."""
     namespace: str | None
-    """Where the process's number counts: containers on one host number their processes from 1."""
+    """Where the process's number is valid: containers on one host number their processes from 1."""
     job: str | None
     """Slurm's job, if there is one."""
     restarts: int
-    """How often Slurm had restarted it."""
+    """How often Slurm had restarted the job."""
     since: str
     """Date and time of the start, for people."""
 
@@ -82,11 +82,11 @@ class Process:
             return None
 
     def can_see(self, other: "Process") -> bool:
-        """Whether the other one's number means the same process here."""
+        """Whether the other's number means the same process here."""
         return (other.host, other.boot, other.namespace) == (self.host, self.boot, self.namespace)
 
     def has_ended(self) -> bool:
-        """Whether it is gone, seen from a process that can see it; a number that is in use again deceives nobody."""
+        """Whether it is gone, asked by a process that can see it; a reused number does not count as the process."""
         if _start_of(self.process) != self.start:
             return True
         try:
@@ -98,7 +98,7 @@ class Process:
 
 
 def this_process(env: Mapping[str, str] | None = None) -> Process:
-    """The process that asks, with Slurm's job from its own environment variables where none are given."""
+    """The calling process, with Slurm's job by default from its own environment variables."""
     env = os.environ if env is None else env
     restarts = env.get("SLURM_RESTART_COUNT", "")
     boot = namespace = None
@@ -129,9 +129,9 @@ def _start_of(process: int) -> int | None:
 
 
 def check_run_dir(config: Config, kind: Kind | None = None) -> None:
-    """Whether the run directory can be made and written, asked before anything expensive; makes nothing.
+    """Checks that the run directory can be made and written, before anything expensive; makes nothing.
 
-    `kind` is what the command will leave there; None: a file of its own, which is in nobody's way.
+    `kind` is what the command will leave there; None: a file that conflicts with nothing.
 
     Raises:
         UserError: It cannot, or it holds something of another kind.
@@ -145,10 +145,10 @@ def check_run_dir(config: Config, kind: Kind | None = None) -> None:
 
 
 def check_contents(run_dir: str, kind: Kind) -> None:
-    """Whether a directory, which need not exist, holds nothing that another command left there.
+    """Checks that a directory, which need not exist, holds nothing that another command left there.
 
     Raises:
-        UserError: It does, or it cannot be looked into; names what it holds.
+        UserError: It does, or it cannot be read; names what it holds.
     """
     found = ((held, sign) for held, signs in _SIGNS.items() for sign in signs if any(Path(run_dir).glob(sign)))
     try:
@@ -172,9 +172,9 @@ def make_run_dir(config: Config) -> Path:
 
 
 def make_directory(given: str | None, name: str) -> Path:
-    """`make_run_dir` of a command without a configuration.
+    """`make_run_dir` for a command without a configuration.
 
-    `given` is the value of run_dir; `name` ends the name of a directory that is not given.
+    `given` is the value of run_dir; without one, `name` ends the directory's name.
 
     Raises:
         UserError: It cannot be made or written.
@@ -192,7 +192,7 @@ def make_directory(given: str | None, name: str) -> Path:
 
 
 def _probe(given: str | None, directory: Path) -> None:
-    # Permission bits do not tell of read-only mounts, quotas or file systems that take no files: a nameless file does.
+    # Permission bits say nothing of read-only mounts, quotas or file systems that take no files: a nameless file tells.
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
@@ -206,7 +206,7 @@ def _refusal(given: str | None, error: OSError, place: Path | None = None) -> st
 
 
 def _new_directory(path: Path) -> Path:
-    """The path, or the first of path_2, path_3, …: two runs that start in one second are two runs."""
+    """Makes the path, or the first free of path_2, path_3, …: two runs may start in one second."""
     for number in itertools.count(1):
         candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")
         with suppress(FileExistsError):
@@ -216,12 +216,12 @@ def _new_directory(path: Path) -> Path:
 
 
 def lock_path(run_dir: Path) -> Path:
-    """Where the file is that names the process which holds a run directory."""
+    """The file that names the process which holds a run directory."""
     return run_dir / "lock"
 
 
 def check_run_lock(run_dir: Path) -> None:
-    """Whether no living run holds the directory; takes nothing.
+    """Checks that no living run holds the directory; takes nothing.
 
     Raises:
         UserError: One does; names its host and process.
@@ -233,7 +233,7 @@ def check_run_lock(run_dir: Path) -> None:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[str | None]:
-    """Holds the directory, which exists; yields what to tell of a lock that was left over and taken over.
+    """Holds an existing directory; yields what to tell of a left-over lock that was taken over.
 
     Raises:
         UserError: A living run holds it; names its host and process.
@@ -243,14 +243,14 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
     with _judging(path):
         with suppress(FileNotFoundError):
             note = f"took over {_check_left_over(path, this_process())}"
-        # A new file: the process that wrote the old one may live after all, and renews and deletes its own alone.
+        # A new file: the process that wrote the old one may live after all, but renews and deletes only its own.
         write_file(path, this_process().to_json() + "\n")
         file = os.open(path, os.O_RDWR)
     released = threading.Event()
 
     def renew() -> None:
         while not released.wait(RENEW_S):
-            # The file system may be away for a while; the next time may do.
+            # The file system may be away for a while; the next time may succeed.
             with suppress(OSError):
                 os.utime(file)
 
@@ -261,7 +261,7 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
     finally:
         released.set()
         renewal.join()
-        # Somebody may have deleted it, as errors offer, and another run may have made its own.
+        # Somebody may have deleted it, as error messages offer, and another run may have made its own.
         with suppress(OSError, UserError), _judging(path):
             if os.path.samestat(os.fstat(file), path.stat()):
                 path.unlink()
@@ -270,7 +270,7 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
 
 
 def _check_no_link(run_dir: Path) -> None:
-    """A link would be followed to a lock elsewhere, or to nothing, which no start can take; a pipe is never read."""
+    """Refuses a link, which would lead to a lock elsewhere, or to nothing that a start can take, and a pipe."""
     for path in (lock_path(run_dir), _guard_path(lock_path(run_dir))):
         with suppress(OSError):
             if not stat.S_ISREG(path.lstat().st_mode):
@@ -283,12 +283,13 @@ def _guard_path(path: Path) -> Path:
 
 @contextmanager
 def _judging(path: Path) -> Iterator[None]:
-    """While the lock file is read, judged and replaced.
+    """Encloses reading, judging and replacing the lock file.
 
     Raises:
-        UserError: The file system has no locks, or a process that is stuck holds this one.
+        UserError: The file system has no locks, or a stuck process holds this one.
     """
-    guard, place = FileLock(_guard_path(path), timeout=_JUDGE_S), _guard_path(path)
+    place = _guard_path(path)
+    guard = FileLock(place, timeout=_JUDGE_S)
     try:
         guard.acquire()
     except Timeout:
@@ -310,8 +311,8 @@ def _check_left_over(path: Path, me: Process) -> str:
     """Whose lock it is, and why it can be taken over.
 
     Raises:
-        FileNotFoundError: There is none.
-        UserError: It cannot.
+        FileNotFoundError: There is no lock.
+        UserError: It cannot be taken over.
     """
     holder = Process.read(path.read_bytes())
     if holder is None:

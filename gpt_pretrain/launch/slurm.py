@@ -1,7 +1,7 @@
 """A sweep's runs as jobs of Slurm: `-m hydra/launcher=slurm` hands each to `sbatch` instead of running it here.
 
-The gate has checked every run by then, with the ranks that its job will have. A job is scripts/slurm/fp8_gpt.sbatch
-with the run's own overrides, so that it is warned ahead of its time limit and goes on after it like any other.
+By then the gate has checked every run, with the ranks that its job will have. A job is scripts/slurm/fp8_gpt.sbatch
+with the run's own overrides, so that Slurm warns it ahead of its time limit and it goes on afterwards like any other.
 """
 
 import os
@@ -19,13 +19,13 @@ from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 
 _LAUNCHER = "hydra.launcher"
-# A busy controller takes its time; sbatch itself gives up after a while.
+# A busy controller takes its time; sbatch itself gives up eventually.
 _SUBMISSION_TIMEOUT_S = 300
-# States of jobs that nothing comes of any more.
+# States of jobs that have ended.
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 # Options of sbatch that say how many nodes, tasks and GPUs a job has; long ones may be cut short.
 _COUNTS = re.compile(r"-[NnG]|--(nodes|ntask|gpus)|--gres(=.*gpu|$)")
-# Variables that say it, set for what the user submits elsewhere.
+# Variables that say so, which the user may have set for other jobs.
 _COUNTING_VARIABLES = ("SBATCH_GPUS", "SBATCH_NTASKS", "SBATCH_GRES")
 
 
@@ -95,7 +95,7 @@ def read_submission(launcher: DictConfig) -> Submission:
 
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a job is submitted with: this Python for its ranks, and no variable that changes how many there are."""
+    """The environment to submit a job with: this Python for its ranks, and no variable that changes their number."""
     kept = {name: value for name, value in environment.items() if not name.startswith(_COUNTING_VARIABLES)}
     if Path(sys.prefix, "bin", "python").is_file():
         # What the user has set stands.
@@ -109,19 +109,14 @@ def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> s
     The job's log is written to the run directory.
 
     Raises:
-        UserError: Slurm is not here or refuses the job, or the run directory cannot be made.
+        UserError: Slurm is not installed or refuses the job, or the run directory cannot be made.
     """
-    command = [
-        "sbatch",
-        "--parsable",
-        f"--output={str(run_dir).replace('%', '%%')}/slurm-%j.out",
-        *submission.options,
-        submission.script,
-    ]
+    log = f"--output={str(run_dir).replace('%', '%%')}/slurm-%j.out"
+    command = ["sbatch", "--parsable", log, *submission.options, submission.script, *arguments]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            [*command, *arguments],
+            command,
             env=job_environment(os.environ),
             capture_output=True,
             text=True,
@@ -139,7 +134,7 @@ def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> s
 
 
 def has_job(number: str) -> bool:
-    """Whether Slurm has a job in its queue or runs it.
+    """Whether a job waits in Slurm's queue or runs.
 
     Raises:
         UserError: Slurm does not answer.

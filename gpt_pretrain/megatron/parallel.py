@@ -29,8 +29,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.launch.environment import ended_while_waiting
-from gpt_pretrain.launch.limits import limit_met
+from gpt_pretrain.launch.environment import ended_while_waiting, limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.spec.platform import MULTICAST_OFF, USER_BUFFERS_WITHOUT, Platform
 from gpt_pretrain.spec.run_spec import RunSpec

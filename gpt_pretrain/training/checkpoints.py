@@ -1,12 +1,12 @@
-"""The checkpoints of a training loop: saved as it goes, and gone back to behind a loss spike.
+"""The checkpoints of a training loop: it saves them as it goes, and goes back to one behind a loss spike.
 
-A spike is found where its loss is looked at, which is while the next step runs; what caused it may be older still: the
-update that ruined the weights comes before the loss that shows it. So the run goes back to its newest checkpoint that
-lies `trainer.spike_margin` steps before the spike or more, and passes over every sample from there to the end of the
-spike's step (Chowdhery et al. 2022, PaLM, section 5.1, went back about 100 steps and passed over 200 to 500 batches:
-the same batches made no spike from another state of the model). A spike that comes again sooner than that after the
-rewind takes the run back one checkpoint more. All ranks decide alike: they read the same sum of losses, and rank 0
-looks for the checkpoint.
+A spike is found when its loss is read, while the next step runs. Its cause may be older still: the update that ruined
+the weights precedes the loss that shows it. So the run goes back to its newest checkpoint at least
+`trainer.spike_margin` steps before the spike, and passes over every sample from there to the end of the spike's step
+(Chowdhery et al. 2022, PaLM, section 5.1, went back about 100 steps and passed over 200 to 500 batches: the same
+batches made no spike from another state of the model). A spike that returns within the margin after the rewind takes
+the run back one checkpoint more. All ranks decide alike: they read the same sum of losses, and rank 0 looks for the
+checkpoint.
 """
 
 import time
@@ -20,7 +20,7 @@ from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.report.records import CheckpointRecord, LossSpikeRecord, Record, RewindRecord
-from gpt_pretrain.training.guards import BadStep, TooManySpikesError
+from gpt_pretrain.training.guards import TooManySpikesError
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import Meter
 from gpt_pretrain.training.watchdog import Watchdog
@@ -29,7 +29,7 @@ from gpt_pretrain.training.watchdog import Watchdog
 class Saves:
     """Saves what is trained, beside the loop or while it waits; every rank has one and calls it at the same steps.
 
-    A save that begins is settled at a later step: all methods but `reserve` raise a RunError if a save has failed and
+    The outcome of a save is known at a later step: all methods but `reserve` raise a RunError if a save has failed and
     `checkpoint.on_save_error` is stop.
     """
 
@@ -45,9 +45,9 @@ class Saves:
         """Why the newest save has failed; None if it has not."""
 
     def reserve(self) -> None:
-        """Takes host memory before the first step, lest the first save waits for it.
+        """Takes host memory before the first step, so that the first save need not wait for it.
 
-        A run that saves only by the clock may end sooner: its first save takes the memory.
+        A run that saves only by the clock may end before any save: there the first save takes the memory.
         """
         if self._config.async_save and self._config.save_interval is not None:
             with self._watchdog.busy("reserving host memory"), self._model.gathered_parameters():
@@ -88,18 +88,18 @@ class Saves:
 
 
 class GoBack(Exception):
-    """Ends the loop where it stands, on all ranks at the same step."""
+    """Ends the loop where it stands, on all ranks at the same step, to go back to one of the candidates."""
 
     def __init__(self, spike: LossSpikeRecord, candidates: Sequence[Path]) -> None:
+        super().__init__(spike, candidates)
         self.spike = spike
         self.candidates = candidates
-        super().__init__(f"step {spike.step}: loss {spike.loss:.4f} is a spike")
 
 
 def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
-    """What a spike asks for; every rank calls it, while no save is being written.
+    """Decides what follows a spike; every rank calls it, while no save is being written.
 
-    `spikes` are steps with a spike, this one included: a checkpoint near to one of them is no place to go back to.
+    `spikes` are the steps with a spike, this one included: the run does not go back to a checkpoint near one of them.
 
     Returns:
         Why the run goes on, where it cannot go back.
@@ -112,9 +112,9 @@ def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes
     assert trainer.max_spike_rewinds is not None
     if progress.rewinds >= trainer.max_spike_rewinds:
         raise TooManySpikesError(
-            _bad_step(spike),
-            f"step {spike.step}: loss {spike.loss:.4f} is a spike, above {spike.limit:.4f}, and the run has gone "
-            f"back {progress.rewinds} times already (trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
+            spike,
+            f"above {spike.limit:.4f}, and the run has gone back {progress.rewinds} times already "
+            f"(trainer.max_spike_rewinds={trainer.max_spike_rewinds})",
         )
     margin = trainer.spike_margin
     candidates = checkpoints_away_from(setup.checkpoints, spikes, progress, before=spike.step, margin=margin)
@@ -136,10 +136,10 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
     """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
 
     Returns:
-        How far the run is now, and what came of going back.
+        How far the run is now, and the record of the rewind.
 
     Raises:
-        TooManySpikesError: What is left of the samples would not last to the end of the run.
+        TooManySpikesError: The samples that are left would not last to the end of the run.
         UserError: The checkpoint is damaged, and `checkpoint.fall_back` is off or no other one verifies.
     """
     began = time.monotonic()
@@ -151,11 +151,10 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
     missing = next_sample + steps_left * config.model.global_batch_size - len(setup.train_data)
     if missing > 0:
         raise TooManySpikesError(
-            _bad_step(spike),
-            f"step {spike.step}: loss {spike.loss:.4f} is a spike, and to pass over the samples since step "
-            f"{checkpoint.manifest.step} would leave the run {missing} short: it sets aside those of "
-            "checkpoint.save_interval + trainer.spike_margin steps for each of trainer.max_spike_rewinds="
-            f"{config.trainer.max_spike_rewinds}",
+            spike,
+            f"and to pass over the samples since step {checkpoint.manifest.step} would leave the run {missing} short: "
+            "it sets aside those of checkpoint.save_interval + trainer.spike_margin steps for each of "
+            f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}",
         )
     taken_back = take_back(checkpoint, next_sample=next_sample, given_up_at=progress)
     progress = load_checkpoint(taken_back, setup.trainable, config, setup.corpus.fingerprints).progress
@@ -171,7 +170,3 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
         warnings=tuple(start.warnings),
     )
     return progress, record
-
-
-def _bad_step(spike: LossSpikeRecord) -> BadStep:
-    return BadStep(step=spike.step, first_sample=spike.first_sample)

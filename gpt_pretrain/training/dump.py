@@ -1,13 +1,13 @@
 """What is written when a run gives up on losses or gradients that are not finite: RUN_DIR/dumps/step_00000012.json.
 
-The step's batch is computed once more, and every module's results are looked at. The file names the first tensor that
-was NaN or infinite, the samples that it came from, what FP8 made of the tensors of its layer, and each layer's gradient
-norm. Nothing is updated, and no checkpoint follows: the newest one is from before.
+The step's batch is computed once more, and every module's results are checked. The file names the first tensor that
+was NaN or infinite, the samples it came from, what FP8 made of its layer's tensors, and each layer's gradient norm.
+Nothing is updated, and no checkpoint follows: the newest one is from before.
 
-First means first in the order in which numbers come to be: weights, results of the forward pass (the innermost module
-first) and inputs of linear layers, gradients of those results in the backward pass, gradients of weights. Inputs are
-looked at because a cast to FP8 makes a number of an infinity, so that the layer's result does not show it. The ranks
-compare what they found and all get the same answer. This is slow: the host waits for the device at every module.
+First means first in the order of computation: weights, results of the forward pass (the innermost module first) and
+inputs of linear layers, gradients of those results in the backward pass, gradients of weights. Inputs are checked
+because a cast to FP8 turns an infinity into a number, so that the layer's result does not show it. The ranks compare
+what they found and all get the same answer. This is slow: the host waits for the device at every module.
 """
 
 import json
@@ -52,17 +52,17 @@ class BadTensor:
     """A tensor with values that are not finite."""
 
     place: tuple[int, ...]
-    """Where it comes among all ranks' tensors."""
+    """Its place in the order of all ranks' tensors."""
     module: str
-    """The module whose result or input it is, or the weight, in the whole model; the whole model's is "model"."""
+    """The name in the whole model of the module whose result or input it is, or of the weight; "model" is the whole."""
     is_input: bool
-    """Of the forward pass: the module's input, not its result."""
+    """In the forward pass: whether it is the module's input instead of its result."""
     shape: tuple[int, ...]
     num_nan: int
     num_inf: int
     rank: int
     microbatch: int | None
-    """Which of its rank's microbatches it was computed from; None for weights and their gradients."""
+    """Which of its rank's microbatches it comes from; None for weights and their gradients."""
     data_parallel_rank: int
 
     @property
@@ -81,30 +81,30 @@ class BadTensor:
 
 
 class FirstBad:
-    """Looks for it on this rank, and settles it among all."""
+    """Looks for the first bad tensor on this rank, and settles it among all ranks."""
 
     def __init__(self, chunks: Sequence[MegatronModule]) -> None:
         self._chunks = chunks
         self._found: BadTensor | None = None
         self._num_events = 0
+        self._microbatches: dict[int, int] = {}
+        """By stage: which microbatch passes through it."""
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         self._stages = [index * pp_size + pp_rank for index in range(len(chunks))]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the forward and backward passes of one batch."""
+        """Encloses the forward and backward passes of one batch."""
         self._look_at_weights(_WEIGHT)
         handles = []
         for stage, chunk in zip(self._stages, self._chunks, strict=True):
-            count = [-1]
-            handles.append(chunk.register_forward_pre_hook(partial(_count_up, count)))
+            self._microbatches[stage] = -1
+            handles.append(chunk.register_forward_pre_hook(partial(self._next_microbatch, stage)))
             for name, module in whole_model_modules(chunk):
-                hook = partial(self._after_forward, (name or "model", stage), count)
-                handles.append(module.register_forward_hook(hook))
+                handles.append(module.register_forward_hook(partial(self._after_forward, name or "model", stage)))
                 if hasattr(module, "fp8_meta"):
-                    before = partial(self._before_forward, (name, stage), count)
-                    handles.append(module.register_forward_pre_hook(before))
+                    handles.append(module.register_forward_pre_hook(partial(self._before_forward, name, stage)))
         try:
             yield
         finally:
@@ -113,7 +113,7 @@ class FirstBad:
         self._look_at_weights(_WEIGHT_GRADIENT)
 
     def agree(self) -> BadTensor | None:
-        """The first on all ranks, None if everything was finite; every rank calls it."""
+        """The first of all ranks, None if everything was finite; every rank calls it."""
         everybody: list[BadTensor | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everybody, self._found)
         return min((bad for bad in everybody if bad is not None), key=lambda bad: (bad.place, bad.rank), default=None)
@@ -125,42 +125,35 @@ class FirstBad:
                 if tensor is not None:
                     self._look(tensor.detach(), (phase, stage, index), name, None)
 
-    def _before_forward(self, where: tuple[str, int], count: list[int], module: torch.nn.Module, inputs: Any) -> None:
-        (name, stage), microbatch = where, count[0]
+    def _next_microbatch(self, stage: int, chunk: torch.nn.Module, inputs: Any) -> None:
+        # A recomputed pass calls the modules inside the chunk, not the chunk.
+        self._microbatches[stage] += 1
+
+    def _before_forward(self, name: str, stage: int, module: torch.nn.Module, inputs: Any) -> None:
+        microbatch = self._microbatches[stage]
         for tensor in _tensors(inputs):
             self._num_events += 1
             place = (_FORWARD, microbatch, stage, self._num_events)
             self._look(tensor.detach(), place, name, microbatch, is_input=True)
 
-    def _after_forward(
-        self, where: tuple[str, int], count: list[int], module: torch.nn.Module, arguments: Any, result: Any
-    ) -> None:
-        (name, stage), microbatch = where, count[0]
+    def _after_forward(self, name: str, stage: int, module: torch.nn.Module, inputs: Any, result: Any) -> None:
+        microbatch = self._microbatches[stage]
         for tensor in _tensors(result):
             self._num_events += 1
             self._look(tensor.detach(), (_FORWARD, microbatch, stage, self._num_events), name, microbatch)
             if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(partial(self._after_backward, where, microbatch))
+                tensor.register_hook(partial(self._after_backward, name, stage, microbatch))
 
-    def _after_backward(self, where: tuple[str, int], microbatch: int, gradient: torch.Tensor) -> None:
-        name, stage = where
+    def _after_backward(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         self._num_events += 1
         # The last stage's backward pass is the first.
         self._look(gradient, (_BACKWARD, microbatch, -stage, self._num_events), name, microbatch)
 
     @torch.no_grad()
     def _look(
-        self,
-        tensor: torch.Tensor,
-        place: tuple[int, ...],
-        module: str,
-        microbatch: int | None,
-        *,
-        is_input: bool = False,
+        self, tensor: torch.Tensor, place: tuple[int, ...], module: str, microbatch: int | None, is_input: bool = False
     ) -> None:
-        if self._found is not None and self._found.place <= place:
-            return
-        if bool(torch.isfinite(tensor).all()):
+        if (self._found is not None and self._found.place <= place) or bool(torch.isfinite(tensor).all()):
             return
         self._found = BadTensor(
             place=place,
@@ -193,11 +186,6 @@ def weights_are_finite(chunks: Sequence[MegatronModule]) -> bool:
     return bool(torch.isfinite(total).item())
 
 
-def _count_up(count: list[int], module: torch.nn.Module, arguments: Any) -> None:
-    # A pass that is recomputed calls the modules inside of the chunk, not the chunk.
-    count[0] += 1
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
@@ -220,11 +208,7 @@ class Dump:
 
 
 def write_dump(
-    directory: Path,
-    bad: BadStep,
-    *,
-    trainable: Trainable,
-    iterators: Sequence[Iterator[Batch] | None],
+    directory: Path, bad: BadStep, *, trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]
 ) -> Dump:
     """Computes a step's batch once more and writes what was found; every rank calls it.
 
@@ -240,7 +224,11 @@ def write_dump(
     first = search.agree()
     torch.distributed.all_reduce(report)
     norms = _gradient_norms(trainable, spec.model.num_layers)
-    fp8 = [] if collector is None or first is None else _fp8_of_layer(collector, first)
+    fp8: list[dict[str, Any]] = []
+    if collector is not None and first is not None:
+        # Amax and scales of the FP8 tensors in the bad tensor's transformer layer.
+        tensors = (tensor for statistics in collector.read() for tensor in statistics.tensors)
+        fp8 = [asdict(tensor) for tensor in tensors if tensor.layer.startswith(_layer_of(first.module) + ".")]
     content = {
         "step": bad.step,
         "first_sample": bad.first_sample,
@@ -260,7 +248,7 @@ def write_dump(
     try:
         on_rank_zero(write)
     except UserError as error:
-        # What ends the run is what was found.
+        # The run ends with what was found, not with this.
         problem = str(error)
     finding = (
         "all tensors were finite when its batch was computed once more"
@@ -273,7 +261,7 @@ def write_dump(
 def _describe(first: BadTensor, bad: BadStep, spec: RunSpec) -> dict[str, Any]:
     samples = None
     if first.microbatch is not None:
-        # As data/batches.py deals them out.
+        # In the order of data/batches.py.
         rows = spec.model.micro_batch_size
         start = bad.first_sample + (first.microbatch * spec.layout.dp + first.data_parallel_rank) * rows
         samples = list(range(start, start + rows))
@@ -289,28 +277,17 @@ def _describe(first: BadTensor, bad: BadStep, spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _fp8_of_layer(collector: StatisticsCollector, first: BadTensor) -> list[dict[str, Any]]:
-    """Amax and scales of the FP8 tensors of the transformer layer that the tensor is in."""
-    layer = _layer_of(first.module) + "."
-    return [
-        asdict(tensor)
-        for statistics in collector.read()
-        for tensor in statistics.tensors
-        if tensor.layer.startswith(layer)
-    ]
-
-
 @torch.no_grad()
 def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
-    """L2 norm of the gradient before clipping, by layer of the whole model, on every rank the same.
+    """L2 norm of the gradient before clipping, by layer of the whole model; the same on every rank.
 
-    Gradients are taken where the optimizer takes them, each once among the ranks that hold it.
+    Gradients are read where the optimizer reads them, and each counts once among the ranks that hold it.
     """
     optimizer: Any = trainable.optimizer
     optimizer.prepare_grads()
     layers = ["embedding", *(f"decoder.layers.{index}" for index in range(num_layers))]
     layers += ["decoder.final_layernorm", "output_layer"]
-    # Experts have an optimizer of their own, and other ranks that share them.
+    # Experts have an optimizer of their own, and are shared by other ranks.
     parts = optimizer.chained_optimizers
     squares = torch.zeros(len(parts), len(layers), dtype=torch.float64, device=torch.cuda.current_device())
     for chunk in trainable.model.gpt_chunks:
@@ -326,7 +303,7 @@ def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
 
 
 def _gradient(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """What an optimizer updates a weight by, None if it has not got it; of a distributed one its shard."""
+    """The gradient that an optimizer has of a weight, None if it has none; a distributed optimizer's is its shard."""
     gradient: torch.Tensor | None
     if not isinstance(part, DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
@@ -337,7 +314,7 @@ def _gradient(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         return None
     group, index = part.model_param_group_index_map[parameter]
     main = part.optimizer.param_groups[group]["params"][index]
-    # Where it has another type than its master it is not called its gradient.
+    # A gradient of another type than its master has another name.
     gradient = getattr(main, "decoupled_grad", main.grad)
     return gradient
 

@@ -1,7 +1,7 @@
-"""Text from a model: a sample at the end of a run, at any tensor and pipeline parallel layout, and from a checkpoint.
+"""Text from a model: a sample at the end of a run, in any tensor and pipeline parallel layout, and from a checkpoint.
 
-There is no key/value cache: every token is one forward pass over a buffer of fixed length, padded on the right, where
-causal attention does not look. That is slow for long texts and simple for a sample.
+There is no key/value cache: every token takes one forward pass over a buffer of fixed length, padded on the right,
+where causal attention does not look. That is slow for long texts and simple for a sample.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,10 @@ from megatron.core.transformer.module import Float16Module
 from gpt_pretrain.checkpoint.saved_model import SavedModel, open_checkpoint
 from gpt_pretrain.checkpoint.state import METADATA, take_extra_states
 from gpt_pretrain.config.choices import CudaGraphImpl, Precision
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
+from gpt_pretrain.data.tokenizer import Tokenizer
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import Model, build_gpt_chunks
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
@@ -37,7 +38,7 @@ _NOTHING = -1
 def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
     """Tokens of the padded buffer: a multiple of what sequence and context parallelism and FP8 products divide by.
 
-    FP8 products take multiples of 16 and 32 tokens, and blockwise ones that are gathered over the TP ranks, of 128.
+    FP8 products take multiples of 16 and 32 tokens, blockwise ones gathered over the TP ranks multiples of 128.
     """
     tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     multiple = lcm((128 if model.fp8 else 16) * tp * cp, 2 * cp)
@@ -98,18 +99,11 @@ def generate_tokens(
     end_token: int | None,
     seed: int,
 ) -> list[int]:
-    """Continues a prompt; every rank calls it and gets the same tokens.
+    """Continues a prompt of at least one token; every rank calls it and gets the same tokens.
 
-    Args:
-        chunks: This rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
-        config: Its configuration.
-        prompt: Token ids, at least one.
-        vocab_size: Ids to choose from: the tokenizer's, without the rows that pad the embedding.
-        max_new_tokens: Most tokens to add; fewer where the training sequence length ends first.
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
-        top_k: Draw among so many likeliest tokens; None: among all.
-        end_token: Stop after this id, if it is given.
-        seed: Of the draws.
+    `chunks` are this rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
+    `vocab_size` counts the tokenizer's ids, without the rows that pad the embedding. The text ends after `end_token`,
+    or where the training sequence length ends. `commands.generate.GenerateArguments` documents the other arguments.
 
     Returns:
         The new token ids; they end early where the logits of a diverged model are not finite.
@@ -117,7 +111,7 @@ def generate_tokens(
     limit = config.encoder_seq_length
     total = min(len(prompt) + max_new_tokens, limit)
     length = min(_buffer_length(config, total), limit)
-    # Rows enough for FP8 products, whose shapes have been checked for whole microbatches: copies, of which one is read.
+    # FP8 products are checked for the shapes of whole microbatches: the rows are copies, and the first one is read.
     rows = config.micro_batch_size if config.fp8 and length == limit else 1
     device = torch.cuda.current_device()
     tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
@@ -156,26 +150,29 @@ def generate_tokens(
     return [int(token) for token in tokens[0, len(prompt) : end].tolist()]
 
 
+def _encode_prompt(tokenizer: Tokenizer, prompt: str, model: ModelConfig, *, key: str, way_out: str) -> list[int]:
+    tokens, limit = tokenizer.encode(prompt), model.encoder_seq_length
+    if not 0 < len(tokens) < limit:
+        raise UserError(
+            f"{key}={prompt!r} is {len(tokens)} tokens, and the model continues 1 to {limit - 1} "
+            f"(model.encoder_seq_length={limit}); {way_out}"
+        )
+    return tokens
+
+
 def check_prompt(config: Config, corpus: Corpus) -> None:
-    """The sample comes last: what it cannot start from is refused first.
+    """Refuses at the start what the sample at the end of the run cannot continue.
 
     Raises:
-        ConfigError: `sample.prompt` has no tokens, or leaves the model none to write.
+        UserError: `sample.prompt` has no tokens, or leaves the model none to write.
     """
-    if corpus.tokenizer is None or config.sample.max_new_tokens == 0:
-        return
-    num_tokens, limit = len(corpus.tokenizer.encode(config.sample.prompt)), config.model.encoder_seq_length
-    if not 0 < num_tokens < limit:
-        raise ConfigError(
-            [
-                f"sample.prompt={config.sample.prompt!r} is {num_tokens} tokens, and the model continues 1 to "
-                f"{limit - 1} (model.encoder_seq_length={limit}); give another, or sample.max_new_tokens=0"
-            ]
-        )
+    if corpus.tokenizer is not None and config.sample.max_new_tokens > 0:
+        way_out = "give another, or sample.max_new_tokens=0"
+        _encode_prompt(corpus.tokenizer, config.sample.prompt, config.model, key="sample.prompt", way_out=way_out)
 
 
 def write_sample(config: Config, corpus: Corpus, model: Model) -> str | None:
-    """What the model writes after `sample.prompt`, None where it shall not or has no text; every rank takes part."""
+    """What the model writes after `sample.prompt`, None where none is asked for or has no text; every rank calls it."""
     sample, tokenizer = config.sample, corpus.tokenizer
     if tokenizer is None or sample.max_new_tokens == 0:
         return None
@@ -204,9 +201,7 @@ def continuations(
     num_samples: int,
     tokenizer: str | None,
 ) -> Iterator[str]:
-    """The texts that follow the prompt, one after the other.
-
-    The arguments are those of `generate.GenerateArguments`.
+    """The texts that follow the prompt, one by one; `generate.GenerateArguments` documents the arguments.
 
     Raises:
         UserError: The checkpoint is damaged, has no tokenizer, or the prompt is empty or too long for it.
@@ -215,12 +210,7 @@ def continuations(
     saved_tokenizer, config = saved.tokenizer, inference_config(saved)
     if saved_tokenizer is None:
         raise UserError(f"{saved.path} is of a model without a tokenizer, which has token ids and no text")
-    tokens, limit = saved_tokenizer.encode(prompt), config.model.encoder_seq_length
-    if not 0 < len(tokens) < limit:
-        raise UserError(
-            f"prompt={prompt!r} is {len(tokens)} tokens, and the model continues 1 to {limit - 1} "
-            f"(model.encoder_seq_length={limit}); give another"
-        )
+    tokens = _encode_prompt(saved_tokenizer, prompt, config.model, key="prompt", way_out="give another")
     saved.check_files()
     with loaded_model(saved, config) as model:
         for number in range(num_samples):
@@ -239,7 +229,7 @@ def continuations(
 
 
 def inference_config(saved: SavedModel) -> Config:
-    """The saved run's configuration for one process without a gradient: no layout, no FP8, its own precision."""
+    """The saved run's configuration for inference in one process: no layout, no FP8, its own precision."""
     is_fp32 = saved.manifest.architecture.get("parameters") == "float32"
     model = replace(
         saved.config.model,
@@ -266,13 +256,13 @@ def inference_config(saved: SavedModel) -> Config:
         activations_checkpoint_granularity=None,
         activations_checkpoint_method=None,
         activations_checkpoint_num_layers=None,
-        # TE's layers multiply fp32 in TF32; whatever the run had, what this machine has computes the rest.
+        # Transformer Engine's layers multiply fp32 in TF32. The rest runs on whatever this machine has.
         transformer_engine=False if is_fp32 else None,
         bias_activation_fusion=None,
         activation_cast_fusion=None,
         bias_dropout_add_fusion=None,
         masked_softmax_fusion=None,
-        # It would be compiled, for seconds, to write a few tokens.
+        # It would take seconds to compile, to write a few tokens.
         use_flash_attention=False,
         apply_rope_fusion=None,
         fused_single_qkv_rope=None,
@@ -295,7 +285,7 @@ def loaded_model(saved: SavedModel, config: Config) -> Iterator[torch.nn.Module]
     with process_groups(config.model, launch, platform):
         (chunk,) = build_gpt_chunks(build_run_spec(config, launch, platform))
         wanted = chunk.sharded_state_dict(metadata=dict(METADATA))
-        # Scales of FP8 layers; those of the layers without FP8 are empty.
+        # The saved layers may have FP8 scales; these layers, without FP8, have none.
         extra_states = take_extra_states(wanted)
         with restricted(saved.path):
             state = dist_checkpointing.load({"model": wanted}, str(saved.path))["model"]

@@ -3,7 +3,7 @@
 Each step's loss, gradient norm and skipped flag are copied to the host beside the computation. The host reads them one
 step later, when they have long arrived: it is then at most one step ahead of the GPU, which still has a whole step to
 compute, and all ranks read the same numbers at the same step. A step whose loss, gradient or FP8 tensors are not
-finite has changed nothing by then (`megatron/optimizer.py`), so to hear of it late does no harm.
+finite has changed nothing (`megatron/optimizer.py`), so learning of it late does no harm.
 """
 
 import math
@@ -19,14 +19,14 @@ from gpt_pretrain.config.schema import TrainerConfig
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
 
-# So many losses show how much a loss usually varies: enough for a median, few compared with a run.
+# Losses that show how much a loss usually varies: enough for a median, few compared with a run.
 SPIKE_WINDOW = 64
 SPIKE_MIN_LOSSES = 16
 # The median absolute deviation of a normal distribution is its standard deviation divided by this.
 _MAD_TO_SIGMA = 1.4826
 # Tokens are counted in fp32, which has no odd numbers above 2^24.
 _COUNT_ROUNDING = 1e-6
-# On a batch that is repeated for ever the loss hardly varies: a rounding is no spike.
+# On a batch repeated for ever the loss hardly varies: a rounding difference is no spike.
 _MIN_SIGMA = 0.01
 
 
@@ -64,21 +64,24 @@ class NotFiniteError(GivesUpError):
 
 
 class TooManySpikesError(GivesUpError):
-    """The loss spiked once more than the run may go back."""
+    """The loss spiked, and the run may not or cannot go back again; `why` ends the message."""
 
     reason = "loss_spike"
 
+    def __init__(self, spike: LossSpikeRecord, why: str) -> None:
+        bad_step = BadStep(step=spike.step, first_sample=spike.first_sample)
+        super().__init__(bad_step, f"step {spike.step}: loss {spike.loss:.4f} is a spike, {why}")
+
 
 class TokensMissingError(Exception):
-    """A step's loss was not computed from the tokens of its samples: a defect, so the run learnt something else."""
+    """A step's loss was not computed from its samples' tokens: a defect, and the run has learnt something else."""
 
 
 class StepGuard:
-    """Counts skipped steps, finds loss spikes, and compares the tokens of a step with its samples.
+    """Counts skipped steps, finds loss spikes, and compares the number of a step's tokens with its samples.
 
-    What it has seen of losses is part of a checkpoint, so that a resumed run finds the spikes that the uncut one does.
-
-    `num_tokens`, over all ranks, is None where a mask leaves out what it likes.
+    The losses it has seen are part of a checkpoint, so that a resumed run finds the spikes that an uncut one does.
+    `num_tokens` counts those of all ranks; None where a mask may leave out any number of them.
     """
 
     def __init__(
@@ -125,17 +128,13 @@ class StepGuard:
             )
 
     def add(self, step: int, first_sample: int, result: StepResult) -> list[Record]:
-        """Notes a step, and reads the one before it.
-
-        Returns:
-            Records of the step before, if anything is to be said of it.
-        """
+        """Notes a step; returns the records of the step before (`read`)."""
         told = self.read()
         values = torch.cat([result.loss_sum_and_tokens, result.grad_norm.view(1), result.skipped.float().view(1)])
         arrived = None
         if values.is_cuda:
-            # Pinned, so that the copy waits in the GPU's queue and the host does not wait for it. One buffer is read
-            # while the next one is written.
+            # Pinned, so that the copy waits in the GPU's queue instead of the host. One buffer is read while the other
+            # is written.
             self._pinned = self._pinned or [torch.empty(4, pin_memory=True) for _ in range(2)]
             values = self._pinned[step % 2].copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
@@ -144,7 +143,7 @@ class StepGuard:
         return told
 
     def read(self) -> list[Record]:
-        """Records of the step that was noted last; waits for it.
+        """What there is to say of the step that was noted last; waits for it.
 
         Raises:
             TokensMissingError: That step saw fewer tokens than its samples have, or some of them twice.

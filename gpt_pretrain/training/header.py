@@ -27,12 +27,12 @@ from gpt_pretrain.training.setup import Setup
 
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8
-# They differ between the starts of one run without a change of what it trains.
+# Keys that differ between the starts of one run without a change of what it trains.
 _OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.", "compare.")
 
 
 def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
-    """Prints the header of a run and what the user should know of its start; for rank 0."""
+    """Prints the header of a run and what the user should know of its start; rank 0 calls it."""
     config, start, done = setup.config, setup.start, setup.progress.step
     console = RunConsole(max_steps=config.trainer.max_steps, start_step=done)
     console.print_header(config.name, describe_run(setup))
@@ -70,7 +70,7 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
     try:
         saved = dict(flatten(config_to_dict(load_saved_config(path))))
     except ConfigError as error:
-        # Another version's file: the run may well go on, for what must be equal is in the checkpoint itself.
+        # Another version's file. The run may well go on: what must be equal is in the checkpoint itself.
         more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
         return f"what this start changes is not known: {error.problems[0].partition(';')[0]}{more}"
     present = dict(flatten(config_to_dict(config)))
@@ -111,14 +111,8 @@ def _describe_places(setup: Setup) -> dict[str, str]:
     return places
 
 
-def _describe_mlp(model: ModelConfig) -> str:
-    if model.num_moe_experts is None:
-        return f"MLP {ffn_hidden_size(model)}"
-    return f"{model.num_moe_experts} experts {moe_ffn_hidden_size(model)}, {model.moe_router_topk} a token,"
-
-
 def describe_fp8(spec: RunSpec) -> str:
-    """The FP8 of a run in a line: recipe, formats, what it covers."""
+    """The FP8 of a run in a line: recipe, formats, coverage."""
     settings = spec.fp8
     if settings is None:
         return "off"
@@ -137,8 +131,8 @@ def describe_fp8(spec: RunSpec) -> str:
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)
 
 
-def describe_states(model: ModelConfig) -> str:
-    """The types of the precision-aware optimizer's masters and moments in a line."""
+def _describe_states(model: ModelConfig) -> str:
+    """The types of the precision-aware optimizer's masters and moments."""
     optim = model.optim
     remainders = optim.store_param_remainders and optim.main_params_dtype is MainParamsDtype.fp32
     masters = optim.main_params_dtype.name + (" (of BF16 weights the half that these have not)" if remainders else "")
@@ -157,11 +151,14 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
         "EP": str(model.expert_model_parallel_size),
         "DP": str(spec.layout.dp) + (", distributed optimizer" if uses_distributed_optimizer(model) else ""),
     }
+    mlp = f"MLP {ffn_hidden_size(model)}"
+    if model.num_moe_experts is not None:
+        mlp = f"{model.num_moe_experts} experts {moe_ffn_hidden_size(model)}, {model.moe_router_topk} a token,"
     tokens_per_step = model.global_batch_size * model.encoder_seq_length
     return {
         "model": {
             "layers": f"{model.num_layers} of width {model.hidden_size}, {model.normalization.name}, "
-            f"{_describe_mlp(model)} {model.activation.name}",
+            f"{mlp} {model.activation.name}",
             "attention": f"{model.num_attention_heads} heads, {num_query_groups(model)} key/value groups, "
             f"{model.position_embedding_type.name}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
@@ -176,7 +173,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             "parameters": params_dtype(spec).value,
             "gradients": "float32" if model.grad_reduce_in_fp32 else "as parameters",
             "fp8": describe_fp8(spec),
-            **({"optimizer": describe_states(model)} if model.optim.use_precision_aware_optimizer else {}),
+            **({"optimizer": _describe_states(model)} if model.optim.use_precision_aware_optimizer else {}),
         },
         "checkpoints": {"saved": describe_saves(spec.config) or "never"},
         "batch": {

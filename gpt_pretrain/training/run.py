@@ -40,7 +40,7 @@ from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 
 
 def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -> EndReason:
-    """Runs a checked configuration on this rank, where `megatron.cpu.install_cpu_device` has been called.
+    """Runs a checked configuration on this rank, after `megatron.cpu.install_cpu_device`.
 
     Returns:
         Why it ended, the same on all ranks; `training.stop.EXIT_CODES` has the exit code.
@@ -63,7 +63,12 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
     check_prompt(config, corpus)
     with process_groups(config.model, launch, platform), user_buffers(spec), ExitStack() as stack:
         check_ranks_agree(dict(flatten(config_to_dict(config))))
-        run_dir, lock_note = on_rank_zero(lambda: _hold_run_dir(config, stack))
+
+        def hold_run_dir() -> tuple[Path, str | None]:
+            run_dir = make_run_dir(config)
+            return run_dir, stack.enter_context(run_lock(run_dir))
+
+        run_dir, lock_note = on_rank_zero(hold_run_dir)
         # The host waits for the GPU where a step is logged: two of those show how long a step takes.
         learning_steps = max(LEARNING_STEPS, 2 * config.trainer.log_every_n_steps)
         watchdog = stack.enter_context(
@@ -75,12 +80,6 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         if setup.progress.step >= config.trainer.max_steps:
             return "max_steps"
         return _train(setup, watchdog, console, after_step)
-
-
-def _hold_run_dir(config: Config, stack: ExitStack) -> tuple[Path, str | None]:
-    """Makes the run directory and holds it until the stack is closed; answers what to tell of an earlier run's lock."""
-    run_dir = make_run_dir(config)
-    return run_dir, stack.enter_context(run_lock(run_dir))
 
 
 def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_step: AfterStep | None) -> EndReason:
@@ -97,7 +96,7 @@ def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_s
                 console.show(record)
 
         trainer = Trainer(setup, log=log, watchdog=watchdog, after_step=after_step)
-        # The signals stay ours until the summary is written.
+        # We handle the signals until the summary is written.
         stop = stack.enter_context(StopRequest(max_time_s(config.trainer), save_interval_s(config.checkpoint)))
         if console is not None:
             console.start_live()
@@ -116,11 +115,11 @@ def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_s
 
 
 def _open_sinks(setup: Setup) -> MetricsSinks:
-    """Writes what the run directory says of the whole run, and opens what its records go to."""
+    """Writes the files of the run directory that describe the whole run, and opens those for its records."""
     config, run_dir = setup.config, setup.run_dir
     write_file(run_dir / "config.yaml", config_to_yaml(config))
     if setup.corpus.tokenizer is not None:
-        # Exports and text from a checkpoint need it where the corpus is not.
+        # Exports and text from a checkpoint need it where the corpus is not at hand.
         write_file(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())
     return MetricsSinks(
         run_dir,

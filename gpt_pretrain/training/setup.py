@@ -29,15 +29,14 @@ class Setup:
     """The checkpoint that it goes on from or takes its weights from; None where it begins anew."""
     trainable: Trainable
     progress: Progress
-    """Where it stands."""
     notes: Sequence[str]
-    """What is otherwise than in the checkpoint, for the user."""
+    """What differs from the checkpoint, for the user."""
     train_data: SampleDataset
     valid_data: SampleDataset | None
 
     @property
     def config(self) -> Config:
-        """The run's configuration."""
+        """The whole configuration."""
         return self.spec.config
 
     @property
@@ -59,7 +58,10 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
-    restored = _restore(start, trainable, config, corpus)
+    restored = Restored(progress=Progress(step=0, consumed_samples=0), notes=())
+    if start is not None:
+        load = load_weights if start.weights_only else load_checkpoint
+        restored = load(start.checkpoint, trainable, config, corpus.fingerprints)
     progress = restored.progress
     train_data, valid_data = build_datasets(
         config,
@@ -95,10 +97,3 @@ def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:
             "checkpoint.reset_fp8_state=true has no effect: the run resumes from no checkpoint, and its FP8 scales are "
             "new; use reset_fp8_state=false"
         )
-
-
-def _restore(start: Start | None, trainable: Trainable, config: Config, corpus: Corpus) -> Restored:
-    if start is None:
-        return Restored(progress=Progress(step=0, consumed_samples=0), notes=())
-    load = load_weights if start.weights_only else load_checkpoint
-    return load(start.checkpoint, trainable, config, corpus.fingerprints)

@@ -1,4 +1,4 @@
-"""One optimizer step, one validation, and what they come to: mean loss, speed and memory.
+"""One optimizer step, one validation, and their results: mean loss, speed and memory.
 
 The microbatches of this rank run through megatron-core's pipeline schedules.
 """
@@ -6,6 +6,7 @@ The microbatches of this rank run through megatron-core's pipeline schedules.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -52,13 +53,7 @@ def _forward_step(
         _before_backward(output, before_pass)
         return output, lambda _: None
     batch = next(iterator)
-    tensors = {
-        "tokens": batch.tokens,
-        "labels": batch.labels,
-        "loss_mask": batch.loss_mask,
-        "position_ids": batch.position_ids,
-    }
-    tensors = context_parallel_slices(tensors)
+    tensors = context_parallel_slices({field.name: getattr(batch, field.name) for field in fields(batch)})
     computes_loss: dict[str, Any] = {}
     if model.output_processor is not None:
         per_token = model.transformer_config.calculate_per_token_loss
@@ -85,7 +80,7 @@ def _before_backward(output: torch.Tensor, call: Callable[[], None]) -> None:
 
 
 def _do_nothing() -> None:
-    """Before passes in which nobody looks at casts."""
+    """The default for passes whose casts are not watched."""
 
 
 def _run_schedule(
@@ -115,8 +110,8 @@ def _run_schedule(
 def train_step(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]) -> StepResult:
     """Forward and backward over all microbatches of this rank, and one optimizer update if all of it is finite.
 
-    The schedule advances first, so that step n trains with the learning rate of n and the first step does not train
-    with that of zero. It advances in a step that updates nothing, too: the learning rate is a function of the step.
+    The schedule advances first, so that step n trains with the learning rate of n, and the first step not with zero.
+    It advances in a step that updates nothing, too: the learning rate is a function of the step.
     """
     casts = StepCasts(trainable.model.gpt_chunks)
     with casts.watching():
@@ -131,12 +126,10 @@ def compute_gradients(
     *,
     before_pass: Callable[[], None] = _do_nothing,
 ) -> torch.Tensor:
-    """Forward and backward over all microbatches of this rank.
+    """Forward and backward over all microbatches of this rank; gradients are added up from zero.
 
-    Args:
-        trainable: Model and optimizer; gradients are added up from zero.
-        iterators: One for each model chunk that sees tokens or labels.
-        before_pass: Called before the forward and the backward pass of each microbatch through each model chunk.
+    `iterators` come from `data_iterators`. `before_pass` is called before the forward and the backward pass of each
+    microbatch through each model chunk.
 
     Returns:
         [2], fp32: sum of the token losses and number of tokens on this rank; zeros off the last pipeline stage.
@@ -166,7 +159,7 @@ def validate(
 
 
 def mean_loss(loss_sum_and_tokens: torch.Tensor) -> float:
-    """Loss per token, of sum and number over all ranks, [2]; NaN of no tokens. Waits for the device."""
+    """Loss per token from the sum and the number over all ranks, [2]; NaN without tokens. Waits for the device."""
     loss_sum, num_tokens = loss_sum_and_tokens.tolist()
     return float(loss_sum / num_tokens) if num_tokens else float("nan")
 
@@ -182,7 +175,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new interval, and forgets the steps of this one."""
+        """Begins a new interval and forgets this one's steps."""
         # Sum of losses, tokens, skipped steps.
         self._sums = torch.zeros(3, device=torch.cuda.current_device())
         self._num_steps = 0
@@ -233,6 +226,6 @@ class Meter:
 
 
 def memory_gib(platform: Platform) -> float:
-    """Peak memory that tensors took on this GPU, or the resident memory of the process without one, in GiB."""
+    """Peak memory of tensors on this GPU, or without a GPU the process's resident memory, in GiB."""
     used = torch.cuda.max_memory_allocated() if platform.cuda else psutil.Process().memory_info().rss
     return float(used) / 2**30

@@ -2,13 +2,13 @@
 
 Ctrl-C, SIGTERM, SIGHUP (the terminal has closed, or nobody reads the output any more), SIGUSR1 (which Slurm sends ahead
 of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time` reach the ranks at different moments. At each step's
-end every rank tells the others what it knows through an asynchronous all-reduce of two numbers between the processors
-(gloo), and reads the answer one step later: all ranks see the same answer at the same step, and no rank waits for its
-GPU. An end has an exit code that says what to do next. The second number is rank 0's alone: whether
-`checkpoint.save_interval_minutes` are over by its clock.
+end every rank tells the others what it knows through an asynchronous all-reduce of two numbers between the CPUs (gloo),
+and reads the answer one step later: all ranks see the same answer at the same step, and no rank waits for its GPU. The
+second number is rank 0's alone: whether `checkpoint.save_interval_minutes` have passed by its clock.
 
-A checkpoint follows, so between a signal and the checkpoint lie at most the present step, the next one, and the save.
-Signals that come later, in whatever order, change nothing: launchers repeat them, and a save must not be broken off.
+An end has an exit code that says what to do next. A checkpoint follows, so at most the present step, the next one and
+the save lie between a signal and the checkpoint. Later signals change nothing, in whatever order: launchers repeat
+them, and they must not break off the save.
 """
 
 import os
@@ -33,7 +33,7 @@ EXIT_CODES: Mapping[EndReason, int] = {
     "not_finite": 1,
     "loss_spike": 1,
 }
-# The order settles which reason stands if ranks disagree.
+# If ranks disagree, the last of these stands.
 _REASONS: tuple[EndReason | None, ...] = (None, "max_time", "interrupted", "warned", "terminated")
 _SIGNALS: Mapping[int, EndReason] = {
     signal.SIGINT: "interrupted",
@@ -41,16 +41,14 @@ _SIGNALS: Mapping[int, EndReason] = {
     signal.SIGHUP: "terminated",
     signal.SIGUSR1: "warned",
 }
-# Ends that somebody asked for: of a whole sweep, then, and not only of the run that was hit.
+# Ends that somebody asked for end a whole sweep, not only the present run.
 ASKED_FOR = frozenset(_SIGNALS.values())
 
 
 class StopRequest:
     """Collects reasons to stop, and knows when to save; a context manager that owns the signal handlers meanwhile.
 
-    Args:
-        max_time_s: Seconds after which the run stops, from now on; None for no limit.
-        save_interval_s: Seconds after which the run saves, from now on and from each save; None for no such saves.
+    The run stops `max_time_s` from now, and saves `save_interval_s` from now and from each save; None: never.
     """
 
     def __init__(self, max_time_s: float | None, save_interval_s: float | None = None) -> None:
@@ -58,7 +56,7 @@ class StopRequest:
         self._save_interval_s = save_interval_s
         self._saved_at = time.monotonic()
         self.save_is_due = False
-        """Whether the time to save has come, the same answer on all ranks; `poll` tells, until `saved`."""
+        """Whether it is time to save, the same answer on all ranks; `poll` sets it, `saved` clears it."""
         self._signalled: EndReason | None = None
         self._announces = torch.distributed.get_rank() == 0
         self._several_ranks = torch.distributed.get_world_size() > 1
@@ -82,15 +80,14 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             self._leave_terminal()
-        # A launcher repeats the terminal's Ctrl-C to its workers: a second signal must not break off the save.
         if self._signalled is None and self._announces:
-            # Ctrl-C has reached the other end of a pipe, too.
+            # Ctrl-C may have ended the reader of a pipe, too.
             with suppress(OSError):
                 os.write(2, b"\nstopping after this step\n")
         self._signalled = self._signalled or _SIGNALS[number]
 
     def _leave_terminal(self) -> None:
-        """Whatever is written to one that has closed is an error, which would come before the save."""
+        """Writing to a closed terminal would be an error, and would end the run before its save."""
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             for descriptor in self._terminals:
                 os.dup2(nowhere.fileno(), descriptor)
@@ -104,7 +101,7 @@ class StopRequest:
         return self._save_interval_s is not None and time.monotonic() >= self._saved_at + self._save_interval_s
 
     def saved(self) -> None:
-        """A save has begun, for whatever reason: the interval starts anew. Every rank calls it after the same step."""
+        """Starts the interval anew: a save has begun, for whatever reason. Every rank calls it after the same step."""
         self._saved_at = time.monotonic()
         self.save_is_due = False
         self._saved_since_asked = True
@@ -119,7 +116,7 @@ class StopRequest:
             self._pending.wait()
             reason, save = self._asked.tolist()
             agreed = _REASONS[reason]
-            # Rank 0 may have asked before a save that came for another reason.
+            # Rank 0 may have asked before a save that began for another reason.
             self.save_is_due = self.save_is_due or (bool(save) and not self._saved_since_asked)
         if agreed is None:
             self._saved_since_asked = False

@@ -27,10 +27,7 @@ type AfterStep = Callable[[int, StepResult], None]
 
 
 class Trainer:
-    """Trains a run from where it stands.
-
-    `after_step` is called at the end of each step; a benchmark reads its clock there.
-    """
+    """Trains a run from where it stands; `after_step` is called at the end of each step, for a benchmark's clock."""
 
     def __init__(
         self,
@@ -62,20 +59,16 @@ class Trainer:
         self._valid_batches = self._batches_of_validation()
 
     def _batches_from(self, consumed_samples: int) -> list[BatchIterator | None]:
-        """The training batches of this rank after so many samples."""
-        setup = self._setup
-
-        def build() -> BatchIterator:
-            return build_batch_iterator(setup.train_data, consumed_samples=consumed_samples, **self._source)
-
+        """This rank's training batches from a sample on."""
+        build = partial(build_batch_iterator, self._setup.train_data, consumed_samples=consumed_samples, **self._source)
         return data_iterators(self._trainable.model, build)
 
     def _batches_of_validation(self) -> list[Iterator[Batch] | None] | None:
         """The same samples at each validation; None for no validation."""
-        valid_data = self._setup.valid_data
-        if valid_data is None:
+        if self._setup.valid_data is None:
             return None
-        return data_iterators(self._trainable.model, lambda: build_validation_iterator(valid_data, **self._source))
+        build = partial(build_validation_iterator, self._setup.valid_data, **self._source)
+        return data_iterators(self._trainable.model, build)
 
     @property
     def _source(self) -> dict[str, Any]:
@@ -119,7 +112,7 @@ class Trainer:
                 self._watchdog.progress("the end of the run")
                 self._log_guarded(self._guard.read())
             except GoBack as request:
-                # If a stop was asked for meanwhile, the run stops at that checkpoint.
+                # If somebody asked to stop meanwhile, the run stops at that checkpoint.
                 self._go_back(request)
         return reason
 
@@ -145,7 +138,7 @@ class Trainer:
         return "max_steps"
 
     def _step(self) -> StepResult:
-        """Trains on the next global batch; logs what is now known of the step before, and a save that has ended."""
+        """Trains on the next global batch; logs what is now known of the step before, and a finished save."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
         with self._fp8_watch.step(step):
@@ -200,14 +193,14 @@ class Trainer:
         )
 
     def _await_last_save(self) -> None:
-        """Waits for the last save. No later one can make up for it, so if it failed, the run has failed."""
+        """Waits for the last save; if it failed, the run has failed, for no later save can make up for it."""
         self._saves.wait(self.progress.step)
-        # A run that gives up ends with the same code and a message that says more.
+        # A run that gives up ends with the same code, and its message says more.
         if self._saves.problem is not None and self.problem is None:
             raise RunError(self._saves.problem)
 
     def _log_step(self, result: StepResult) -> None:
-        # Measured before the statistics, which wait, and logged after them, so that steps only rise in the log.
+        # Measured before the statistics, which wait, and logged after them, so that steps only increase in the log.
         record = self._meter.read(result, self.progress, learning_rate(self._trainable.optimizer))
         guarded = self._guard.read()
         self._log_fp8()
@@ -220,7 +213,7 @@ class Trainer:
         """Logs what the guard has found.
 
         Raises:
-            GivesUpError: It was too much.
+            GivesUpError: Too many steps went wrong.
             GoBack: A spike, and a checkpoint to go back to.
         """
         for record in records:
@@ -233,7 +226,7 @@ class Trainer:
                 self._log(check_spike(self._setup, record, self.progress, self._guard.spikes))
 
     def _go_back(self, request: GoBack) -> None:
-        """Restores a checkpoint and goes on with the samples behind the spike."""
+        """Restores a checkpoint and goes on with the samples after the spike."""
         self._log_fp8()
         with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
             self.progress, record = go_back(self._setup, request, self.progress)
@@ -281,7 +274,7 @@ class Trainer:
 
     @contextmanager
     def _scheduled_garbage_collection(self) -> Iterator[None]:
-        """Collects garbage on all ranks at the same step; Python would pause each rank at another moment."""
+        """Collects garbage on all ranks at the same step; Python would pause each rank at a different moment."""
         if self.config.trainer.gc_interval == 0:
             yield
             return
@@ -293,10 +286,10 @@ class Trainer:
             gc.enable()
 
     def _collect_garbage(self) -> None:
-        """Collects what has no use any more; the first time, leaves what still has one out of all later times.
+        """Collects garbage; the first time, exempts everything alive from later collections.
 
-        Modules, the model and compiled kernels are more than 400,000 objects, which live to the end. To visit them took
-        0.3 s of an H200's host: at one collection in 100 steps 1.4% of the time of GPT-2 124M.
+        Modules, the model and compiled kernels are more than 400,000 objects, which live to the end. Visiting them took
+        an H200's host 0.3 s: with one collection in 100 steps, 1.4% of the time of GPT-2 124M.
         """
         gc.collect()
         if not self._has_frozen:

@@ -1,7 +1,7 @@
 """The watchdog: a rank that dies or hangs ends the run on all ranks within a minute, with every rank's stack traces.
 
 Without it the others wait in a collective for a rank that will not come, until its timeout of half an hour, and a
-scheduler bills them. Two threads run beside each rank's loop. One hears and tells how the ranks are (`peers.Peers`).
+scheduler bills them. Two threads run beside each rank's loop. One hears and tells how the ranks are (`Peers`).
 The other judges whether they live and whether this rank makes progress: the loop marks each step, and says when it does
 something longer. When the run must end, each rank writes the stacks of all its threads to RUN_DIR/stacks/rank_N.txt and
 to the terminal and leaves with exit code 71, without a checkpoint: what hangs could not be saved, and a signal
@@ -9,13 +9,14 @@ handler's polite stop would never be reached.
 
 A mark is an attribute that is set: the loop waits neither for a thread nor for the GPU. C code that keeps Python's
 interpreter to itself stops the threads, too. Then the others hear nothing of this rank, and those on its host send it
-SIGUSR2: faulthandler's handler, which needs no interpreter, writes its stacks. To read the stacks of threads that run
-may end the process with a segmentation fault, so only a rank that is known to be stuck is asked. faulthandler's own
-timer knows nothing: it also fires when a suspended process goes on.
+SIGUSR2: faulthandler's handler, which needs no interpreter, writes its stacks. Reading the stacks of running threads
+can end the process with a segmentation fault, so only a rank that is known to be stuck is asked. faulthandler's own
+timer will not do: it also fires when a suspended process goes on.
 """
 
 import faulthandler
 import os
+import signal
 import threading
 import time
 import traceback
@@ -23,13 +24,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from types import TracebackType
 from typing import Self, TextIO
 
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
+
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.run_dir import this_process
-from gpt_pretrain.training.peers import STACKS_SIGNAL, Peers
+from gpt_pretrain.launch.run_dir import Process, this_process
+from gpt_pretrain.megatron.parallel import on_rank_zero
 
 EXIT_CODE = 71
 TICK_S = 1.0
@@ -40,11 +46,188 @@ STEP_FLOOR_S = 40.0
 LEARNING_STEPS = 20
 # Between the stack traces and the end: for the other ranks' traces, and for an error that is just being raised.
 GRACE_S = 5.0
+# A rank beats this often …
+BEAT_S = 1.0
+# … and counts as hung after this long without a beat: C code may hold the interpreter while it loads a library.
+SILENT_S = 40.0
+# Beats that a busy machine's round in the store may take.
+_LONG_ROUND = 5
+# After one rank's error the others have this long to meet the same error; those that do not wait for it for ever.
+FOLLOW_S = 15.0
+# Makes a rank that cannot run Python write its stacks.
+STACKS_SIGNAL = signal.SIGUSR2
+# The last beat of a rank that has ended, well or with an error.
+_LEFT = "left"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Peer:
+    """Another rank, as this one knows it."""
+
+    rank: int
+    process: Process
+    beat: str | None = None
+    silent_s: float = 0.0
+    gone_at: int | None = None
+    """The newest round of beats that had begun when its process was found to be gone."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.process.host}"
+
+
+class Peers:
+    """What this rank knows of others, and so why all must end; each rank builds one once torch.distributed is open.
+
+    Rank 0 watches all ranks, the others watch rank 0 and those on their own host. They beat in torch's store, which
+    the launcher serves, and read each other's beats there. A store cannot tell that a process is gone rather than
+    silent: the host is asked that.
+
+    A thread of its own talks to the store, for an answer may take for ever where the store's process hangs. Nobody is
+    heard then, and nobody counts as silent. The run ends only if this rank makes no progress either: Ctrl-Z stops
+    torchrun with its store, but not the ranks.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._rank = launch.rank
+        self._me = this_process()
+        self._peers: list[_Peer] = []
+        self._beats: dict[int, str] = {}
+        self._own_end = self._own_failure = self._end = ""
+        self.failure = ""
+        """Which rank was the first to end with an error, and with which; empty as long as none has."""
+        self._followed_s = 0.0
+        self._rounds_begun = self._rounds_done = self._rounds_read = 0
+        self._unanswered_s = 0.0
+        self._cut_off = False
+        self._leave_by: float | None = None
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        if launch.world_size == 1:
+            return
+        processes: list[Process] = [self._me] * launch.world_size
+        torch.distributed.all_gather_object(processes, self._me)
+        self._server = f"rank 0 on {processes[0].host}"
+        self._peers = [
+            _Peer(rank=rank, process=process)
+            for rank, process in enumerate(processes)
+            if rank != launch.rank and (0 in (rank, launch.rank) or self._me.can_see(process))
+        ]
+        # The store may have served an earlier start by torchrun, or an earlier job of a sweep.
+        token = on_rank_zero(lambda: token_hex(8))
+        store = TCPStore(launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False)
+        self._store = PrefixStore(f"watchdog/{token}", store)
+        self._thread = threading.Thread(target=self._talk, name="peers", daemon=True)
+        self._thread.start()
+
+    def _talk(self) -> None:
+        try:
+            while not self._beat():
+                self._wake.wait(BEAT_S if self._leave_by is None else BEAT_S / 10)
+                self._wake.clear()
+        except DistError:
+            self._cut_off = True
+
+    def _beat(self) -> bool:
+        """Tells what this rank has to tell, and reads what others have told; true after the last round."""
+        self._rounds_begun += 1
+        leave_by = self._leave_by
+        self._store.set(f"beat/{self._rank}", str(self._rounds_begun) if leave_by is None else _LEFT)
+        # The first to say something is heard. An empty string changes nothing and answers what there is.
+        self.failure = self._store.compare_set("failure", "", self._own_failure).decode()
+        self._end = self._store.compare_set("end", "", self._own_end).decode()
+        beats = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])
+        self._beats = {peer.rank: beat.decode() for peer, beat in zip(self._peers, beats, strict=True)}
+        self._rounds_done = self._rounds_begun
+        if leave_by is None:
+            return False
+        # The store may live in rank 0, whose end would cut off the others before they have left, too.
+        return self._rank != 0 or set(self._beats.values()) == {_LEFT} or time.monotonic() > leave_by
+
+    def check(self, passed_s: float, idle_s: float) -> str | None:
+        """Why the run must end, as far as this rank knows; waits for nothing.
+
+        `passed_s` counts the seconds since the last call in which this process ran, `idle_s` those since this rank's
+        last progress.
+        """
+        if self._thread is None or self._end:
+            return self._end or None
+        heard_s = self._heard_s(passed_s)
+        for peer in self._peers:
+            beat = self._beats.get(peer.rank)
+            peer.silent_s = peer.silent_s + heard_s if beat == peer.beat else 0.0
+            peer.beat = beat
+            if beat == _LEFT:
+                continue
+            if self._has_died(peer):
+                return f"{peer.name} died"
+            if peer.silent_s > SILENT_S:
+                if self._me.can_see(peer.process):
+                    # It may end at this moment.
+                    with suppress(ProcessLookupError):
+                        os.kill(peer.process.process, STACKS_SIGNAL)
+                return f"{peer.name} has given no sign of life for {SILENT_S:.0f} s"
+        if self.failure:
+            self._followed_s += passed_s
+        if self._followed_s > FOLLOW_S:
+            return f"{self.failure}, and other ranks did not"
+        return None if self._beats.get(0) == _LEFT else self._problem_of_store(idle_s)
+
+    def _problem_of_store(self, idle_s: float) -> str | None:
+        if self._cut_off:
+            return f"{self._server} died, or its launcher: the store that connects the ranks is gone"
+        if min(self._unanswered_s, idle_s) > SILENT_S:
+            return (
+                f"the store that connects the ranks, of {self._server} or its launcher, has given no answer for "
+                f"{SILENT_S:.0f} s, in which this rank made no progress"
+            )
+        return None
+
+    def _heard_s(self, passed_s: float) -> float:
+        """Seconds for which the store has answered, from the beats that were read before to the newest ones."""
+        self._unanswered_s += passed_s
+        if self._rounds_done == self._rounds_read:
+            return 0.0
+        # A store that answers late still has beats of that time to come.
+        heard_s = min(self._unanswered_s, _LONG_ROUND * BEAT_S)
+        self._rounds_read, self._unanswered_s = self._rounds_done, 0.0
+        return heard_s
+
+    def _has_died(self, peer: _Peer) -> bool:
+        if not self._me.can_see(peer.process) or not peer.process.has_ended():
+            return False
+        if peer.gone_at is None:
+            peer.gone_at = self._rounds_begun
+            self._wake.set()
+        # It may have left: a round that began after its end has read its last beat.
+        return self._cut_off or self._rounds_done > peer.gone_at
+
+    def news(self) -> str | None:
+        """What has happened to another rank, if anything has; waits a moment for news to arrive."""
+        until = time.monotonic() + 2 * BEAT_S
+        while (why := self.failure or self.check(0.0, 0.0)) is None and self._peers and time.monotonic() < until:
+            time.sleep(BEAT_S / 20)
+        return why
+
+    def end_run(self, why: str) -> None:
+        """Tells all ranks why the run ends."""
+        self._own_end = " ".join(why.split())
+        self._wake.set()
+
+    def leave(self, failure: str | None) -> None:
+        """Tells that this rank has ended, with a failure or done; on rank 0 waits a little for the others to end."""
+        if self._thread is None:
+            return
+        if failure is not None:
+            self._own_failure = f"rank {self._rank} on {self._me.host} ended with {' '.join(failure.split())[:500]}"
+        self._leave_by = time.monotonic() + (FOLLOW_S if failure is None else 2 * BEAT_S)
+        self._wake.set()
+        self._thread.join(FOLLOW_S + _LONG_ROUND * BEAT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What the loop does, since this object was made."""
+    """What the loop has been doing since this object was made."""
 
     doing: str
     is_step: bool
@@ -54,11 +237,8 @@ class _Mark:
 class Watchdog:
     """Watches this rank and the others while it is entered; every rank enters it.
 
-    Args:
-        hang_timeout_s: Seconds without progress after which a rank counts as hung; None: nothing is watched.
-        learning_steps: Steps that show how long a step takes: from then on a step has less time.
-        launch: This process's place in the run.
-        run_dir: Receives `stacks/rank_N.txt`.
+    A rank counts as hung after `hang_timeout_s` without progress; None: nothing is watched. Once `learning_steps` have
+    shown how long a step takes, a step has less time.
     """
 
     def __init__(self, hang_timeout_s: float | None, *, learning_steps: int, launch: Launch, run_dir: Path) -> None:
@@ -103,7 +283,7 @@ class Watchdog:
         if self._ending.is_set():
             # The thread ends the process, and has its files open until then.
             return
-        # What was asked for, or is told without a traceback, needs none here.
+        # What somebody asked for, or is told without a traceback, needs none here.
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
             why = self._peers.news()
             if why is not None:
@@ -121,7 +301,7 @@ class Watchdog:
         faulthandler.unregister(STACKS_SIGNAL)
         with suppress(OSError):
             self._file.close()
-        # Somebody may have removed them; and of the ranks the last removes the directory.
+        # Somebody may have removed them; the last rank removes the directory.
         with suppress(OSError):
             if self._path.stat().st_size == 0:
                 self._path.unlink()
@@ -129,25 +309,23 @@ class Watchdog:
 
     def step_begins(self, step: int) -> None:
         """Marks the beginning of a step, which is the end of the last one."""
-        self._learn()
-        self._mark = _Mark(f"step {step}", is_step=True)
+        self._begin(_Mark(f"step {step}", is_step=True))
 
     def progress(self, doing: str) -> None:
-        """Marks that something gets on which is no step."""
-        self._learn()
-        self._mark = _Mark(doing, is_step=False)
+        """Marks progress in something that is not a step."""
+        self._begin(_Mark(doing, is_step=False))
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """Around something that may take longer than a step."""
+        """Encloses what may take longer than a step."""
         self.progress(doing)
         yield
         self.progress(f"what follows {doing}")
 
-    def _learn(self) -> None:
-        mark = self._mark
-        if mark.is_step:
-            self._longest_step_s = max(self._longest_step_s, time.monotonic() - mark.at)
+    def _begin(self, mark: _Mark) -> None:
+        ended, self._mark = self._mark, mark
+        if ended.is_step:
+            self._longest_step_s = max(self._longest_step_s, mark.at - ended.at)
             self._num_steps += 1
 
     def _limit_s(self, mark: _Mark) -> float:
@@ -184,7 +362,7 @@ class Watchdog:
             header = self._header(why).encode()
             # Straight to the descriptors: the thread that hangs may hold the lock of sys.stderr.
             for descriptor in (self._file.fileno(), 2):
-                # A full disk or a terminal that is gone: the other one may do.
+                # The disk may be full or the terminal gone; the other one may work.
                 with suppress(OSError):
                     os.write(descriptor, header)
                     faulthandler.dump_traceback(file=descriptor, all_threads=True)

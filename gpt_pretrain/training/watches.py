@@ -6,10 +6,9 @@ gradients that were flushed. So a start passes over its first batch until no sca
 "Until scales have settled": after two passes over 131,072 tokens the lowest layer's gradients were still ten times
 beyond what their scales take).
 
-A mixture's auxiliary losses and the spread of its tokens add up on the device, microbatch by microbatch, and are read
-where a step is logged, in one collective. The numbers do not depend on the parallel layout: a router's loss comes in
-parts from the ranks that share a sequence (megatron-core's `MoEMetricsTracker`), and each of them counts the tokens
-that it routes itself.
+A mixture's auxiliary losses and token counts add up on the device, microbatch by microbatch, and are read where a step
+is logged, in one collective. The numbers do not depend on the parallel layout: the ranks that share a sequence each
+have a part of a router's loss (megatron-core's `MoEMetricsTracker`), and each counts the tokens that it routes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,17 +34,17 @@ from gpt_pretrain.report.records import ExpertsRecord, Fp8CoverageRecord, Fp8Rec
 from gpt_pretrain.training.step import Meter, compute_gradients
 from gpt_pretrain.training.watchdog import Watchdog
 
-# The tracker's names; a run has at most one of the two.
+# The tracker's names of the balance; a run has at most one of the two.
 _BALANCE = ("load_balancing_loss", "seq_load_balancing_loss")
 _Z_LOSS = "z_loss"
-# Scales follow each microbatch. Where they have not settled after so many, the training steps go on with it.
+# Scales follow each microbatch. What has not settled after this many, the training steps settle.
 _MOST_MICROBATCHES = 8
-# A scale that falls no further than this has saturated at most a few values in 100,000 (same file).
+# A scale that falls no further than to this share has saturated at most a few values in 100,000 (same file).
 _SETTLED = 0.5
 
 
 class FirstStep:
-    """What FP8 asks of a start's first step, resumed or not, and the proofs of later ones; does nothing without FP8."""
+    """Finds a start's first FP8 scales and proves its first step, resumed or not, and later ones; idle without FP8."""
 
     def __init__(
         self, trainable: Trainable, *, log: Callable[[Record], None], watchdog: Watchdog, meter: Meter
@@ -55,13 +54,13 @@ class FirstStep:
         self._watchdog = watchdog
         self._meter = meter
         spec = trainable.model.spec
-        # A replay reports none of its products.
+        # A replayed graph reports none of its products.
         self._interval = None if spec.kernels.cuda_graph_impl else spec.config.logging.fp8_proof_interval
         self._is_due = spec.fp8 is not None
         self._scale_passes = 0
 
     def find_scales(self, iterators: Sequence[BatchIterator | None]) -> None:
-        """With delayed scaling, finds the scales that no checkpoint has brought; iterators stay at the first batch."""
+        """With delayed scaling, finds the scales that no checkpoint has; iterators stay at the first batch."""
         spec = self._trainable.model.spec
         if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
             return
@@ -70,7 +69,7 @@ class FirstStep:
             self._scale_passes = find_first_scales(self._trainable, iterators)
 
     def proven(self, step: int, train: Callable[[], StepResult]) -> StepResult:
-        """Runs a training step; if it is one to prove, FP8 runs as configured in it, or the run ends."""
+        """Runs a training step. If it is one to prove, the run ends unless FP8 runs as configured."""
         spec = self._trainable.model.spec
         if spec.fp8 is not None and self._interval is not None and step % self._interval == 0:
             self._is_due = True
@@ -80,7 +79,7 @@ class FirstStep:
         with proof.watching():
             result = train()
         with self._meter.paused():
-            # It has left neither new weights nor new scales; the next one is proven.
+            # A skipped step leaves neither new weights nor new scales; the next one is proven.
             if result.skipped:
                 return result
             proven = proof.judge(learning_rate(self._trainable.optimizer))
@@ -102,15 +101,14 @@ def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | 
     """Passes over the batch of the next step, so that its gradients have scales; every rank calls it.
 
     Does nothing where there are scales, as in a resumed run. The passes change scales and histories, and random states
-    where there is dropout; nothing else that a step changes.
-
-    Gradients stay in their buffers, for the next step to clear, and the iterators at the next step's batch.
+    where there is dropout; nothing else that a step changes. Gradients stay in their buffers, for the next step to
+    clear, and the iterators stay at the next step's batch.
 
     Returns:
         The number of passes.
     """
     model = trainable.model
-    # Of a pass as of a step, since they divide the gradients.
+    # As many in a pass as in a step: they divide the gradients.
     num_microbatches = model.spec.layout.num_microbatches
 
     def run_pass() -> None:
@@ -131,7 +129,7 @@ def settle_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None]
     scales = read()
     if _on_any_rank(scales != 1.0):
         return 0
-    # Stands for all layers, those too for which Transformer Engine makes a scale in the first pass.
+    # One for all layers: Transformer Engine makes some layers' scales only in the first pass.
     before = scales.new_ones(())
     num_passes, settled = 0, False
     while not settled and num_passes * num_microbatches < _MOST_MICROBATCHES:
@@ -144,17 +142,17 @@ def settle_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None]
 
 
 def _on_any_rank(flags: torch.Tensor) -> bool:
-    """Whether one of them is set on any rank; every rank calls it, and it waits for the device."""
+    """Whether any flag is set on any rank; every rank calls it, and it waits for the device."""
     count = flags.sum()
     torch.distributed.all_reduce(count)
     return count.item() > 0
 
 
 class Fp8Watch:
-    """Observes FP8 where a step is logged, for its warnings; does nothing if FP8 is off or CUDA graphs are on.
+    """Observes FP8 in steps that are logged, for its warnings; does nothing if FP8 is off or CUDA graphs are on.
 
-    That is a sample of each tensor. Every `logging.fp8_statistics_interval`-th step is counted in full, and recorded.
-    A replayed graph reports none of its products.
+    It samples each tensor. Every `logging.fp8_statistics_interval`-th step is counted in full, and recorded. A replayed
+    graph reports none of its products.
     """
 
     def __init__(self, model: Model) -> None:
@@ -185,13 +183,10 @@ class Fp8Watch:
         if not self._watches:
             return
         for statistics in self._collector.read():
-            warnings = tuple(self._alarms.check(statistics))
-            if self._records(statistics.step):
-                yield Fp8Record(
-                    step=statistics.step, tensors=tuple(map(_recorded, statistics.tensors)), warnings=warnings
-                )
-            elif warnings:
-                yield Fp8Record(step=statistics.step, tensors=(), warnings=warnings)
+            warnings, is_recorded = tuple(self._alarms.check(statistics)), self._records(statistics.step)
+            if is_recorded or warnings:
+                tensors = tuple(map(_recorded, statistics.tensors)) if is_recorded else ()
+                yield Fp8Record(step=statistics.step, tensors=tensors, warnings=warnings)
 
 
 def _recorded(tensor: TensorStatistics) -> Fp8Tensor:
@@ -230,7 +225,7 @@ class ExpertWatch:
             self._tokens[layer] += result[1].sum(dim=0)
 
     def records(self, step: int) -> Iterator[ExpertsRecord]:
-        """A record of the training since the last call, if there are experts; waits for the device.
+        """A record of the steps since the last call, if there are experts; waits for the device.
 
         Every rank calls it, and gets the same.
         """
@@ -240,7 +235,7 @@ class ExpertWatch:
         losses = torch.zeros(2, self._num_layers, dtype=torch.float64, device=self._tokens.device)
         for name, entry in tracked.items():
             losses[0 if name in _BALANCE else 1] += entry.values
-        # Ranks of one sequence have parts of the balance and means of the z-loss; replicas have their own of both.
+        # Ranks of one sequence each have a part of the balance and a mean of the z-loss; replicas have their own.
         total = torch.cat([losses.view(-1), self._tokens.view(-1)])
         torch.distributed.all_reduce(total)
         replicas = parallel_state.get_data_parallel_world_size()

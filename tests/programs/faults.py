@@ -19,21 +19,21 @@ import torch
 from gpt_pretrain.checkpoint import save
 from gpt_pretrain.commands import door
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.training import checkpoints, peers, setup, trainer, watchdog
+from gpt_pretrain.training import checkpoints, setup, trainer, watchdog
 from gpt_pretrain.training import run as training_run
 from gpt_pretrain.training.dump import named_weights
 
 
 def end_soon():
     """The watchdog's times from a known death to the end, shortened."""
-    peers.FOLLOW_S, watchdog.GRACE_S = 3.0, 1.5
+    watchdog.FOLLOW_S, watchdog.GRACE_S = 3.0, 1.5
 
 
 def hurry():
     """All of the watchdog's times, shortened; a busy machine may leave a rank without its turn for seconds."""
     end_soon()
     training_run.LEARNING_STEPS = 5
-    peers.BEAT_S, peers.SILENT_S = 0.5, 8.0
+    watchdog.BEAT_S, watchdog.SILENT_S = 0.5, 8.0
     watchdog.TICK_S, watchdog.STEP_FLOOR_S = 0.2, 5.0
 
 
