@@ -1,4 +1,4 @@
-"""Causal attention written out in fp64, beside `megatron.flash_attention`."""
+"""Causal attention written out in fp64, beside `megatron.te_layers`."""
 
 import math
 from collections.abc import Callable

@@ -216,6 +216,7 @@ def test_experts_resume_and_are_the_same_run(tmp_path, cache_dir):
     [
         pytest.param(["parallelism=ep2"], id="EP2"),
         pytest.param(["parallelism=ep2", "model.moe_token_dispatcher_type=allgather"], id="EP2 all-gather"),
+        pytest.param(["parallelism=ep2", "model.overlap_moe_expert_parallel_comm=true"], id="EP2 overlapped"),
         pytest.param(
             ["parallelism=tp2_sp", "model.expert_model_parallel_size=2", "model.expert_tensor_parallel_size=1"],
             id="TP2+SP EP2",

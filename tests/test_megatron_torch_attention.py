@@ -45,7 +45,7 @@ def test_where_null_chooses_it(platform, overrides, chosen):
     assert spec.kernels.torch_attention is chosen
     # Fused attention keeps no scores: a number for each token and head.
     (stage,) = plan_stages(spec)
-    first = stage.linears_of(0)
+    first = stage.layers[0]
     statistics = 4 * spec.model.num_attention_heads * first[0].tokens
     core = layer_activations(spec, first).attention_core
     assert (core == statistics) is (chosen or spec.kernels.transformer_engine)

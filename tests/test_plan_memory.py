@@ -83,7 +83,7 @@ def test_rows_of_the_fullest_rank_are_padded_where_fp8_asks_for_it():
     for fp8, unit in (("none", 1), ("tensorwise", 16)):
         plan = plan_of("experiment=qwen3_30b_a3b_8gpu", f"fp8={fp8}", FP8_REACHES_EXPERTS)
         model = plan.spec.model
-        layer = plan.stages[0].linears_of(0)
+        layer = plan.stages[0].layers[0]
         load = rank_load(model, BUSIEST_EXPERT_AT_FIRST)
         even, full = ({each.tokens for each in on_rank(layer, each_load)[-2:]} for each_load in (1.0, load))
         mean = model.micro_batch_size * 8 * model.encoder_seq_length * 8 // 128
@@ -128,7 +128,7 @@ def test_bytes_of_what_stands_in_for_weight_gradients(overrides, weights):
 )
 def test_bytes_of_a_row_that_passes_through_experts(experiment, fp8, values):
     plan = plan_of(f"experiment={experiment}", f"fp8={fp8}", FP8_REACHES_EXPERTS)
-    layer = on_rank(plan.stages[0].linears_of(0), 1.0)
+    layer = on_rank(plan.stages[0].layers[0], 1.0)
     kept = input_bytes(plan.spec, layer[-1])
     rows = layer[-2].tokens * layer[-2].count
     assert passing_bytes(plan.spec.model, layer, element=2, input_bytes=kept) == rows * values
@@ -266,7 +266,7 @@ def test_gradients_of_attention_in_fp32_fit_into_what_the_mlp_has_let_go_of(pres
     # In BF16 the gradient of the output, and of queries, keys and values; and that of the residual stream twice.
     per_token = 2 * (2 * of_queries + 2 * of_keys) + 2 * 2 * model.hidden_size
     per_token += 4 * (of_queries + (2 * of_keys if of_keys < of_queries else 0))
-    first = plan.stages[0].linears_of(0)
+    first = plan.stages[0].layers[0]
     layer = layer_activations(plan.spec, first)
     assert first[0].tokens * per_token < layer.mlp + layer.passing
     assert plan.memory == plan_of(f"model={preset}", fp8, "model.use_flash_attention=false").memory
@@ -331,7 +331,7 @@ def test_stages_hold_the_model_once():
     plan = plan_of(
         "model=llama3_8b", "model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2"
     )
-    assert [stage.layers[:5] for stage in plan.stages] == [
+    assert [tuple(stage.layers)[:5] for stage in plan.stages] == [
         (0, 1, 2, 3, 16),
         (4, 5, 6, 7, 20),
         (8, 9, 10, 11, 24),

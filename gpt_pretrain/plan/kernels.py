@@ -7,7 +7,7 @@ peaks are `machine.EFFICIENCY`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
@@ -172,7 +172,7 @@ def head_s(machine: Machine, spec: RunSpec, head: Linear) -> dict[str, float]:
     }
 
 
-def weight_cast_s(machine: Machine, spec: RunSpec, stage_linears: tuple[Linear, ...]) -> float:
+def weight_cast_s(machine: Machine, spec: RunSpec, stage_linears: Sequence[Linear]) -> float:
     """Seconds of casting BF16 weights to FP8, once per step; FP8 parameters are cast by the optimizer."""
     if spec.fp8 is None or spec.fp8.params:
         return 0.0

@@ -26,10 +26,11 @@ from gpt_pretrain.plan.stages import (
     element_bytes,
     held_fp8,
     layer_activations,
+    per_layer,
     plan_stages,
 )
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, chunk_tokens
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -142,7 +143,7 @@ def _parameter_items(spec: RunSpec, stage: Stage, gpu: Gpu) -> dict[str, float]:
 def _kept_activations(model: ModelConfig, stage: Stage, layers: Mapping[int, LayerActivations]) -> tuple[float, float]:
     """Bytes that all microbatches in flight keep, and what recomputation needs on top for a moment."""
     granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
-    chosen = [layers[layer] for layer in stage.layers]
+    chosen = list(layers.values())
     share = stage.layers_in_flight / len(chosen)
     if granularity is None:
         return share * sum(layer.kept for layer in chosen), 0.0
@@ -160,7 +161,7 @@ def _kept_activations(model: ModelConfig, stage: Stage, layers: Mapping[int, Lay
     return stage.chunks_in_flight * units * chosen[0].layer_input, min(count, stage.layers_per_chunk) * largest
 
 
-def _logits_bytes(spec: RunSpec, stage: Stage) -> float:
+def _logits_bytes(spec: RunSpec, head: Linear) -> float:
     """Logits at the peak of the loss, and what else the loss keeps.
 
     There are the logits of the LM head in the run's precision, the fp32 softmax for the gradient, and where the loss is
@@ -168,7 +169,7 @@ def _logits_bytes(spec: RunSpec, stage: Stage) -> float:
     `megatron.loss` has the logits of one chunk and the gradients of all hidden states. It also has the head's gradient
     in fp32, unless this goes into the main gradient, which several chunks do only where that is fp32 as well.
     """
-    model, kernels, head = spec.model, spec.kernels, stage.linears[-1]
+    model, kernels = spec.model, spec.kernels
     columns = head.out_features
     if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
         chunk = chunk_tokens(head.tokens, columns)
@@ -186,14 +187,14 @@ def _passing_peak(spec: RunSpec, stage: Stage, *, load: float) -> tuple[float, d
 
     `load` is the rows of the rank's experts over the mean.
     """
-    by_layer = {layer: layer_activations(spec, on_rank(stage.linears_of(layer), load)) for layer in stage.layers}
+    by_layer = per_layer(stage, lambda layer: layer_activations(spec, on_rank(layer, load)))
     kept, recomputed = _kept_activations(spec.model, stage, by_layer)
     if spec.model.overlap_moe_expert_parallel_comm:
         # A layer of the next microbatch has computed before one of this one is done.
         kept += max(layer.kept for layer in by_layer.values())
     # The final norm's input and output; the embedding's output is the first layer's input.
-    kept += 2 * by_layer[stage.layers[0]].layer_input if stage.has_head else 0
-    logits = _logits_bytes(spec, stage) if stage.has_head else 0.0
+    kept += 2 * next(iter(by_layer.values())).layer_input if stage.head is not None else 0
+    logits = _logits_bytes(spec, stage.head) if stage.head is not None else 0.0
     passing = recomputed + max(layer.passing for layer in by_layer.values())
     # Logits and the layers' gradients are not alive at once.
     name = "logits and loss" if logits > passing else "backward pass"
@@ -211,7 +212,7 @@ def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
     without = {ROUTER}
     if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
         without |= {EXPERT_FC1, EXPERT_FC2}
-    of_layers = [linear for linear in stage.linears if linear.layer >= 0 and linear.kind not in without]
+    of_layers = [linear for linear in stage.linears if linear.kind not in without]
     return sum(2.0 * rows * columns for rows, columns in {(each.out_features, each.in_features) for each in of_layers})
 
 

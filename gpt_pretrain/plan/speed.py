@@ -7,6 +7,7 @@ lie on one node talks over NVLink, any other over the network.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity
 from gpt_pretrain.config.derived import uses_distributed_optimizer
@@ -22,7 +23,7 @@ from gpt_pretrain.plan.kernels import (
     recompute_s,
     weight_cast_s,
 )
-from gpt_pretrain.plan.stages import Stage, plan_stages
+from gpt_pretrain.plan.stages import Stage, per_layer, plan_stages
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import FC1, QKV, Linear
 from gpt_pretrain.spec.recipes import RECIPES
@@ -173,17 +174,15 @@ def _microbatch_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, fl
     """Seconds of one microbatch on one stage, forward and backward."""
     model = spec.model
     total: dict[str, float] = {}
-    cache: dict[tuple[str, ...], dict[str, float]] = {}
     time_layer = _transformer_layer_s if model.num_moe_experts is None else _expert_layer_s
-    for layer, recomputed in zip(stage.layers, _recomputed(model, stage), strict=True):
-        own = stage.linears_of(layer)
-        # Layers whose products run in the same precisions take the same time.
-        key = (*(f"{linear.precision} {linear.wgrad_precision}" for linear in own), str(recomputed))
-        if key not in cache:
-            cache[key] = time_layer(machine, spec, own, recomputed=recomputed)
-        add(total, cache[key])
-    if stage.has_head:
-        add(total, head_s(machine, spec, stage.linears[-1]))
+    recomputed = _recomputed(model, stage)
+    seconds = {
+        again: per_layer(stage, partial(time_layer, machine, spec, recomputed=again)) for again in set(recomputed)
+    }
+    for layer, again in zip(stage.layers, recomputed, strict=True):
+        add(total, seconds[again][layer])
+    if stage.head is not None:
+        add(total, head_s(machine, spec, stage.head))
     add(total, {"pipeline sends": spec.layout.vp * pipeline_send_s(machine, spec, stage.linears[0].tokens)})
     return total
 

@@ -7,7 +7,7 @@ its local `DotProductAttention`. In FP8 a linear layer keeps its input as one by
 weight gradient reads, and no longer in BF16; the inputs of norms, attention and the activation function stay in BF16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, Precision
@@ -24,11 +24,10 @@ class Stage:
     """One pipeline stage, as each of its GPUs sees it."""
 
     index: int
-    layers: tuple[int, ...]
-    """Indices in the whole model."""
-    linears: tuple[Linear, ...]
-    """The linear layers of its layers; the LM head at the end of the last stage."""
-    has_head: bool
+    layers: Mapping[int, list[Linear]]
+    """Its transformer layers by their indices in the whole model, each with its linear layers."""
+    head: Linear | None
+    """The LM head, on the last stage."""
     chunks_in_flight: int
     """Model chunks whose activations are kept at once, at most."""
     layers_per_chunk: int
@@ -39,9 +38,10 @@ class Stage:
     expert_weights: int
     """The parameters of experts, counted in the two above."""
 
-    def linears_of(self, layer: int) -> list[Linear]:
-        """The linear layers of one of its transformer layers."""
-        return [linear for linear in self.linears if linear.layer == layer]
+    @property
+    def linears(self) -> list[Linear]:
+        """The linear layers of its transformer layers."""
+        return [linear for layer in self.layers.values() for linear in layer]
 
     @property
     def num_parameters(self) -> int:
@@ -103,16 +103,13 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
     stages = []
     for index in range(layout.pp):
         # Chunk c of stage p holds the layers from (c · PP + p) · layers_per_chunk on.
-        layers = tuple(
-            (chunk * layout.pp + index) * layers_per_chunk + offset
-            for chunk in range(layout.vp)
-            for offset in range(layers_per_chunk)
-        )
+        firsts = [(chunk * layout.pp + index) * layers_per_chunk for chunk in range(layout.vp)]
+        layers = {layer: by_layer[layer] for start in firsts for layer in range(start, start + layers_per_chunk)}
         first, last = index == 0, index == layout.pp - 1
-        own = [linear for layer in layers for linear in by_layer[layer]]
+        own = [linear for layer in layers.values() for linear in layer]
         fp8 = sum(linear.num_weights for linear in own if linear.precision == "fp8")
         other = sum(linear.num_weights for linear in own) - fp8
-        other += sum(_layer_vectors(model, by_layer[layer]) for layer in layers)
+        other += sum(_layer_vectors(model, layer) for layer in layers.values())
         if first:
             other += table
             other += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
@@ -124,8 +121,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
             Stage(
                 index=index,
                 layers=layers,
-                linears=(*own, head) if last else tuple(own),
-                has_head=last,
+                head=head if last else None,
                 chunks_in_flight=_chunks_in_flight(layout, index),
                 layers_per_chunk=layers_per_chunk,
                 fp8_weights=fp8,
@@ -134,6 +130,16 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
             )
         )
     return stages
+
+
+def per_layer[Value](stage: Stage, compute: Callable[[list[Linear]], Value]) -> dict[int, Value]:
+    """A value of each layer, computed once for those whose products run in the same precisions."""
+    kinds = {
+        index: tuple((each.precision, each.wgrad_precision) for each in own) for index, own in stage.layers.items()
+    }
+    of_kind = {kinds[index]: own for index, own in stage.layers.items()}
+    computed = {kind: compute(own) for kind, own in of_kind.items()}
+    return {index: computed[kind] for index, kind in kinds.items()}
 
 
 def element_bytes(spec: RunSpec) -> int:

@@ -133,6 +133,7 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
         PROJ: _Shape(hidden, attention // tp, 1, tokens, local_tokens=tokens),
         **_mlp_shapes(model, tokens, split),
     }
+    sizes = {kind: asdict(shape) for kind, shape in shapes.items()}
     for layer in range(model.num_layers):
         for kind, shape in shapes.items():
             reason = _why_not_fp8(model, settings, layer, kind, shape)
@@ -141,7 +142,7 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
                 module=_name(layer, kind),
                 layer=layer,
                 kind=kind,
-                **asdict(shape),
+                **sizes[kind],
                 precision="fp8" if fp8 else "high",
                 wgrad_precision="fp8" if fp8 and settings is not None and settings.wgrad else "high",
                 reason=reason,

@@ -103,7 +103,7 @@ def generate_tokens(
 
     `chunks` are this rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
     `vocab_size` counts the tokenizer's ids, without the rows that pad the embedding. The text ends after `end_token`,
-    or where the training sequence length ends. `commands.generate.GenerateArguments` documents the other arguments.
+    or where the training sequence length ends. `generate.GenerateArguments` documents the other arguments.
 
     Returns:
         The new token ids; they end early where the logits of a diverged model are not finite.
