@@ -52,6 +52,10 @@ CHANGES = [
     ("model.overlap_grad_reduce=true", ()),
     ("model.overlap_param_gather=true", ("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true")),
     ("model.ddp_bucket_size=5000000", ("model.overlap_grad_reduce=true",)),
+    (
+        "model.overlap_moe_expert_parallel_comm=true",
+        ("model=moe_small", "model.expert_model_parallel_size=2", "trainer.precision=bf16", "plan.num_gpus=2"),
+    ),
     ("model.tp_comm_overlap=true", (TP2, "model.sequence_parallel=true")),
     ("model.grad_reduce_in_fp32=false", ()),
     ("model.optim.use_precision_aware_optimizer=true", ()),

@@ -18,10 +18,10 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.config.choices import Fp8RecipeName
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patched
+from gpt_pretrain.spec.recipes import RECIPES, InfinityIn
 
 # The quantizers of each product of a module (TE 2.12, pytorch/module): input, weight and result; the result's gradient
 # and the input's.
@@ -47,10 +47,10 @@ class StepCasts:
         _write(self._before[0], self._histories)
         self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
         # Local layers are no matter of megatron-core's configuration.
-        recipes = {chunk.config.fp8_recipe for chunk in chunks if chunk.config.fp8}
-        self._has_blocks = Fp8RecipeName.blockwise.value in recipes
-        self._scales_tensors = Fp8RecipeName.tensorwise.value in recipes
-        self._own_layers = [module for module in modules if is_te_linear(module)] if self._scales_tensors else []
+        shown_in = {RECIPES[chunk.config.fp8_recipe].infinity_in for chunk in chunks if chunk.config.fp8}
+        self._searches_blocks = InfinityIn.blocks in shown_in
+        self._reads_amaxes = InfinityIn.amax in shown_in
+        self._own_layers = [module for module in modules if is_te_linear(module)] if self._reads_amaxes else []
         self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *_amaxes(self._own_layers, "bwd")]
         for amaxes in (self._amaxes, self._own_amaxes):
             _write(torch.zeros_like(_flat(amaxes)), amaxes)
@@ -61,14 +61,14 @@ class StepCasts:
     def watching(self) -> Iterator[None]:
         """Around the passes of the step."""
         with ExitStack() as stack:
-            if self._has_blocks:
+            if self._searches_blocks:
                 stack.enter_context(_search_blocks(self._found))
             yield
 
     @torch.no_grad()
     def look(self) -> None:
         """Called before each pass, forward and backward, which may overwrite the amaxes of the one before."""
-        if self._scales_tensors and not self._own_amaxes:
+        if self._reads_amaxes and not self._own_amaxes:
             # Quantizers are made in the first forward pass; those of gradients have cast nothing yet.
             self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *(unused := _amaxes(self._own_layers, "bwd"))]
             _write(torch.zeros_like(_flat(unused)), unused)

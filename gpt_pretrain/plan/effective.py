@@ -32,7 +32,8 @@ _OF_MODEL = (
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
     "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size tp_comm_overlap "
-    "grad_reduce_in_fp32 optim.use_precision_aware_optimizer optim.main_params_dtype optim.store_param_remainders "
+    "overlap_moe_expert_parallel_comm grad_reduce_in_fp32 optim.use_precision_aware_optimizer "
+    "optim.main_params_dtype optim.store_param_remainders "
     "optim.exp_avg_dtype optim.exp_avg_sq_dtype activations_checkpoint_granularity activations_checkpoint_method "
     "activations_checkpoint_num_layers"
 )

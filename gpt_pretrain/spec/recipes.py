@@ -11,6 +11,7 @@ import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from gpt_pretrain.config.choices import AUTO, AmaxComputeAlgo, Fp8Backend, Fp8RecipeName
@@ -22,6 +23,17 @@ FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 _FP32_MAX = (2 - 2.0**-23) * 2.0**127
 # The keys that only delayed scaling reads.
 DELAYED_KEYS = ("fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
+
+
+class InfinityIn(Enum):
+    """What shows an infinity that a cast has saturated (docs/fp8.md, "Infinities")."""
+
+    history = "history"
+    """The amax history, after the step."""
+    amax = "amax"
+    """The quantizer's amax, until its next cast."""
+    blocks = "blocks"
+    """No number; blocks of scale 1 are searched in the tensor that was cast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +50,9 @@ class Recipe:
     """No key changes the formats."""
     scales_from: str
     """A sentence that says where a scale comes from."""
+    infinity_in: InfinityIn | None
+    """Where Transformer Engine leaves an infinity that a cast met (`fp8.infinities`). None: nowhere that is known, or
+    the layers are ours, which keep the largest amaxes themselves."""
     keeps_history: bool = False
     """Scales come from the amaxes of earlier passes, a state that checkpoints hold."""
     searches_amax: bool = False
@@ -155,6 +170,7 @@ def _torchao(refusals: Mapping[str, str] | None = None, **fields: Any) -> Recipe
     """A recipe of `torchao.float8.Float8LinearConfig.from_recipe_name`."""
     return Recipe(
         backend=Fp8Backend.torchao,
+        infinity_in=None,
         has_own_formats=True,
         least_amax=_LEAST_AMAX,
         adds_bias_rounded=True,
@@ -171,6 +187,7 @@ _TE = (
         te_class="DelayedScaling",
         e4m3=False,
         scales_from="the scale of a tensor comes from the amaxes of earlier passes",
+        infinity_in=InfinityIn.history,
         keeps_history=True,
         finer="fp8=tensorwise, whose scales follow each tensor",
         leaves_wgrad_out=True,
@@ -187,6 +204,7 @@ _TE = (
         te_class="Float8CurrentScaling",
         e4m3=False,
         scales_from="the scale of a tensor comes from the tensor itself",
+        infinity_in=InfinityIn.amax,
         searches_amax=True,
         finer="fp8=blockwise",
         gains_by_graphs=True,
@@ -203,6 +221,7 @@ _TE = (
         te_class="Float8BlockScaling",
         e4m3=True,
         scales_from="the scale of a block comes from the block itself",
+        infinity_in=InfinityIn.blocks,
         block=128,
         activation_scale_bytes=4 / 128,
         # Weights have square blocks.
@@ -227,6 +246,7 @@ _TE = (
         te_class="MXFP8BlockScaling",
         e4m3=True,
         scales_from="the scale of 32 values comes from those values",
+        infinity_in=None,
         block=32,
         activation_scale_bytes=1 / 32,
         weight_scale_bytes=1 / 32,
