@@ -11,6 +11,7 @@ from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.plan.effective import KEYS, fields_by_class, is_fp8_key
 from gpt_pretrain.spec.core_fields import HighPrecision
+from gpt_pretrain.spec.recipes import RECIPES
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
 from tests.platforms import H200, spec_of
@@ -153,6 +154,12 @@ def test_megatron_core_keeps_every_field_as_it_is_stated(overrides):
             if isinstance(field.value, HighPrecision) or name == f"{class_name}.store_param_remainders":
                 continue
             assert built[name] == _live(field.value) or (name in states and overrides != LEAN), name
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_megatron_core_keeps_the_name_by_which_a_recipe_is_found(recipe):
+    config = translate_transformer(spec_for("data=mock", f"fp8={recipe}"))
+    assert RECIPES[config.fp8_recipe].name == recipe
 
 
 def test_every_fp8_and_parallelism_key_is_in_the_table():
