@@ -249,6 +249,15 @@ A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
             ),
         ),
         (
+            CPU,
+            Refused(
+                "model=moe_small parallelism=ep2 model.overlap_moe_expert_parallel_comm=true",
+                told="model.overlap_moe_expert_parallel_comm=true trainer.precision=auto fp32 CUDA",
+                offers="trainer.precision=bf16 | model.overlap_moe_expert_parallel_comm=false",
+                world_size=2,
+            ),
+        ),
+        (
             A100,
             Refused(
                 f"{LEAN} model.optim.exp_avg_dtype=fp8",

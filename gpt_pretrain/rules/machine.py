@@ -248,6 +248,12 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
             f"model.moe_grouped_kernel={model.moe_grouped_kernel.name} needs grouped products of Transformer Engine "
             f"layers: {_why_no_grouped_products(spec)}; use null"
         )
+    is_auto = spec.config.trainer.precision is Precision.auto
+    if model.overlap_moe_expert_parallel_comm and is_auto and not platform.cuda:
+        yield (
+            "model.overlap_moe_expert_parallel_comm=true works in bf16 alone, and trainer.precision=auto is fp32 "
+            "without a CUDA device; use trainer.precision=bf16, or overlap_moe_expert_parallel_comm=false"
+        )
     if model.fused_single_qkv_rope and not platform.cuda:
         yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
     for setting, asked, instead in (
