@@ -207,6 +207,7 @@ def _problems(spec: RunSpec) -> list[str]:
         *_layer_problems(spec),
         *_kernel_problems(spec),
         *_multicast_problems(spec),
+        *_auto_problems(spec),
         *_optimizer_problems(spec),
         *_process_problems(spec),
     ]
@@ -247,12 +248,6 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
         yield (
             f"model.moe_grouped_kernel={model.moe_grouped_kernel.name} needs grouped products of Transformer Engine "
             f"layers: {_why_no_grouped_products(spec)}; use null"
-        )
-    is_auto = spec.config.trainer.precision is Precision.auto
-    if model.overlap_moe_expert_parallel_comm and is_auto and not platform.cuda:
-        yield (
-            "model.overlap_moe_expert_parallel_comm=true works in bf16 alone, and trainer.precision=auto is fp32 "
-            "without a CUDA device; use trainer.precision=bf16, or overlap_moe_expert_parallel_comm=false"
         )
     if model.fused_single_qkv_rope and not platform.cuda:
         yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
@@ -306,21 +301,31 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
             yield f"{native} rounds the gradient of the logits to BF16, and trainer.precision=fp32; use null or linear"
 
 
+def _auto_problems(spec: RunSpec) -> Iterator[str]:
+    """What fp32 cannot do, where nobody asked for fp32: an explicit one is refused without a machine."""
+    model = spec.model
+    if spec.platform.cuda or spec.config.trainer.precision is not Precision.auto:
+        return
+    for asked, key, why in (
+        (
+            spec.stored_fp8 is not None and spec.te_fp8 is None,
+            "fp8_params",
+            "casts weights from masters, which weights in fp32 have none of",
+        ),
+        (model.optim.use_precision_aware_optimizer, "optim.use_precision_aware_optimizer", "needs weights in BF16"),
+        (model.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm", "works in bf16 alone"),
+    ):
+        if asked:
+            yield (
+                f"model.{key}=true {why}, and trainer.precision=auto is fp32 without a CUDA device; use "
+                f"trainer.precision=bf16, or {key.rpartition('.')[2]}=false"
+            )
+
+
 def _optimizer_problems(spec: RunSpec) -> Iterator[str]:
     optim, platform = spec.model.optim, spec.platform
-    is_auto = spec.config.trainer.precision is Precision.auto
-    if spec.stored_fp8 is not None and spec.te_fp8 is None and is_auto and not platform.cuda:
-        yield (
-            "model.fp8_params=true: FP8 weights are cast from masters, and weights in fp32 have none, which "
-            "trainer.precision=auto is without a CUDA device; use trainer.precision=bf16, or fp8_params=false"
-        )
     if not optim.use_precision_aware_optimizer:
         return
-    if not platform.cuda and is_auto:
-        yield (
-            "model.optim.use_precision_aware_optimizer=true needs weights in BF16, and trainer.precision=auto is fp32 "
-            "without a CUDA device; use trainer.precision=bf16, or use_precision_aware_optimizer=false"
-        )
     if platform.cuda and optim.exp_avg_dtype is MomentDtype.fp8 and not platform.has_fp8:
         # Triton reads and writes E4M3 only there.
         yield (
