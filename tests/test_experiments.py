@@ -4,6 +4,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from gpt_pretrain.benchmark.variants import benchmark_problems, benchmark_variants
 from gpt_pretrain.config.source import Loader, Source
@@ -15,6 +16,7 @@ from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from tests.forked_runs import fork_ranks
+from tests.rounding import fp8_anew_tolerance, loss_tolerance
 from tests.runs import small_corpus
 
 # Preset → processes it is for, and whether it refuses another number. With nodes of eight beyond eight.
@@ -49,6 +51,28 @@ NOT_ON_H100 = ("llama3_8b_8gpu", "mixtral_8x7b_8gpu", "qwen3_30b_a3b_8gpu")
 GPUS_OF_A_NODE = 8
 # As the comments of the presets say it.
 OWN_CORPUS = ("data=mmap", "model.data.data_prefix=[web_text_document]")
+# Every key that the preset's layers, layout and batches leave to their sizes and to the length of the run.
+NARROW_LLAMA = (
+    "data=mock",
+    "model.num_layers=2",
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=256",
+    "model.vocab_size=512",
+    "model.num_attention_heads=8",
+    "model.num_query_groups=4",
+    "model.encoder_seq_length=64",
+    "trainer.max_steps=2",
+    "trainer.log_every_n_steps=1",
+    "logging.tensorboard=false",
+    "sample.max_new_tokens=0",
+    "checkpoint.save_interval_minutes=null",
+)
+# Of the preset; one process has nothing to overlap.
+NO_OVERLAP = (
+    "model.use_distributed_optimizer=false",
+    "model.overlap_grad_reduce=false",
+    "model.overlap_param_gather=false",
+)
 
 
 def test_every_experiment_is_in_the_table():
@@ -191,6 +215,24 @@ def test_smoke_runs_and_keeps_no_checkpoint(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "step 10/10" in done.stdout
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_preset_of_the_readme_trains_on_eight_processes_as_on_one(tmp_path):
+    """Llama 3 8B's layers, layout and batches, in narrow layers: TP 2 with sequence parallelism and DP 4, emulated FP8."""
+    run = ["experiment=llama3_8b_8gpu", "fp8=delayed", "model.fp8_emulate=true", *NARROW_LLAMA]
+    losses = []
+    for num_ranks, layout in ((8, []), (1, ["parallelism=single", "trainer.devices=1", *NO_OVERLAP])):
+        run_dir = tmp_path / f"{num_ranks}_ranks"
+        done = fork_ranks(num_ranks, ["-m", "gpt_pretrain", *run, *layout, f"run_dir={run_dir}"])
+        assert done.returncode == 0, done.stderr[-3000:]
+        metrics = load_metrics(run_dir)
+        assert metrics.fp8_coverage is not None, "FP8 was proven"
+        losses.append([record.loss for record in metrics.train])
+    model = load_config(run).model
+    for step, (ours, expected) in enumerate(zip(*losses, strict=True), start=1):
+        # Data parallel ranks scale their own microbatches.
+        tolerance = loss_tolerance(model, torch.float32, step) + fp8_anew_tolerance(model, step)
+        assert ours == pytest.approx(expected, rel=tolerance)
 
 
 def test_the_default_model_learns_without_a_leap(tmp_path, cache_dir):
