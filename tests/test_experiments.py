@@ -218,7 +218,7 @@ def test_smoke_runs_and_keeps_no_checkpoint(tmp_path):
 
 
 def test_the_preset_of_the_readme_trains_on_eight_processes_as_on_one(tmp_path):
-    """Llama 3 8B's layers, layout and batches, in narrow layers: TP 2 with sequence parallelism and DP 4, emulated FP8."""
+    """Llama 3 8B's layers, layout and batches, made narrow: TP 2 with sequence parallelism, DP 4, emulated FP8."""
     run = ["experiment=llama3_8b_8gpu", "fp8=delayed", "model.fp8_emulate=true", *NARROW_LLAMA]
     losses = []
     for num_ranks, layout in ((8, []), (1, ["parallelism=single", "trainer.devices=1", *NO_OVERLAP])):
