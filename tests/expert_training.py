@@ -17,7 +17,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.training.dump import Dump, named_weights, write_dump
-from gpt_pretrain.training.guards import BadStep
+from gpt_pretrain.training.stop import BadStep
 from gpt_pretrain.training.watches import ExpertWatch
 from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
 from tests.refusals import compose_quickly

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
+from gpt_pretrain.checkpoint.load import (
+    VerifiedCheckpoint,
+    choose_start,
+    load_checkpoint,
+    load_weights,
+    verify_checkpoint,
+)
 from gpt_pretrain.checkpoint.manifest import read_manifest
-from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, choose_start, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress, describe_fp8_state, keeps_fp8_state, take_extra_states
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch

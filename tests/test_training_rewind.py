@@ -6,11 +6,12 @@ import signal
 import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, checkpoints_away_from, take_back
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training.checkpoints import checkpoints_away_from, take_back
 from tests.checkpoint_files import publish
 from tests.emulated_training import TINY, emulate, emulated_training
 from tests.expert_training import EXPERTS

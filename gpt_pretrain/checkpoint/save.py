@@ -196,7 +196,7 @@ class CheckpointSaver:
         is_stopgap = by_clock and self._has_stopgaps
         retention = KEEP_ALL if is_stopgap else self._retention
         destination = Destination(directory=self.directory, step=progress.step, retention=retention)
-        gives_way = is_stopgap and not self._retention.keeps_for_ever(destination.path)
+        gives_way = is_stopgap and not self._retention.keeps_forever(destination.path)
         share = _plan_share(self._trainable, destination.path)
         problem = self._begin(destination, share)
         if problem is not None:

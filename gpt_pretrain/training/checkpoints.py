@@ -7,27 +7,37 @@ the weights precedes the loss that shows it. So the run goes back to its newest 
 batches made no spike from another state of the model). A spike that returns within the margin after the rewind takes
 the run back one checkpoint more. All ranks decide alike: they read the same sum of losses, and rank 0 looks for the
 checkpoint.
+
+A rewind is on the disk before anything is loaded, in three atomic steps: `latest` names the checkpoint, those of the
+steps given up are removed, and the checkpoint's manifest says with which sample training continues. A process killed
+meanwhile leaves a checkpoint to resume from: with the samples that it was saved with before the last of these steps,
+with those of the rewind after it.
 """
 
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, is_given_up, out_of_the_way, step_of
+from gpt_pretrain.checkpoint.load import VerifiedCheckpoint, load_checkpoint, resume_from
+from gpt_pretrain.checkpoint.manifest import write_manifest
 from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
-from gpt_pretrain.checkpoint.start import checkpoints_away_from, resume_from, take_back
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.files import fsync, write_file
+from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.report.records import CheckpointRecord, LossSpikeRecord, Record, RewindRecord
-from gpt_pretrain.training.guards import TooManySpikesError
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import Meter
+from gpt_pretrain.training.stop import TooManySpikesError
 from gpt_pretrain.training.watchdog import Watchdog
 
 
 class Saves:
-    """Saves what is trained, beside the loop or while it waits; every rank has one and calls it at the same steps.
+    """Saves the run while the loop goes on or waits; every rank calls it at the same steps.
 
     The outcome of a save is known at a later step: all methods but `reserve` raise a RunError if a save has failed and
     `checkpoint.on_save_error` is stop.
@@ -42,30 +52,30 @@ class Saves:
         self._watchdog = watchdog
         self._meter = meter
         self.problem: str | None = None
-        """Why the newest save has failed; None if it has not."""
+        """Why the newest save failed; None if it did not."""
 
     def reserve(self) -> None:
         """Takes host memory before the first step, so that the first save need not wait for it.
 
-        A run that saves only by the clock may end before any save: there the first save takes the memory.
+        A run that saves only by the clock may end before any save, so there the first save takes the memory.
         """
         if self._config.async_save and self._config.save_interval is not None:
             with self._watchdog.busy("reserving host memory"), self._model.gathered_parameters():
                 self.saver.reserve()
 
     def begin(self, progress: Progress, *, by_clock: bool) -> None:
-        """Begins to save; an earlier save that has failed ends the run before that."""
+        """Begins to save, once the save before has ended; if that one failed, the run may end here."""
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), self._model.gathered_parameters():
             self._settle(self.saver.wait(), progress.step)
             outcomes = self.saver.save(progress, by_clock=by_clock)
         self._settle(outcomes, progress.step)
 
     def poll(self, step: int) -> None:
-        """Settles the save that has ended, if one has; call it after every step."""
+        """Logs a save that has ended; called after every step."""
         self._settle(self.saver.poll(), step)
 
     def wait(self, step: int) -> None:
-        """Waits for the save that is being written, if one is."""
+        """Waits for the save in progress, if any."""
         with self._watchdog.busy("waiting for a checkpoint"):
             outcomes = self.saver.wait()
         self._settle(outcomes, step)
@@ -88,7 +98,7 @@ class Saves:
 
 
 class GoBack(Exception):
-    """Ends the loop where it stands, on all ranks at the same step, to go back to one of the candidates."""
+    """Leaves the loop, on all ranks at the same step, to go back to one of the candidates."""
 
     def __init__(self, spike: LossSpikeRecord, candidates: Sequence[Path]) -> None:
         super().__init__(spike, candidates)
@@ -97,12 +107,12 @@ class GoBack(Exception):
 
 
 def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
-    """Decides what follows a spike; every rank calls it, while no save is being written.
+    """Decides what follows a spike; every rank calls it, while no save is in progress.
 
     `spikes` are the steps with a spike, this one included: the run does not go back to a checkpoint near one of them.
 
     Returns:
-        Why the run goes on, where it cannot go back.
+        Why the run continues without going back.
 
     Raises:
         GoBack: There is a checkpoint to go back to.
@@ -132,6 +142,63 @@ def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes
     )
 
 
+def checkpoints_away_from(
+    directory: Path, steps: Iterable[int], progress: Progress, *, before: int, margin: int
+) -> list[Path]:
+    """The checkpoints that a run may go back to, newest first; every rank calls it, while no save is in progress.
+
+    They are at least `margin` steps before the step `before`, and at least as far from each of `steps`. Checkpoints of
+    attempts that were given up do not count.
+    """
+
+    def find() -> list[Path]:
+        return [
+            path
+            for path in complete_checkpoints(directory)[::-1]
+            if step_of(path) <= before - margin
+            and all(abs(step - step_of(path)) >= margin for step in steps)
+            and not is_given_up(path, progress.given_up)
+        ]
+
+    return on_rank_zero(find)
+
+
+def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: Progress) -> VerifiedCheckpoint:
+    """Makes one of the run's checkpoints its newest, to continue with another sample; every rank calls it.
+
+    Training passes over the samples from the checkpoint's to `next_sample`. `given_up_at` is how far the run was: it
+    has no checkpoint of a later step.
+
+    Returns:
+        The checkpoint with its new manifest; its tensors are unchanged.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    path, saved = checkpoint.path, checkpoint.manifest
+    manifest = replace(
+        saved,
+        consumed_samples=next_sample,
+        rewinds=given_up_at.rewinds + 1,
+        given_up=given_up_at.given_up,
+        passed_over=[*saved.passed_over, [saved.consumed_samples, next_sample - saved.consumed_samples]],
+    )
+
+    def write() -> None:
+        write_file(path.parent / POINTER, path.name + "\n")
+        given_up = range(step_of(path) + 1, given_up_at.step + 1)
+        others = [other for other in complete_checkpoints(path.parent) if step_of(other) in given_up]
+        renamed = [out_of_the_way(other) for other in others]
+        fsync(path.parent)
+        for left in renamed:
+            # The next save removes what cannot be removed now.
+            shutil.rmtree(left, ignore_errors=True)
+        write_manifest(path, manifest)
+
+    on_rank_zero(write)
+    return replace(checkpoint, manifest=manifest)
+
+
 def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress, RewindRecord]:
     """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
 
@@ -139,7 +206,7 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
         How far the run is now, and the record of the rewind.
 
     Raises:
-        TooManySpikesError: The samples that are left would not last to the end of the run.
+        TooManySpikesError: The remaining samples would not last to the end of the run.
         UserError: The checkpoint is damaged, and `checkpoint.fall_back` is off or no other one verifies.
     """
     began = time.monotonic()

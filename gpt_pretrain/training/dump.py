@@ -35,8 +35,8 @@ from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.whole_layers import without_graphs
 from gpt_pretrain.report.json_objects import to_json_value
 from gpt_pretrain.spec.run_spec import RunSpec
-from gpt_pretrain.training.guards import BadStep
 from gpt_pretrain.training.step import compute_gradients, mean_loss
+from gpt_pretrain.training.stop import BadStep
 
 _WEIGHT, _FORWARD, _BACKWARD, _WEIGHT_GRADIENT = range(4)
 _PHASES = {

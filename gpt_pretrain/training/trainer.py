@@ -16,10 +16,9 @@ from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, ValidationRecord
 from gpt_pretrain.training.checkpoints import GoBack, Saves, check_spike, go_back
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
-from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import Meter, data_iterators, train_step, validate
-from gpt_pretrain.training.stop import StopRequest
+from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
 from gpt_pretrain.training.watches import ExpertWatch, FirstStep, Fp8Watch
 
