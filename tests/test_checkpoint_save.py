@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zipfile
+from concurrent import futures
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_a_writer_that_dies_is_told_at_the_next_step(training, saver):
     (good,) = [*saver.save(at(1)), *saver.wait()]
     with disk_that(die):
         saver.save(at(2))
-        saver._running.thread.join()
+        futures.wait([saver._running.written])
     (outcome,) = saver.poll()
     assert outcome.problem == (
         "the checkpoint of step 2 could not be saved: "

@@ -11,7 +11,7 @@ from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.training.checkpoints import checkpoints_away_from, take_back
+from gpt_pretrain.training.rewind import checkpoints_away_from, take_back
 from tests.checkpoint_files import publish
 from tests.emulated_training import TINY, emulate, emulated_training
 from tests.expert_training import EXPERTS

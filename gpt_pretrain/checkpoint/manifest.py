@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: what it holds, of which run, and the size and SHA-256 of each of its files.
+"""The manifest of a checkpoint: its contents, its run, and the size and SHA-256 of each of its files.
 
-`manifest.json` is written last: a checkpoint that has one is complete. It is plain JSON, so that Python alone can tell
-checkpoints apart and check them, without torch. It carries a SHA-256 of itself, which finds a changed digit in it as
-the other hashes find one in a tensor.
+`manifest.json` is written last, so a checkpoint that has one is complete. It is plain JSON, which Python reads without
+torch. A SHA-256 of its own shows a changed digit in it, as the files' hashes do in a tensor.
 """
 
 import dataclasses
@@ -41,11 +40,7 @@ class FileDigest:
 
     @classmethod
     def of(cls, name: str, entry: Any) -> Self:
-        """Reads a file's entry in `manifest.json`.
-
-        Raises:
-            ValueError: The file is in another directory, or the entry is malformed.
-        """
+        """Reads a file's entry in `manifest.json`; a ValueError if it is malformed or the file is elsewhere."""
         if PurePath(name).name != name:
             raise ValueError(f"{name!r} is no name of a file in its directory")
         if not isinstance(entry, dict) or not all(_fits(entry.get(key), kind) for key, kind in _DIGEST.items()):
@@ -55,15 +50,12 @@ class FileDigest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself and of the run that saved it.
-
-    Versions before the fields with defaults did not write them.
-    """
+    """What a checkpoint says of itself and of the run that saved it; older ones lack the fields with defaults."""
 
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Training samples behind the run in the data, including those that it passed over."""
+    """Training samples behind the run in the data, including those passed over."""
     time_unix: float
     """When it was saved: seconds since 1970-01-01 UTC."""
     versions: Mapping[str, str]
@@ -85,14 +77,14 @@ class Manifest:
     passed_over: Sequence[Sequence[int]] = ()
     """Samples that rewinds gave up and nothing was trained on: the first and the number of each range."""
     losses: Sequence[float] = ()
-    """The last losses in nats per token, oldest first, which tell what a spike is."""
+    """The last losses in nats per token, oldest first, by which spikes are found."""
     spikes: Sequence[int] = ()
-    """Steps with a loss spike that were trained on nevertheless."""
+    """Steps with a loss spike that the run kept."""
     given_up: Sequence[Sequence[float]] = ()
-    """Which checkpoints of the directory belong to attempts that the run was taken back from: pairs of a step and a
-    time, for those of that step or a later one that were saved before that time (`directory.is_given_up`)."""
+    """Which checkpoints of the directory belong to attempts that were given up: pairs of a step and a time, for those
+    of that step or a later one that were saved before that time (`directory.is_given_up`)."""
     gives_way: bool = False
-    """Whether the run's next checkpoint takes its place, because only the clock asked for it."""
+    """Whether the next checkpoint replaces it, because only the clock asked for it."""
 
     @property
     def num_bytes(self) -> int:
@@ -100,16 +92,12 @@ class Manifest:
         return sum(file.num_bytes for file in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the hash of the whole."""
+        """Plain values, without the manifest's own hash."""
         return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Undoes `to_json`; fields that this version does not know are ignored.
-
-        Raises:
-            ValueError: A field is missing or holds something else.
-        """
+        """Undoes `to_json` and ignores unknown fields; a ValueError if a field is missing or holds something else."""
         fields = [
             field for field in dataclasses.fields(cls) if field.name in values or field.default is dataclasses.MISSING
         ]
@@ -132,7 +120,7 @@ _LARGEST, _LAST_S = 2**53, 2**32
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is what a field of that type holds, including everything inside it."""
+    """Whether a JSON value, with everything inside it, fits a field's type."""
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin is Mapping:
         return isinstance(value, dict) and all(_fits(each, inside[1]) for each in value.values())
@@ -144,12 +132,12 @@ def _fits(value: Any, kind: Any) -> bool:
         return type(value) is bool
     if kind is float:
         return type(value) in (int, float)
-    # Files are read by `FileDigest.of`, the configuration by its schema.
+    # `FileDigest.of` checks files, the schema the configuration.
     return isinstance(value, str) if kind is str else True
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what the tensors of a checkpoint depend on; a package that is not installed is left out."""
+    """Versions of the installed packages that a checkpoint's tensors depend on."""
     versions = {}
     for name in _DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -162,11 +150,7 @@ def _hash_of(values: Mapping[str, Any]) -> str:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` into a checkpoint's directory, and waits until the disk has it.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Writes `manifest.json` into a checkpoint's directory, and waits until the disk has it."""
     values = manifest.to_json()
     text = json.dumps({**values, "sha256": _hash_of(values)}, indent=1, sort_keys=True)
     write_file(directory / MANIFEST, text + "\n")
@@ -184,7 +168,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         values = read_foreign_json(file)
     except FileNotFoundError:
-        # A hurried user names the run's directory, or that of its checkpoints.
+        # The user may have named the run's directory, or that of its checkpoints.
         below = sorted(found.parent for found in [*path.glob(f"step_*/{MANIFEST}"), *path.glob(f"*/step_*/{MANIFEST}")])
         other = f"one in it, as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
         raise UserError(
@@ -215,9 +199,9 @@ _ANOTHER = "use another checkpoint of the run"
 
 
 def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> list[list[Item]]:
-    """Deals items out to ranks, files or threads in shares of even size; every process computes the same shares.
+    """Deals items out to ranks, files or threads in even shares; every process computes the same.
 
-    The largest are dealt first, each to the share that is the smallest so far; `sizes` has the size of each item.
+    The largest item goes first, each to the smallest share so far; `sizes` has the size of each item.
     """
     shares: list[list[Item]] = [[] for _ in range(num_shares)]
     totals = [0] * num_shares
@@ -235,11 +219,7 @@ def _hash_file(path: Path) -> FileDigest:
 
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
-    """Sizes and hashes of some files of a directory as they are now, read by several threads.
-
-    Raises:
-        OSError: One of them cannot be read.
-    """
+    """Sizes and hashes of files of a directory, read by several threads."""
     names = sorted(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: _hash_file(directory / name), names), strict=True))
@@ -248,8 +228,8 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
 def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
     """Compares the files of a checkpoint with its manifest: this rank's share of them (`deal`), with several threads.
 
-    Without `hashes` only the sizes are compared. Of the files that the manifest does not know, only those are told
-    that torch or megatron-core would read.
+    Without `hashes` only the sizes are compared. A file that the manifest does not know is a problem if torch or
+    megatron-core would read it.
 
     Returns:
         A sentence for each file that is missing, truncated, changed or unknown.

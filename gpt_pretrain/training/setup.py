@@ -1,4 +1,4 @@
-"""What a run is made of once its ranks are connected: model, optimizer and schedule, its data, and where it stands."""
+"""Builds a run once its ranks are connected: model, optimizer, schedule, data, and the state that it starts from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class Setup:
     corpus: Corpus
     run_dir: Path
     start: Start | None
-    """The checkpoint that it goes on from or takes its weights from; None where it begins anew."""
+    """The checkpoint that it resumes or takes its weights from; None for a fresh start."""
     trainable: Trainable
     progress: Progress
     notes: Sequence[str]
-    """What differs from the checkpoint, for the user."""
+    """Differences from the checkpoint, for the user."""
     train_data: SampleDataset
     valid_data: SampleDataset | None
 
@@ -40,16 +40,16 @@ class Setup:
 
     @property
     def checkpoints(self) -> Path:
-        """Where it saves."""
+        """Where the run saves."""
         return self.run_dir / "checkpoints"
 
 
 def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
-    """Builds a run and restores what it goes on from; every rank calls it.
+    """Builds a run and restores its checkpoint, if it has one; every rank calls it.
 
     Raises:
-        UserError: There is no such checkpoint, it is damaged, or it does not fit the run; or there are no FP8 scales
-            for `checkpoint.reset_fp8_state` to drop.
+        UserError: The checkpoint is missing, damaged or does not fit the run, or there are no FP8 scales for
+            `checkpoint.reset_fp8_state` to drop.
     """
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
@@ -87,7 +87,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
 
 
 def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:
-    """Refuses, before a model is built, to drop FP8 scales unasked, and a request to drop those of no checkpoint."""
+    """Refuses, before a model is built, to drop FP8 scales unasked, and to drop them without a checkpoint."""
     reset = spec.config.checkpoint.reset_fp8_state
     if start is not None and not start.weights_only:
         keeps_fp8_state(start.checkpoint.path, spec.fp8, start.checkpoint.manifest.fp8, reset=reset)

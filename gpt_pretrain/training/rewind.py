@@ -1,4 +1,4 @@
-"""The checkpoints of a training loop: it saves them as it goes, and goes back to one behind a loss spike.
+"""How a run goes back behind a loss spike, to one of its checkpoints.
 
 A spike is found when its loss is read, while the next step runs. Its cause may be older still: the update that ruined
 the weights precedes the loss that shows it. So the run goes back to its newest checkpoint at least
@@ -16,85 +16,19 @@ with those of the rewind after it.
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, is_given_up, out_of_the_way, step_of
 from gpt_pretrain.checkpoint.load import VerifiedCheckpoint, load_checkpoint, resume_from
 from gpt_pretrain.checkpoint.manifest import write_manifest
-from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
 from gpt_pretrain.checkpoint.state import Progress
-from gpt_pretrain.config.choices import OnSaveError
-from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.files import fsync, write_file
 from gpt_pretrain.megatron.parallel import on_rank_zero
-from gpt_pretrain.report.records import CheckpointRecord, LossSpikeRecord, Record, RewindRecord
+from gpt_pretrain.report.records import LossSpikeRecord, RewindRecord
 from gpt_pretrain.training.setup import Setup
-from gpt_pretrain.training.step import Meter
 from gpt_pretrain.training.stop import TooManySpikesError
-from gpt_pretrain.training.watchdog import Watchdog
-
-
-class Saves:
-    """Saves the run while the loop goes on or waits; every rank calls it at the same steps.
-
-    The outcome of a save is known at a later step: all methods but `reserve` raise a RunError if a save has failed and
-    `checkpoint.on_save_error` is stop.
-    """
-
-    def __init__(self, setup: Setup, *, log: Callable[[Record], None], watchdog: Watchdog, meter: Meter) -> None:
-        self.saver = CheckpointSaver(setup.checkpoints, setup.trainable, setup.config, setup.corpus.fingerprints)
-        """Entered while the loop runs."""
-        self._model = setup.trainable.model
-        self._config = setup.config.checkpoint
-        self._log = log
-        self._watchdog = watchdog
-        self._meter = meter
-        self.problem: str | None = None
-        """Why the newest save failed; None if it did not."""
-
-    def reserve(self) -> None:
-        """Takes host memory before the first step, so that the first save need not wait for it.
-
-        A run that saves only by the clock may end before any save, so there the first save takes the memory.
-        """
-        if self._config.async_save and self._config.save_interval is not None:
-            with self._watchdog.busy("reserving host memory"), self._model.gathered_parameters():
-                self.saver.reserve()
-
-    def begin(self, progress: Progress, *, by_clock: bool) -> None:
-        """Begins to save, once the save before has ended; if that one failed, the run may end here."""
-        with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), self._model.gathered_parameters():
-            self._settle(self.saver.wait(), progress.step)
-            outcomes = self.saver.save(progress, by_clock=by_clock)
-        self._settle(outcomes, progress.step)
-
-    def poll(self, step: int) -> None:
-        """Logs a save that has ended; called after every step."""
-        self._settle(self.saver.poll(), step)
-
-    def wait(self, step: int) -> None:
-        """Waits for the save in progress, if any."""
-        with self._watchdog.busy("waiting for a checkpoint"):
-            outcomes = self.saver.wait()
-        self._settle(outcomes, step)
-
-    def _settle(self, outcomes: Sequence[SaveOutcome], step: int) -> None:
-        for outcome in outcomes:
-            self.problem = outcome.problem
-            self._log(
-                CheckpointRecord(
-                    step=step,
-                    saved_step=outcome.step,
-                    num_bytes=outcome.num_bytes,
-                    stall_s=outcome.stall_s,
-                    time_s=outcome.time_s,
-                    problem=outcome.problem,
-                )
-            )
-            if outcome.problem is not None and self._config.on_save_error is OnSaveError.stop:
-                raise RunError(outcome.problem)
 
 
 class GoBack(Exception):
