@@ -67,10 +67,8 @@ def rank_zero_of(world_size: int, *, local_world_size: int, launcher: str) -> La
 
 
 def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:
-    value = env.get(key) or None
+    value = env.get(key) or default
     if value is None:
-        if default is not None:
-            return default
         raise ConfigError(
             [f"{key} is not set although the launcher's other variables are; start with torchrun or srun"]
         )

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,30 +90,25 @@ def read_submission(launcher: DictConfig) -> Submission:
     return submission
 
 
-def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to submit a job with: this Python for its ranks, and no variable that changes their number."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(_COUNTING_VARIABLES)}
-    if Path(sys.prefix, "bin", "python").is_file():
-        # What the user has set stands.
-        kept.setdefault("VENV", sys.prefix)
-    return kept
-
-
 def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> str:
     """Hands one run to Slurm, with the arguments of its `python -m gpt_pretrain`, and returns the job's number.
 
-    The job's log is written to the run directory.
+    The job writes its log to the run directory.
 
     Raises:
         UserError: Slurm is not installed or refuses the job, or the run directory cannot be made.
     """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_COUNTING_VARIABLES)}
+    if Path(sys.prefix, "bin", "python").is_file():
+        # Ranks use this Python, unless the user has set another.
+        environment.setdefault("VENV", sys.prefix)
     log = f"--output={str(run_dir).replace('%', '%%')}/slurm-%j.out"
     command = ["sbatch", "--parsable", log, *submission.options, submission.script, *arguments]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
             command,
-            env=job_environment(os.environ),
+            env=environment,
             capture_output=True,
             text=True,
             check=False,

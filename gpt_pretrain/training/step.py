@@ -76,16 +76,12 @@ def _before_backward(output: torch.Tensor, call: Callable[[], None]) -> None:
         output.register_hook(lambda _: call())
 
 
-def _do_nothing() -> None:
-    """The default for passes whose casts are not watched."""
-
-
 def _run_schedule(
     model: Model,
     iterators: Sequence[Iterator[Batch] | None],
     *,
     forward_only: bool,
-    before_pass: Callable[[], None] = _do_nothing,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     config, num_microbatches = model.spec.model, model.spec.layout.num_microbatches
     reports = get_forward_backward_func()(
@@ -121,7 +117,7 @@ def compute_gradients(
     trainable: Trainable,
     iterators: Sequence[Iterator[Batch] | None],
     *,
-    before_pass: Callable[[], None] = _do_nothing,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Forward and backward over all microbatches of this rank; gradients accumulate from zero.
 
