@@ -46,11 +46,7 @@ class CheckpointArguments:
 
 
 def find_directory(path: Path) -> Path:
-    """The directory of checkpoints, given a run's directory or its `checkpoints`.
-
-    Raises:
-        UserError: It is neither.
-    """
+    """The directory of checkpoints, given a run's directory or its `checkpoints`; a UserError for anything else."""
     if not path.is_dir():
         raise UserError(f"{path} is not a directory; name a run's directory, or its checkpoints/")
     if (path / MANIFEST).is_file():
@@ -62,11 +58,7 @@ def find_directory(path: Path) -> Path:
 
 
 def show_list(path: Path) -> None:
-    """Prints a run's checkpoints as a table, in the order in which they were saved.
-
-    Raises:
-        UserError: There are none at this path.
-    """
+    """Prints a run's checkpoints as a table, in the order in which they were saved."""
     directory = find_directory(path)
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
     for name in ("step", "saved", "size", "layout", "fp8"):
@@ -120,11 +112,7 @@ def _fp8(model: Mapping[str, Any]) -> str:
 
 
 def verify(path: Path) -> None:
-    """Reads every byte of a checkpoint, or of all checkpoints of a run, and prints what was found.
-
-    Raises:
-        UserError: A file is missing, truncated or changed: names each; or there is no checkpoint at this path.
-    """
+    """Reads every byte of a checkpoint, or of all of a run, and prints each that is whole; raises the problems."""
     is_one = (path / MANIFEST).is_file() or path.name.startswith("step_")
     problems = []
     for checkpoint in [path] if is_one else complete_checkpoints(find_directory(path)):

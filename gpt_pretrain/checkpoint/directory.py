@@ -28,20 +28,13 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:
-    """Every checkpoint of a run in the order in which they were saved, whether `latest` names it or not.
-
-    After a rewind, newer checkpoints have lower steps.
-    """
+    """Every checkpoint of a run in the order in which they were saved; after a rewind not that of their steps."""
     complete = [path for path in _steps(directory) if (path / MANIFEST).is_file()]
     return sorted(complete, key=lambda path: (_saved_at(path), step_of(path)))
 
 
 def _steps(directory: Path) -> list[Path]:
-    """Everything named like a checkpoint; nothing if there is no directory yet.
-
-    Raises:
-        UserError: The directory cannot be read, or is a dangling link.
-    """
+    """Everything named like a checkpoint; nothing without a directory, but a dangling link is an error."""
     try:
         return [directory / name for name in os.listdir(directory) if _is_step(name)]
     except OSError as error:

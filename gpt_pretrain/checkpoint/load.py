@@ -117,11 +117,8 @@ def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
 def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
     """Finds and verifies what a run starts from, None for fresh weights; every rank calls it.
 
-    A start from an earlier checkpoint gives up the later ones of the run's directory: the start's manifest says so in
-    memory, and the manifests that the run will save say so on the disk.
-
-    Raises:
-        UserError: The checkpoint is missing or damaged without a substitute, or `resume=never` would overwrite a run.
+    A start from an earlier checkpoint gives up the later ones of the run's directory. The start's manifest says so in
+    memory, and the manifests that the run will save on the disk.
     """
     start = _find_start(config, directory)
     return start if start is None or start.weights_only else _give_up_others(start, directory)
@@ -171,11 +168,7 @@ def _give_up_others(start: Start, directory: Path) -> Start:
 
 
 def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
-    """Verifies the first candidate, or with `fall_back` finds the first one that verifies; every rank calls it.
-
-    Raises:
-        UserError: No candidate verifies; says why, and the ways out.
-    """
+    """Verifies the first candidate, or with `fall_back` finds the first one that verifies; every rank calls it."""
     passed_over: list[str] = []
     for path in candidates:
         try:

@@ -43,7 +43,9 @@ class FileDigest:
         """Reads a file's entry in `manifest.json`; a ValueError if it is malformed or the file is elsewhere."""
         if PurePath(name).name != name:
             raise ValueError(f"{name!r} is no name of a file in its directory")
-        if not isinstance(entry, dict) or not all(_fits(entry.get(key), kind) for key, kind in _DIGEST.items()):
+        if not isinstance(entry, dict) or not all(
+            _fits(entry.get(field.name), field.type) for field in dataclasses.fields(cls)
+        ):
             raise ValueError(f"{name!r} has no num_bytes and sha256")
         return cls(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
 
@@ -114,7 +116,6 @@ class Manifest:
         return cls(**{**known, "files": files})
 
 
-_DIGEST = {"num_bytes": int, "sha256": str}
 # Counts of steps, samples and bytes, and seconds since 1970 of which every system makes a date.
 _LARGEST, _LAST_S = 2**53, 2**32
 
@@ -128,12 +129,9 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
     if kind is int:
         return type(value) is int and 0 <= value <= _LARGEST
-    if kind is bool:
-        return type(value) is bool
-    if kind is float:
-        return type(value) in (int, float)
+    types = {bool: (bool,), str: (str,), float: (int, float)}
     # `FileDigest.of` checks files, the schema the configuration.
-    return isinstance(value, str) if kind is str else True
+    return type(value) in types[kind] if kind in types else True
 
 
 def installed_versions() -> dict[str, str]:
@@ -157,11 +155,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of a checkpoint.
-
-    Raises:
-        UserError: There is no such directory, no manifest in it, or one that is garbled or of another version.
-    """
+    """Reads the manifest of a checkpoint; a UserError if there is none, or it is garbled or of another version."""
     file = path / MANIFEST
     if not path.is_dir():
         raise UserError(f"{path} does not exist; name the directory of a checkpoint, RUN_DIR/checkpoints/step_…")
@@ -226,13 +220,10 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
 
 
 def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """Compares the files of a checkpoint with its manifest: this rank's share of them (`deal`), with several threads.
+    """Compares this rank's share of a checkpoint's files with the manifest; returns a sentence for each problem.
 
     Without `hashes` only the sizes are compared. A file that the manifest does not know is a problem if torch or
     megatron-core would read it.
-
-    Returns:
-        A sentence for each file that is missing, truncated, changed or unknown.
     """
     read = [] if rank else sorted({file for name in _READ for file in path.glob(name)})
     unknown = [

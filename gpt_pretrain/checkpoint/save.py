@@ -179,11 +179,8 @@ class CheckpointSaver:
     def save(self, progress: Progress, *, by_clock: bool = False) -> list[SaveOutcome]:
         """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
 
-        The caller has waited for the save before (`wait`). `by_clock`: only `checkpoint.save_interval_minutes` asks for
-        this one.
-
-        Returns:
-            The outcome, if the save has ended: it was refused, or `checkpoint.async_save` is off.
+        The caller has waited for the save before. `by_clock`: only `checkpoint.save_interval_minutes` asks for one.
+        The outcome is returned if the save has ended: it was refused, or `checkpoint.async_save` is off.
         """
         assert self._running is None, "one save at a time"
         began = time.monotonic() - self._waited_s
@@ -207,10 +204,7 @@ class CheckpointSaver:
         return [] if goes_on else self.wait()
 
     def poll(self) -> list[SaveOutcome]:
-        """The outcome of a save that has ended, at the same step on all ranks; every rank calls it once a step.
-
-        An asynchronous all-reduce of one number, read a step later, tells whether all ranks are done.
-        """
+        """The outcome of a save that has ended on all ranks, at the same step; every rank calls it once a step."""
         if self._running is None:
             return []
         if self._loop is None:
@@ -220,6 +214,7 @@ class CheckpointSaver:
             self._asked = None
             if int(self._is_done):
                 return self.wait()
+        # The answer is read a step later.
         self._is_done.fill_(self._running.written.done())
         self._asked = torch.distributed.all_reduce(
             self._is_done, op=torch.distributed.ReduceOp.MIN, group=self._loop, async_op=True

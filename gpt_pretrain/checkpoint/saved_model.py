@@ -109,11 +109,7 @@ def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path 
 
 
 class CheckpointTensors:
-    """The model's tensors in a checkpoint, by key.
-
-    Raises:
-        UserError: Its index, or later a tensor, cannot be read.
-    """
+    """The model's tensors in a checkpoint, by key; a UserError if the index, or later a tensor, cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -236,10 +236,8 @@ def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
 def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool) -> bool:
     """Whether FP8 scales and histories are restored; they are not if the checkpoint has none.
 
-    `saved` is the checkpoint's `describe_fp8_state`; `reset` is `checkpoint.reset_fp8_state`.
-
-    Raises:
-        UserError: The run would drop the checkpoint's scales, because its own are of another kind or it has none.
+    `saved` is the checkpoint's `describe_fp8_state`; `reset` is `checkpoint.reset_fp8_state`, without which it is a
+    UserError if the run has no scales or scales of another kind.
     """
     if reset or not saved:
         return False
@@ -254,10 +252,8 @@ def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str
 
 
 def take_extra_states(state: dict[str, Any]) -> list[str]:
-    """Removes the entries of FP8 scales and histories from a model's state, and returns their names.
-
-    Experts in a single module have an entry each: `…_extra_state`, `…_extra_state1`, `…_extra_state2`.
-    """
+    """Removes the entries of FP8 scales and histories from a model's state, and returns their names."""
+    # Experts in a single module have an entry each: `…_extra_state`, `…_extra_state1`, `…_extra_state2`.
     keys = [key for key in state if re.search(rf"{EXTRA_STATE}\d*$", key)]
     for key in keys:
         del state[key]

@@ -82,10 +82,7 @@ class Share:
 
 
 class HostBuffer:
-    """Host memory for this rank's share, kept from save to save.
-
-    A copy from a GPU is fast only into locked pages, and locking them takes longer than the copy.
-    """
+    """Host memory for this rank's share; kept, because locking pages for fast copies takes longer than a copy."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -174,8 +171,7 @@ def write_checkpoint(
         Bytes of all files.
 
     Raises:
-        SaveProblem: Some rank failed; the same on all ranks. Complete checkpoints stay as they were, and the
-            unfinished directory is removed.
+        SaveProblem: Some rank failed; the same on all ranks. The unfinished directory is removed.
     """
     own = _RankReport({}, [], share) if isinstance(share, str) else _write_own_files(destination.unfinished, share)
     is_first = group is None or group.rank() == 0

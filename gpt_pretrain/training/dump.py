@@ -195,12 +195,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def write_dump(
     directory: Path, bad: BadStep, *, trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]
 ) -> str:
-    """Computes a step's batch once more and writes what was found; every rank calls it.
+    """Computes a step's batch once more, writes what was found and returns it as a sentence; every rank calls it.
 
     This overwrites gradients. `iterators` begin at the first sample of the step.
-
-    Returns:
-        What was found and where it was written, for the error message.
     """
     chunks = trainable.model.gpt_chunks
     search = FirstBad(chunks)
@@ -264,10 +261,7 @@ def _describe(first: BadTensor, bad: BadStep, spec: RunSpec) -> dict[str, Any]:
 
 @torch.no_grad()
 def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
-    """L2 norm of the gradient before clipping, by layer of the whole model; the same on every rank.
-
-    Gradients are read where the optimizer reads them. Each counts once among the ranks that hold it.
-    """
+    """L2 norm of the gradient that the optimizer reads, before clipping, by layer; the same on every rank."""
     optimizer: Any = trainable.optimizer
     optimizer.prepare_grads()
     layers = ["embedding", *(f"decoder.layers.{index}" for index in range(num_layers))]

@@ -105,9 +105,6 @@ def generate_tokens(
     `vocab_size` counts the tokenizer's ids, without the rows that pad the embedding. The text ends after `end_token`,
     at the training sequence length, or when the logits of a diverged model are not finite.
     `generate.GenerateArguments` documents the other arguments.
-
-    Returns:
-        The new token ids.
     """
     limit = config.encoder_seq_length
     total = min(len(prompt) + max_new_tokens, limit)

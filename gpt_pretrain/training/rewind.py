@@ -1,17 +1,15 @@
 """How a run goes back behind a loss spike, to one of its checkpoints.
 
-A spike is found when its loss is read, while the next step runs. Its cause may be older still: the update that ruined
-the weights precedes the loss that shows it. So the run goes back to its newest checkpoint at least
-`trainer.spike_margin` steps before the spike, and passes over every sample from there to the end of the spike's step
-(Chowdhery et al. 2022, PaLM, section 5.1, went back about 100 steps and passed over 200 to 500 batches: the same
-batches made no spike from another state of the model). A spike that returns within the margin after the rewind takes
-the run back one checkpoint more. All ranks decide alike: they read the same sum of losses, and rank 0 looks for the
-checkpoint.
+A spike is found when its loss is read, while the next step runs, and the update that ruined the weights precedes the
+loss that shows it. So the run goes back to its newest checkpoint at least `trainer.spike_margin` steps before the
+spike, and passes over every sample from there to the end of the spike's step (Chowdhery et al. 2022, PaLM, section 5.1,
+went back about 100 steps and passed over 200 to 500 batches: the same batches made no spike from another state of the
+model). A spike that returns within the margin takes the run back one checkpoint more. All ranks decide alike: they read
+the same sum of losses, and rank 0 looks for the checkpoint.
 
 A rewind is on the disk before anything is loaded, in three atomic steps: `latest` names the checkpoint, those of the
 steps given up are removed, and the checkpoint's manifest says with which sample training continues. A process killed
-meanwhile leaves a checkpoint to resume from: with the samples that it was saved with before the last of these steps,
-with those of the rewind after it.
+before the last of them leaves a checkpoint to resume with the samples that it was saved with.
 """
 
 import shutil
@@ -44,9 +42,7 @@ def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes
     """Decides what follows a spike; every rank calls it, while no save is in progress.
 
     `spikes` are the steps with a spike, this one included: the run does not go back to a checkpoint near one of them.
-
-    Returns:
-        Why the run continues without going back.
+    The record says why the run continues without going back.
 
     Raises:
         GoBack: There is a checkpoint to go back to.
@@ -98,16 +94,10 @@ def checkpoints_away_from(
 
 
 def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: Progress) -> VerifiedCheckpoint:
-    """Makes one of the run's checkpoints its newest, to continue with another sample; every rank calls it.
+    """Makes one of the run's checkpoints its newest, to continue at `next_sample`; every rank calls it.
 
-    Training passes over the samples from the checkpoint's to `next_sample`. `given_up_at` is how far the run was: it
-    has no checkpoint of a later step.
-
-    Returns:
-        The checkpoint with its new manifest; its tensors are unchanged.
-
-    Raises:
-        UserError: The directory cannot be written.
+    `given_up_at` is how far the run was: it has no checkpoint of a later step. Of the returned checkpoint only the
+    manifest is new.
     """
     path, saved = checkpoint.path, checkpoint.manifest
     manifest = replace(
@@ -135,9 +125,6 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
 
 def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress, RewindRecord]:
     """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
-
-    Returns:
-        How far the run is now, and the record of the rewind.
 
     Raises:
         TooManySpikesError: The remaining samples would not last to the end of the run.

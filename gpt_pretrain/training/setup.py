@@ -45,12 +45,7 @@ class Setup:
 
 
 def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
-    """Builds a run and restores its checkpoint, if it has one; every rank calls it.
-
-    Raises:
-        UserError: The checkpoint is missing, damaged or does not fit the run, or there are no FP8 scales for
-            `checkpoint.reset_fp8_state` to drop.
-    """
+    """Builds a run and restores its checkpoint, if any; a UserError if it cannot be used. Every rank calls it."""
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
     _check_fp8_state(start, spec)

@@ -1,19 +1,15 @@
 """Why a run ends before its last step, or goes back: signals, clocks, and steps that go wrong.
 
 Ctrl-C, SIGTERM, SIGHUP (the terminal has closed, or nobody reads the output any more), SIGUSR1 (which Slurm sends ahead
-of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time` reach the ranks at different moments. At the end of
-each step every rank tells the others what it knows through an asynchronous all-reduce of two numbers between the CPUs
-(gloo), and reads the answer one step later. All ranks see the same answer at the same step, and none waits for its GPU.
-The second number is rank 0's alone: whether `checkpoint.save_interval_minutes` have passed by its clock.
+of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time` reach the ranks at different moments. So every rank
+tells the others what it knows at the end of each step, through an asynchronous all-reduce between the CPUs (gloo), and
+reads the answer one step later: all ranks see the same answer at the same step, and none waits for its GPU. At most the
+present step, the next one and the save lie between a signal and the checkpoint. Later signals change nothing: launchers
+repeat them, and they must not interrupt the save.
 
-The exit code says what to do next. A checkpoint follows, so at most the present step, the next one and the save lie
-between a signal and the checkpoint. Later signals change nothing: launchers repeat them, and they must not interrupt
-the save.
-
-Steps that go wrong are found without waiting for the GPU. Each step's loss, gradient norm and skipped flag are copied
-to the host beside the computation, and read one step later, when they have long arrived: the host is then at most one
-step ahead of the GPU, and all ranks read the same numbers at the same step. A step whose loss, gradient or FP8 tensors
-are not finite has changed nothing (`megatron/optimizer.py`), so learning of it late does no harm.
+Each step's loss, gradient norm and skipped flag are copied to the host beside the computation and read one step later,
+when they have long arrived. So the host is at most one step ahead of the GPU, and all ranks read the same numbers at
+the same step. That is not too late: a step that is not finite has changed nothing (`megatron/optimizer.py`).
 """
 
 import math
@@ -81,7 +77,7 @@ class StopRequest:
         self._announces = torch.distributed.get_rank() == 0
         self._several_ranks = torch.distributed.get_world_size() > 1
         self._group = torch.distributed.new_group(backend="gloo") if self._several_ranks else None
-        # A reason's number, and whether to save.
+        # A reason's number, and whether to save by rank 0's clock.
         self._asked = torch.zeros(2, dtype=torch.int32)
         self._pending: torch.distributed.Work | None = None
         self._saved_since_asked = False
@@ -215,19 +211,11 @@ class StepGuard:
         self._pending: _Seen | None = None
         self._pinned: list[torch.Tensor] = []
         self._in_a_row = 0
-        self._losses = deque(losses, maxlen=SPIKE_WINDOW)
-        self._spikes = deque(spikes, maxlen=SPIKE_WINDOW)
+        self.losses = deque(losses, maxlen=SPIKE_WINDOW)
+        """The last ones."""
+        self.spikes = deque(spikes, maxlen=SPIKE_WINDOW)
+        """The last steps with a spike."""
         self._last_bad: BadStep | None = None
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """The last losses, at most `SPIKE_WINDOW`."""
-        return tuple(self._losses)
-
-    @property
-    def spikes(self) -> tuple[int, ...]:
-        """The last steps with a spike, at most `SPIKE_WINDOW`."""
-        return tuple(self._spikes)
 
     def check(self) -> None:
         """Raises a NotFiniteError once `trainer.max_skipped_steps` steps in a row were skipped."""
@@ -297,15 +285,15 @@ class StepGuard:
         # If the mask leaves no token, there is no loss.
         if self._spike_threshold is None or math.isnan(loss):
             return []
-        earlier = list(self._losses)
-        self._losses.append(loss)
+        earlier = list(self.losses)
+        self.losses.append(loss)
         if len(earlier) < SPIKE_MIN_LOSSES:
             return []
         median = statistics.median(earlier)
         sigma = _MAD_TO_SIGMA * statistics.median(abs(each - median) for each in earlier)
         limit = median + self._spike_threshold * max(sigma, _MIN_SIGMA)
         if loss > limit:
-            self._spikes.append(seen.step)
+            self.spikes.append(seen.step)
             return [
                 LossSpikeRecord(
                     step=seen.step,

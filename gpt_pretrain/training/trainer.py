@@ -187,7 +187,7 @@ class Trainer:
                 f"the weights are not finite any more after step {self.progress.step}",
             )
         self._saved_step = self.progress.step
-        progress = replace(self.progress, losses=self._guard.losses, spikes=self._guard.spikes)
+        progress = replace(self.progress, losses=tuple(self._guard.losses), spikes=tuple(self._guard.spikes))
         gathered = self._trainable.model.gathered_parameters()
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
             self._settle(self._saver.wait())
