@@ -252,7 +252,7 @@ def test_a_damaged_checkpoint_is_passed_over_if_it_may_be_and_named(run):
     (rewind,) = load_metrics(run.folder / "run").rewinds
     assert (rewind.step, rewind.spike_step) == (12, 21)
     (warning,) = rewind.warnings
-    assert warning.startswith(f"{damaged} is passed over: {damaged}/")
+    assert warning.startswith(f"{damaged} was skipped: {damaged}/")
     assert "has changed: its SHA-256 is" in warning
     assert f"warning: {warning}\n" in (run.folder / "run.0").read_text()
 

@@ -42,7 +42,7 @@ def _steps(directory: Path) -> list[Path]:
             return []
         raise UserError(
             f"{directory} cannot be read as a directory of checkpoints ({error.strerror}): is a disk missing? Put it "
-            "back, or start anew with another run_dir"
+            "back, or start afresh with another run_dir"
         ) from error
 
 
@@ -135,11 +135,11 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
         there = [path for path in (pointer, *_steps(directory)) if os.path.lexists(path)]
         if there:
             raise UserError(
-                f"{there[0]} is there, and no complete checkpoint is: they were deleted, or are kept elsewhere; put "
-                "them back, or start anew with another run_dir"
+                f"{there[0]} exists, but no complete checkpoint does: they were deleted or moved; put "
+                "them back, or start afresh with another run_dir"
             )
         return FoundCheckpoints(paths=[], problem=None)
-    problem = f"{pointer} names no checkpoint that is there" if os.path.lexists(pointer) else f"{pointer} is missing"
+    problem = f"{pointer} names no existing checkpoint" if os.path.lexists(pointer) else f"{pointer} is missing"
     return FoundCheckpoints(paths=complete, problem=problem)
 
 

@@ -132,7 +132,7 @@ def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
     if config.resume == "never" and found.paths:
         raise UserError(
             f"checkpoint.resume=never, but run_dir={directory.parent} holds the checkpoints of a run; "
-            "give another run_dir, or checkpoint.resume=auto to go on with it"
+            "give another run_dir, or checkpoint.resume=auto to continue it"
         )
     if not found.paths:
         if config.init_from is None:
@@ -141,11 +141,11 @@ def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
     # If nothing says which one is meant, the newest good one is the best answer.
     start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
     if found.problem is not None:
-        warning = f"{found.problem}; going on from {start.checkpoint.path.name}, the newest one that verifies"
+        warning = f"{found.problem}; continuing from {start.checkpoint.path.name}, the newest one that verifies"
         start = replace(start, warnings=[warning, *start.warnings])
     if config.init_from is not None:
         # A requeued run starts with the same command.
-        note = f"checkpoint.init_from={config.init_from} is passed over: this run has checkpoints of its own"
+        note = f"checkpoint.init_from={config.init_from} is ignored: this run has checkpoints of its own"
         start = replace(start, notes=[note])
     return start
 
@@ -176,7 +176,7 @@ def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
         except UserError as error:
             if not fall_back:
                 raise UserError(f"{error}. {_way_out(candidates)}") from None
-            passed_over.append(f"{path} is passed over: {error}")
+            passed_over.append(f"{path} was skipped: {error}")
         else:
             return Start(checkpoint=checkpoint, weights_only=False, warnings=passed_over)
     raise UserError(f"no checkpoint verifies. {'. '.join(passed_over[:_PROBLEMS_SHOWN])}. {_way_out(())}")
@@ -184,10 +184,10 @@ def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
 
 def _way_out(candidates: Sequence[Path]) -> str:
     if len(candidates) < 2:
-        return "Put the files back from a copy, or start anew with another run_dir"
+        return "Put the files back from a copy, or start afresh with another run_dir"
     return (
-        "Put the files back from a copy, go on from the newest earlier checkpoint that verifies with "
-        "checkpoint.fall_back=true, or start anew with another run_dir"
+        "Put the files back from a copy, continue from the newest earlier checkpoint that verifies with "
+        "checkpoint.fall_back=true, or start afresh with another run_dir"
     )
 
 
@@ -289,10 +289,10 @@ def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, st
     what = f"{path} was saved with other data: {', '.join(changed)} changed"
     if not allowed:
         raise UserError(
-            f"{what}; give the run what the saved one had (model.data and model.tokenizer), or go on with the new data "
-            "on purpose: checkpoint.allow_data_change=true"
+            f"{what}; give the run what the saved one had (model.data and model.tokenizer), or continue with the "
+            "new data: checkpoint.allow_data_change=true"
         )
-    return [f"{what}; going on with the new (checkpoint.allow_data_change=true)"]
+    return [f"{what}; continuing with the new data (checkpoint.allow_data_change=true)"]
 
 
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _check_keys(path: Path, wanted: dict[str, Any], left_out: Callable[[str], bo
 
 def _listed(what: str, keys: set[str]) -> str:
     shown = ", ".join(sorted(keys)[:_KEYS_SHOWN])
-    return f"{what} {len(keys)} tensors more ({shown}{', …' if len(keys) > _KEYS_SHOWN else ''}); " if keys else ""
+    return f"{what} {len(keys)} more tensors ({shown}{', …' if len(keys) > _KEYS_SHOWN else ''}); " if keys else ""
 
 
 def _seed_anew(seed: int, step: int) -> None:

@@ -42,7 +42,7 @@ class FileDigest:
     def of(cls, name: str, entry: Any) -> Self:
         """Reads a file's entry in `manifest.json`; a ValueError if it is malformed or the file is elsewhere."""
         if PurePath(name).name != name:
-            raise ValueError(f"{name!r} is no name of a file in its directory")
+            raise ValueError(f"{name!r} is not the name of a file in its directory")
         if not isinstance(entry, dict) or not all(
             _fits(entry.get(field.name), field.type) for field in dataclasses.fields(cls)
         ):
@@ -105,9 +105,9 @@ class Manifest:
         ]
         for field in fields:
             if not _fits(values.get(field.name), field.type):
-                raise ValueError(f'"{field.name}" is missing, or does not hold what belongs there')
+                raise ValueError(f'"{field.name}" is missing or has a wrong value')
         if not 0 <= values["time_unix"] <= _LAST_S:
-            raise ValueError('"time_unix" is no date')
+            raise ValueError('"time_unix" is not a date')
         pairs = [pair for name in ("passed_over", "given_up") for pair in values.get(name, [])]
         if any(len(pair) != 2 for pair in pairs):
             raise ValueError('"passed_over" and "given_up" hold pairs')
@@ -164,7 +164,7 @@ def read_manifest(path: Path) -> Manifest:
     except FileNotFoundError:
         # The user may have named the run's directory, or that of its checkpoints.
         below = sorted(found.parent for found in [*path.glob(f"step_*/{MANIFEST}"), *path.glob(f"*/step_*/{MANIFEST}")])
-        other = f"one in it, as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
+        other = f"one in it, such as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
         raise UserError(
             f"{path} is not a complete checkpoint of this application (no {MANIFEST} in it); name the "
             f"directory of {other}"
@@ -175,7 +175,7 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(f"{file} is garbled (it states no format_version); {_ANOTHER}")
     saved_hash = values.pop("sha256", None)
     if saved_hash != _hash_of(values):
-        raise UserError(f"{file} has changed since it was written: it is not what its own SHA-256 says; {_ANOTHER}")
+        raise UserError(f"{file} has changed since it was written: it does not match its own SHA-256; {_ANOTHER}")
     if values["format_version"] != FORMAT_VERSION:
         versions = values.get("versions")
         wrote = versions.get("gpt_pretrain") if isinstance(versions, dict) else None
@@ -242,7 +242,7 @@ def _problem(path: Path, expected: FileDigest, *, hashes: bool) -> str | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return f"{path} is no regular file"
+            return f"{path} is not a regular file"
         if status.st_size != expected.num_bytes:
             how = "is truncated" if status.st_size < expected.num_bytes else "has grown"
             return f"{path} {how}: it has {status.st_size} bytes, and {expected.num_bytes} were written"

@@ -150,7 +150,7 @@ def check_contents(run_dir: str, kind: Kind) -> None:
         raise UserError(_refusal(run_dir, error)) from error
     if held != kind:
         raise UserError(
-            f"run_dir={run_dir} holds {held} ({sign}), which {kind} would write over; give another run_dir, or leave "
+            f"run_dir={run_dir} holds {held} ({sign}), which {kind} would overwrite; give another run_dir, or leave "
             "it out"
         )
 
@@ -288,7 +288,7 @@ def _check_left_over(path: Path, me: Process) -> str:
         if holder.job is not None and holder.job == me.job and holder.restarts < me.restarts:
             return f"{whose}: Slurm has restarted that job"
         if holder.host == me.host and holder.boot != me.boot:
-            return f"{whose}: its host has been booted since"
+            return f"{whose}: its host has rebooted since"
         if me.can_see(holder):
             if holder.has_ended():
                 return f"{whose}: that process is gone"

@@ -130,8 +130,8 @@ def has_job(number: str) -> bool:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SUBMISSION_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"whether job {number} still runs is not known: squeue does not answer ({error})") from error
+        raise UserError(f"cannot tell whether job {number} still runs: squeue does not answer ({error})") from error
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise UserError(f"whether job {number} still runs is not known: {done.stderr.strip()}")
+        raise UserError(f"cannot tell whether job {number} still runs: {done.stderr.strip()}")
     # A job stays in the list for some minutes after its end.
     return done.stdout.strip() not in {"", *_ENDED}

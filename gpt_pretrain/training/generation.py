@@ -203,7 +203,7 @@ def continuations(
     saved = open_checkpoint(Path(checkpoint), None if tokenizer is None else Path(tokenizer))
     saved_tokenizer, config = saved.tokenizer, inference_config(saved)
     if saved_tokenizer is None:
-        raise UserError(f"{saved.path} is of a model without a tokenizer, which has token ids and no text")
+        raise UserError(f"{saved.path} is of a model without a tokenizer: it has token ids and no text")
     tokens = _encode_prompt(saved_tokenizer, prompt, config.model, key="prompt", way_out="give another")
     saved.check_files()
     with loaded_model(saved, config) as model:

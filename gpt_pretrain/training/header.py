@@ -48,14 +48,14 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
             console.warning("every resume drops FP8 scales and amax histories: checkpoint.reset_fp8_state=true")
         elif config.checkpoint.reset_fp8_state:
             # A run that has dropped them may be requeued with the same command.
-            console.note("checkpoint.reset_fp8_state=true is passed over: the checkpoint holds no FP8 scales")
+            console.note("checkpoint.reset_fp8_state=true is ignored: the checkpoint holds no FP8 scales")
     if setup.corpus.tokenizer is None and config.sample.max_new_tokens > 0:
         console.note("no text sample at the end: model.tokenizer.library=none has no text")
     if lock_note is not None:
         console.note(lock_note)
     if done >= config.trainer.max_steps:
         console.note(
-            f"the run has done {done} steps, and trainer.max_steps={config.trainer.max_steps}; raise it to go on"
+            f"the run has done {done} steps, and trainer.max_steps={config.trainer.max_steps}; raise it to continue"
         )
     return console
 
@@ -68,7 +68,7 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
     except ConfigError as error:
         # Another version's file. That is no reason to stop: what must be equal is in the checkpoint itself.
         more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
-        return f"what this start changes is not known: {error.problems[0].partition(';')[0]}{more}"
+        return f"cannot tell what this start changes: {error.problems[0].partition(';')[0]}{more}"
     present = dict(flatten(config_to_dict(config)))
     changes = [
         f"{key}: {written(saved[key])} → {written(value)}"
@@ -128,7 +128,7 @@ def describe_fp8(spec: RunSpec) -> str:
 def _describe_states(model: ModelConfig) -> str:
     optim = model.optim
     remainders = optim.store_param_remainders and optim.main_params_dtype is MainParamsDtype.fp32
-    masters = optim.main_params_dtype.name + (" (of BF16 weights the half that these have not)" if remainders else "")
+    masters = optim.main_params_dtype.name + (" (only the 16 bits that BF16 weights lack)" if remainders else "")
     return f"masters {masters}, moments {optim.exp_avg_dtype.name} and {optim.exp_avg_sq_dtype.name}"
 
 

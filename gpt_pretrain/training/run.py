@@ -163,7 +163,7 @@ def _sum_up(
     if newest is not None:
         places["checkpoint"] = str(newest)
     if reason != "max_steps" and newest is not None:
-        places["go on with"] = f"the same command again with run_dir={setup.run_dir}"
+        places["continue with"] = f"the same command again with run_dir={setup.run_dir}"
         if config.checkpoint.resume != "auto":
-            places["go on with"] += " checkpoint.resume=auto"
+            places["continue with"] += " checkpoint.resume=auto"
     console.print_summary(summary, metrics, places)

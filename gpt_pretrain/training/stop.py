@@ -257,8 +257,8 @@ class StepGuard:
         if self._num_tokens is not None and abs(num_tokens / self._num_tokens - 1) > _COUNT_ROUNDING:
             raise TokensMissingError(
                 f"step {seen.step} computed its loss from {num_tokens:,.0f} tokens, and its {self._num_samples:,} "
-                f"samples have {self._num_tokens:,}: its ranks did not share them out; this is a "
-                "defect of gpt_pretrain, and what the run has learnt is not what was asked of it"
+                f"samples have {self._num_tokens:,}: its ranks did not share them; this is a bug in "
+                "gpt_pretrain, and the run has learned something other than what was asked"
             )
         if not skipped:
             self._in_a_row = 0
