@@ -154,7 +154,6 @@ class CheckpointSaver:
             "fp8": describe_fp8_state(trainable.model.spec.fp8),
         }
         self._buffer = HostBuffer()
-        self._thread = futures.ThreadPoolExecutor(1, "checkpoint writer")
         self._running: _Running | None = None
         self._waited_s = 0.0
         # Two threads must not share a group: one is the writers', over the other the loop asks whether they are done.
@@ -169,7 +168,8 @@ class CheckpointSaver:
 
     def __exit__(self, *_: object) -> None:
         # After an error of this rank alone the others may not get here, but their writers answer this one's.
-        self._thread.shutdown()
+        if self._running is not None:
+            futures.wait([self._running.written])
         self._buffer.release()
 
     def reserve(self) -> None:
@@ -193,7 +193,10 @@ class CheckpointSaver:
         problem = self._begin(destination, share)
         written: futures.Future[tuple[int, float]] = futures.Future()
         if problem is None:
-            written = self._thread.submit(self._write, destination, progress, gives_way, self._staged(share))
+            thread = futures.ThreadPoolExecutor(1, "checkpoint writer")
+            written = thread.submit(self._write, destination, progress, gives_way, self._staged(share))
+            # The thread ends with the save, so that processes for data are forked beside none.
+            thread.shutdown(wait=False)
         else:
             written.set_exception(SaveProblem(problem))
         goes_on = problem is None and self._config.async_save
