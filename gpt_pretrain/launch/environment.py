@@ -23,7 +23,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -116,19 +116,16 @@ def prepare_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> AbstractContextManager[None]:
     """Inside, SIGTERM and SIGUSR1 raise a SystemExit that asks for a restart."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(REQUEUE)
 
-    with _handled_by(end, signal.SIGTERM, signal.SIGUSR1):
-        yield
+    return _handled_by(end, signal.SIGTERM, signal.SIGUSR1)
 
 
-@contextmanager
-def ended_while_importing() -> Iterator[None]:
+def ended_while_importing() -> AbstractContextManager[None]:
     """While libraries are imported, Ctrl-C, SIGTERM and SIGUSR1 end the process at once: it has begun nothing.
 
     Libraries take an exception during an import for a missing extra and continue, or leave modules half made.
@@ -139,8 +136,7 @@ def ended_while_importing() -> Iterator[None]:
 
     # A shell starts background processes with Ctrl-C ignored.
     interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
-    with _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1):
-        yield
+    return _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager

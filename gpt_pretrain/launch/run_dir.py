@@ -260,9 +260,8 @@ def _guard_path(path: Path) -> Path:
 def _judging(path: Path) -> Iterator[None]:
     """Encloses reading, judging and replacing the lock file."""
     place = _guard_path(path)
-    guard = FileLock(place, timeout=_JUDGE_S)
     try:
-        guard.acquire()
+        guard = FileLock(place, timeout=_JUDGE_S).acquire()
     except Timeout:
         raise UserError(
             f"run_dir={path.parent}: another start has held {place} for {_JUDGE_S:.0f} s; if there is none, delete it"
@@ -272,10 +271,8 @@ def _judging(path: Path) -> Iterator[None]:
             f"run_dir={path.parent}: its file system gives no lock on {place} ({error.strerror or error}), without "
             "which two runs may write there; give a run_dir on another one"
         ) from error
-    try:
+    with guard:
         yield
-    finally:
-        guard.release()
 
 
 def _check_left_over(path: Path, me: Process) -> str:
