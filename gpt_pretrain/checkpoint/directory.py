@@ -163,12 +163,12 @@ class Retention:
         return self.keep_every is not None and step_of(path) % self.keep_every == 0
 
 
+KEEP_ALL = Retention(keep_last=None, keep_every=None)
+
+
 def unfinished_saves(directory: Path) -> list[Path]:
     """What killed saves have left, or a save writes now; the next save removes it."""
     return sorted(directory.glob(unfinished_path(Path("step_*")).name))
-
-
-KEEP_ALL = Retention(keep_last=None, keep_every=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

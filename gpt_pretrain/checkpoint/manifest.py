@@ -29,6 +29,9 @@ _NUM_THREADS = 4
 _READ = (".metadata", "*.distcp", "common.pt", "metadata.json")
 # The packages that a checkpoint depends on.
 _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
+# Counts of steps, samples and bytes, and seconds since 1970 of which every system makes a date.
+_LARGEST, _LAST_S = 2**53, 2**32
+_ANOTHER = "use another checkpoint of the run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,10 +119,6 @@ class Manifest:
         return cls(**{**known, "files": files})
 
 
-# Counts of steps, samples and bytes, and seconds since 1970 of which every system makes a date.
-_LARGEST, _LAST_S = 2**53, 2**32
-
-
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a JSON value, with everything inside it, fits a field's type."""
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
@@ -187,9 +186,6 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest.from_json(values)
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
-
-
-_ANOTHER = "use another checkpoint of the run"
 
 
 def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> list[list[Item]]:

@@ -145,7 +145,8 @@ def generate_tokens(
             break
     for chunk in chunks:
         chunk.train()
-    return [int(token) for token in tokens[0, len(prompt) : end].tolist()]
+    generated: list[int] = tokens[0, len(prompt) : end].tolist()
+    return generated
 
 
 def _encode_prompt(tokenizer: Tokenizer, prompt: str, model: ModelConfig, *, key: str, way_out: str) -> list[int]:
