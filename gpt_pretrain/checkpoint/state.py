@@ -236,8 +236,8 @@ def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
 def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool) -> bool:
     """Whether FP8 scales and histories are restored; they are not if the checkpoint has none.
 
-    `saved` is the checkpoint's `describe_fp8_state`; `reset` is `checkpoint.reset_fp8_state`, without which it is a
-    UserError if the run has no scales or scales of another kind.
+    `saved` is the checkpoint's `describe_fp8_state`. Without `reset` (`checkpoint.reset_fp8_state`) a run that has no
+    scales, or scales of another kind, is refused by a UserError.
     """
     if reset or not saved:
         return False

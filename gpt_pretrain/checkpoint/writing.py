@@ -61,7 +61,7 @@ class Item:
 
     @property
     def num_bytes(self) -> int:
-        """In a file, header included."""
+        """Its size in a file, header included."""
         data = self.data
         size = data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.numel() * data.dtype.itemsize
         return size + _BYTES_AROUND_AN_ITEM
@@ -77,7 +77,7 @@ class Share:
 
     @property
     def num_bytes(self) -> int:
-        """At most so many on the disk."""
+        """The most that it takes on the disk."""
         return sum(item.num_bytes for item in self.items)
 
 

@@ -39,7 +39,7 @@ _BALANCE = ("load_balancing_loss", "seq_load_balancing_loss")
 _Z_LOSS = "z_loss"
 # Scales follow each microbatch. Training steps settle what has not settled after this many.
 _MOST_MICROBATCHES = 8
-# A scale that stays above this share of itself has saturated at most a few values in 100,000 (same file).
+# A scale that falls to no less than this share has saturated at most a few values in 100,000 (same file).
 _SETTLED = 0.5
 
 
@@ -64,7 +64,7 @@ class FirstStep:
         spec = self._trainable.model.spec
         if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
             return
-        # The watch of experts would count these passes, but delayed scaling refuses experts.
+        # The watch of experts would count these passes, but experts are refused with delayed scaling.
         with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
             self._scale_passes = find_first_scales(self._trainable, iterators)
 
