@@ -111,7 +111,8 @@ def train(config: Config, dumps: Path) -> dict[str, Any]:
     seen["num_parameters"] = training.trainable.model.num_parameters
     seen["own_parameters"] = sum(parameter.numel() for chunk in training.chunks for parameter in chunk.parameters())
     _spoil_an_expert(training)
-    seen["finding"] = dump(STEPS + 1)
+    # Without the place of the file.
+    seen["finding"] = dump(STEPS + 1).partition(". No checkpoint")[0]
     seen["skipped"] = bool(training.result().skipped)
     return seen
 
