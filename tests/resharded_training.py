@@ -19,9 +19,8 @@ from megatron.core import parallel_state
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import read_manifest
-from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import RANDOM_STATES, Progress
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator

@@ -280,7 +280,7 @@ def test_what_is_no_manifest_is_refused_by_name(tmp_path, content, message):
 def test_who_names_a_runs_directory_is_told_its_newest_checkpoint(tmp_path, named):
     for step in (20, 3):
         publish(tmp_path / "checkpoints", step)
-    with pytest.raises(UserError, match=r"name the directory of one in it, as .*/checkpoints/step_00000020$"):
+    with pytest.raises(UserError, match=r"name the directory of one in it, such as .*/checkpoints/step_00000020$"):
         read_manifest(tmp_path / named)
 
 

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
+from gpt_pretrain.checkpoint.load import (
+    VerifiedCheckpoint,
+    choose_start,
+    load_checkpoint,
+    load_weights,
+    verify_checkpoint,
+)
 from gpt_pretrain.checkpoint.manifest import read_manifest
-from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, choose_start, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress, describe_fp8_state, keeps_fp8_state, take_extra_states
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
@@ -138,7 +143,7 @@ def test_an_earlier_checkpoint_takes_the_place_of_a_damaged_one_if_asked(checkpo
     start = choose(fall_back=True)
     assert (start.checkpoint.path, start.weights_only) == (step(checkpoints, 2), False)
     (warning,) = start.warnings
-    assert warning.startswith(f"{step(checkpoints, 3)} is passed over: {file} has changed")
+    assert warning.startswith(f"{step(checkpoints, 3)} was skipped: {file} has changed")
     # One that the user names likewise, and none that is newer than what was asked for.
     assert choose(fall_back=True, resume=str(step(checkpoints, 3))).checkpoint.path == step(checkpoints, 2)
     flip(step(checkpoints, 1) / ".metadata", 0.5)
@@ -156,7 +161,7 @@ def test_the_first_checkpoint_of_a_run_has_none_to_fall_back_to(checkpoints, cho
     with pytest.raises(UserError) as refused:
         choose()
     assert "fall_back" not in str(refused.value)
-    assert str(refused.value).endswith("Put the files back from a copy, or start anew with another run_dir")
+    assert str(refused.value).endswith("Put the files back from a copy, or start afresh with another run_dir")
 
 
 @pytest.mark.parametrize("pointer", [None, b"", b"step_00000007", b"step_00000002/..", b"\x00\xff\n"])
@@ -168,12 +173,12 @@ def test_without_a_good_pointer_the_newest_checkpoint_that_verifies_is_found(poi
     start = choose()
     assert start.checkpoint.path == step(checkpoints, 3)
     (warning,) = start.warnings
-    assert warning.startswith(f"{latest} {'is missing' if pointer is None else 'names no checkpoint'}")
-    assert warning.endswith("going on from step_00000003, the newest one that verifies")
+    assert warning.startswith(f"{latest} {'is missing' if pointer is None else 'names no existing checkpoint'}")
+    assert warning.endswith("continuing from step_00000003, the newest one that verifies")
     flip(next(step(checkpoints, 3).glob("*.distcp")), 0.5)
     start = choose()
     assert start.checkpoint.path == step(checkpoints, 2)
-    assert "step_00000003 is passed over" in start.warnings[1]
+    assert "step_00000003 was skipped" in start.warnings[1]
 
 
 def test_the_pointer_is_followed_back(checkpoints, choose):
@@ -202,7 +207,7 @@ def test_a_start_behind_newer_checkpoints_gives_them_up_and_no_other_does(checkp
 def test_a_pointer_without_checkpoints_is_no_fresh_start(checkpoints, choose):
     for number in (1, 2, 3):
         shutil.rmtree(step(checkpoints, number))
-    with pytest.raises(UserError, match="latest is there, and no complete checkpoint is"):
+    with pytest.raises(UserError, match="latest exists, but no complete checkpoint does"):
         choose()
     (checkpoints / "latest").unlink()
     assert choose() is None
@@ -221,7 +226,7 @@ def test_weights_are_asked_for_only_where_the_run_has_no_checkpoint_of_its_own(c
     other = shutil.copytree(step(checkpoints, 1), tmp_path / "other")
     start = choose(init_from=str(other))
     assert (start.checkpoint.path, start.weights_only) == (step(checkpoints, 3), False)
-    assert start.notes == [f"checkpoint.init_from={other} is passed over: this run has checkpoints of its own"]
+    assert start.notes == [f"checkpoint.init_from={other} is ignored: this run has checkpoints of its own"]
     with pytest.raises(UserError, match=r"checkpoint\.resume=never, but run_dir="):
         choose(init_from=str(other), resume="never")
     shutil.rmtree(checkpoints)
@@ -245,7 +250,7 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
         with pytest.raises(UserError) as refused:
             load_checkpoint(VerifiedCheckpoint(path=path, manifest=manifest), training.trainable, training.config, DATA)
         assert hash_of_weights(training) == before
-    listed = re.fullmatch(r".* holds another model: it has (\d+) tensors more \((.*)\); ", str(refused.value))
+    listed = re.fullmatch(r".* holds another model: it has (\d+) more tensors \((.*)\); ", str(refused.value))
     # Biases of four linear layers and three norms, each with two moments.
     assert int(listed[1]) == 3 * (4 + 2 + 1)
     names = listed[2].split(", ")
@@ -255,7 +260,7 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
     with emulated_training("model.bias=true", "model.normalization=layernorm") as training:
         path = tmp_path / "own" / "step_00000001"
         manifest = dataclasses.replace(read_manifest(path), architecture=described)
-        with pytest.raises(UserError, match=r"this model has 21 tensors more \(decoder\.final_layernorm\.bias, "):
+        with pytest.raises(UserError, match=r"this model has 21 more tensors \(decoder\.final_layernorm\.bias, "):
             load_checkpoint(VerifiedCheckpoint(path=path, manifest=manifest), training.trainable, training.config, DATA)
 
 
@@ -281,7 +286,7 @@ def test_other_data_is_refused_unless_allowed(change, told, kept):
         restored = restore(training, step(kept, 3), {**DATA, **change})
         assert restored.progress == Progress(step=3, consumed_samples=12)
         assert [note.partition(" was ")[2] for note in restored.notes] == [
-            f"saved with other data: {told}; going on with the new (checkpoint.allow_data_change=true)"
+            f"saved with other data: {told}; continuing with the new data (checkpoint.allow_data_change=true)"
         ]
 
 

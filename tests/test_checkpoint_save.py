@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zipfile
+from concurrent import futures
 
 import pytest
 import torch
@@ -21,10 +22,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from gpt_pretrain.checkpoint import save, writing
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of
-from gpt_pretrain.checkpoint.load import load_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.start import verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.checkpoint.writing import Item, Share
 from gpt_pretrain.config.errors import RunError
@@ -195,7 +195,7 @@ def test_a_writer_that_dies_is_told_at_the_next_step(training, saver):
     (good,) = [*saver.save(at(1)), *saver.wait()]
     with disk_that(die):
         saver.save(at(2))
-        saver._running.thread.join()
+        futures.wait([saver._running.written])
     (outcome,) = saver.poll()
     assert outcome.problem == (
         "the checkpoint of step 2 could not be saved: "

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gpt_pretrain.checkpoint.load import load_checkpoint
-from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress, random_states
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.whole_layers import release_graphs, without_graphs

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.load import load_checkpoint
-from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from tests.emulated_training import build_training_of, emulated_training, save_checkpoint
 from tests.optimizer_states import (

@@ -8,8 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gpt_pretrain.checkpoint.load import load_weights
-from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.export import main as export_main

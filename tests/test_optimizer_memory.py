@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights
-from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.kernels import SCALED_BLOCK

@@ -121,7 +121,7 @@ def test_torchrun_hands_signals_on(num_ranks, number, to_all, tmp_path, cache_di
     summary = load_metrics(run_dir).summary
     assert (summary.end_reason, summary.exit_code) == ENDS[number.name], stderr
     assert saved_step(run_dir) == summary.step
-    assert f"go on with: the same command again with run_dir={run_dir}\n" in stdout
+    assert f"continue with: the same command again with run_dir={run_dir}\n" in stdout
 
 
 def test_a_run_whose_terminal_closes_saves(tmp_path, cache_dir):

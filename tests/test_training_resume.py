@@ -122,5 +122,5 @@ def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, ca
     before = checkpoint.stat().st_mtime_ns
     done = fork_ranks(1, small_run_arguments(finished_run, cache_dir, [*SHORT, "trainer.max_steps=2"]))
     assert done.returncode == 0, done.stderr
-    assert "the run has done 2 steps, and trainer.max_steps=2; raise it to go on" in done.stdout
+    assert "the run has done 2 steps, and trainer.max_steps=2; raise it to continue" in done.stdout
     assert checkpoint.stat().st_mtime_ns == before

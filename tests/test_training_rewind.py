@@ -6,11 +6,12 @@ import signal
 import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.checkpoint.start import VerifiedCheckpoint, checkpoints_away_from, take_back
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training.rewind import checkpoints_away_from, take_back
 from tests.checkpoint_files import publish
 from tests.emulated_training import TINY, emulate, emulated_training
 from tests.expert_training import EXPERTS
@@ -251,7 +252,7 @@ def test_a_damaged_checkpoint_is_passed_over_if_it_may_be_and_named(run):
     (rewind,) = load_metrics(run.folder / "run").rewinds
     assert (rewind.step, rewind.spike_step) == (12, 21)
     (warning,) = rewind.warnings
-    assert warning.startswith(f"{damaged} is passed over: {damaged}/")
+    assert warning.startswith(f"{damaged} was skipped: {damaged}/")
     assert "has changed: its SHA-256 is" in warning
     assert f"warning: {warning}\n" in (run.folder / "run.0").read_text()
 

@@ -66,7 +66,7 @@ def test_fp8_scales_are_dropped_only_where_there_are_some_and_only_on_purpose(fi
     assert f"warning: every resume drops FP8 scales and amax histories: {RESET}\n" in capsys.readouterr().out
     # Queued again, the same command goes on.
     assert start(*to_tensorwise, "trainer.max_steps=5", RESET) == 0
-    assert f"note: {RESET} is passed over" in capsys.readouterr().out
+    assert f"note: {RESET} is ignored" in capsys.readouterr().out
     assert [record.step for record in load_metrics(run).starts] == [2, 3, 4]
 
 
@@ -83,8 +83,8 @@ def test_a_run_whose_latest_names_nothing_goes_on_and_says_where(finished, start
         start(finished, "checkpoint.resume=never")
     capsys.readouterr()
     assert start(finished, "trainer.max_steps=3") == 0
-    problem = "is missing" if pointer is None else "names no checkpoint that is there"
-    warning = f"{checkpoints / 'latest'} {problem}; going on from {NEWEST}, the newest one that verifies\n"
+    problem = "is missing" if pointer is None else "names no existing checkpoint"
+    warning = f"{checkpoints / 'latest'} {problem}; continuing from {NEWEST}, the newest one that verifies\n"
     assert f"warning: {warning}" in capsys.readouterr().out
     assert [record.step for record in load_metrics(finished).starts] == [0, 2]
 
@@ -100,7 +100,7 @@ def test_weights_of_another_run_start_a_run_of_its_own(finished, start, tmp_path
     # Queued again, the same command goes on with the run's own checkpoint.
     assert start(tmp_path / "new", weights, "trainer.max_steps=3") == 0
     printed = capsys.readouterr().out
-    assert f"note: {weights} is passed over: this run has checkpoints of its own\n" in printed
+    assert f"note: {weights} is ignored: this run has checkpoints of its own\n" in printed
     assert [record.step for record in load_metrics(tmp_path / "new").starts] == [0, 2]
 
 
@@ -134,7 +134,7 @@ def test_a_run_beyond_its_steps_says_that_it_is_done(finished, start, capsys, ma
     assert start(finished, f"trainer.max_steps={max_steps}") == 0
     printed = capsys.readouterr().out
     assert f"  steps: 2 done, trainer.max_steps={max_steps}\n" in printed
-    assert f"note: the run has done 2 steps, and trainer.max_steps={max_steps}; raise it to go on\n" in printed
+    assert f"note: the run has done 2 steps, and trainer.max_steps={max_steps}; raise it to continue\n" in printed
 
 
 def test_the_hint_to_go_on_is_the_whole_command(finished, start, capsys):
@@ -142,7 +142,7 @@ def test_the_hint_to_go_on_is_the_whole_command(finished, start, capsys):
     stopped = ("trainer.max_steps=100000", "trainer.max_time='00:00:00:01'", f"checkpoint.resume={checkpoint}")
     assert start(finished, *stopped) == 75
     # Without the last part the same command would start from the old checkpoint again.
-    hint = f"go on with: the same command again with run_dir={finished} checkpoint.resume=auto\n"
+    hint = f"continue with: the same command again with run_dir={finished} checkpoint.resume=auto\n"
     assert hint in capsys.readouterr().out
 
 
@@ -182,7 +182,7 @@ def test_changes_are_listed_up_to_a_number(changes_since):
     ids=["another version's", "torn", "a list"],
 )
 def test_a_saved_configuration_that_cannot_be_read_is_a_note(changes_since, text, reason):
-    assert re.search(f"^what this start changes is not known: .*config.yaml:? ?{reason}", changes_since(text))
+    assert re.search(f"^cannot tell what this start changes: .*config.yaml:? ?{reason}", changes_since(text))
 
 
 def test_a_start_as_a_file_is_told_how_to_start():

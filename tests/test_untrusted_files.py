@@ -301,7 +301,7 @@ def test_a_deep_manifest_and_a_pipe_are_told(checkpoint):
     (checkpoint / "metadata.json").unlink()
     subprocess.run(["mkfifo", checkpoint / "metadata.json"], check=True)
     (problem,) = check_files(checkpoint, read_manifest(checkpoint))
-    assert "metadata.json is no regular file" in problem
+    assert "metadata.json is not a regular file" in problem
     (checkpoint / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match="garbled"):
         read_manifest(checkpoint)

@@ -1,1 +1,1 @@
-"""What a run keeps to go on later: weights, optimizer, schedule, random states and position in the data."""
+"""What a run keeps in order to continue later: weights, optimizer, schedule, random states and position in the data."""

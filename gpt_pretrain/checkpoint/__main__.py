@@ -9,17 +9,23 @@ Examples:
 """
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from gpt_pretrain.checkpoint.directory import complete_checkpoints, find_directory, list_checkpoints, unfinished_saves
-from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of, unfinished_saves
+from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
 from gpt_pretrain.commands.door import run_with_arguments
-from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes
+from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason
+from gpt_pretrain.spec.recipes import recipes_of
 
 
 class Task(Enum):
@@ -39,30 +45,77 @@ class CheckpointArguments:
     """A run's directory or its checkpoints/; for verify also one checkpoint."""
 
 
-def show_list(path: Path) -> None:
-    """Prints a run's checkpoints as a table.
+def find_directory(path: Path) -> Path:
+    """The directory of checkpoints, given a run's directory or its `checkpoints`; a UserError for anything else."""
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; name a run's directory, or its checkpoints/")
+    if (path / MANIFEST).is_file():
+        raise UserError(f"{path} is a single checkpoint; name its run's directory, or check it with verify {path}")
+    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if not complete_checkpoints(directory):
+        raise UserError(f"{directory} holds no complete checkpoint (step_…/{MANIFEST})")
+    return directory
 
-    Raises:
-        UserError: There are none at this path.
-    """
+
+def show_list(path: Path) -> None:
+    """Prints a run's checkpoints as a table, in the order in which they were saved."""
     directory = find_directory(path)
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
+    for name in ("step", "saved", "size", "layout", "fp8"):
+        table.add_column(name, justify="right" if name in ("step", "size") else "left", no_wrap=True)
+    table.add_column("", overflow="fold")
+    newest = latest_checkpoint(directory)
+    for checkpoint in complete_checkpoints(directory):
+        mark = Text("latest", style="bold green") if checkpoint == newest else Text()
+        try:
+            manifest = read_manifest(checkpoint)
+            described = _described(checkpoint, manifest)
+        except UserError as error:
+            table.add_row(str(step_of(checkpoint)), "", "", "", "", Text(str(error), style="bold red"))
+            continue
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_unix))
+        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), *described, mark)
     # A pipe has no width: whole lines, for grep and awk.
     console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
-    console.print(list_checkpoints(directory))
+    console.print(table)
     for left in unfinished_saves(directory):
         console.print(f"{left.name}: a save that did not end; the next one removes it", markup=False)
 
 
-def verify(path: Path) -> None:
-    """Reads every byte of a checkpoint, or of all checkpoints of a run, and prints what was found.
+def _described(path: Path, manifest: Manifest) -> tuple[str, str]:
+    try:
+        return _layout(manifest.layout), _fp8(manifest.config["model"])
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{path / MANIFEST} describes no run ({reason(error)})") from error
 
-    Raises:
-        UserError: A file is missing, truncated or changed: names each; or there is no checkpoint at this path.
-    """
+
+def _layout(layout: Mapping[str, str]) -> str:
+    """How a checkpoint was spread over ranks: "8 ranks: TP2 PP2 DP2, distributed optimizer"."""
+    ranks = int(layout["processes"])
+    keys = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context"}
+    sizes = {name: int(layout[f"model.{key}_parallel_size"]) for name, key in keys.items()}
+    sizes["DP"] = ranks // (sizes["TP"] * sizes["PP"] * sizes["CP"])
+    spread = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    distributed = ", distributed optimizer" if layout["model.use_distributed_optimizer"] == "true" else ""
+    return (f"{ranks} ranks: {spread}" if ranks > 1 else "1 rank") + distributed
+
+
+def _fp8(model: Mapping[str, Any]) -> str:
+    if not model["fp8"]:
+        return "off"
+    emulated = ", emulated" if model["fp8_emulate"] else ""
+    # Checkpoints older than the key come from Transformer Engine.
+    backend = Fp8Backend[model.get("fp8_backend") or Fp8Backend.transformer_engine.name]
+    recipe = model["fp8_recipe"] or recipes_of(backend)[0].name
+    engine = "" if backend is Fp8Backend.transformer_engine else f"{backend.name} "
+    return engine + recipe + (", weights in FP8" if model["fp8_params"] else "") + emulated
+
+
+def verify(path: Path) -> None:
+    """Reads every byte of a checkpoint, or of all of a run, and prints each that is whole; raises the problems."""
     is_one = (path / MANIFEST).is_file() or path.name.startswith("step_")
-    paths = [path] if is_one else complete_checkpoints(find_directory(path))
     problems = []
-    for checkpoint in paths:
+    for checkpoint in [path] if is_one else complete_checkpoints(find_directory(path)):
         try:
             manifest = read_manifest(checkpoint)
         except UserError as error:

@@ -1,9 +1,13 @@
-"""Restore a checkpoint, saved by any layout of processes, into the objects of a run."""
+"""Where a run starts from (its newest checkpoint, one that it was given, the weights of another run), and restoring it.
+
+Nothing is loaded from a checkpoint whose files are not, byte for byte, what was written. The checkpoint may come from
+any layout of processes.
+"""
 
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,14 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from gpt_pretrain.checkpoint.start import VerifiedCheckpoint
+from gpt_pretrain.checkpoint.directory import (
+    complete_checkpoints,
+    earlier_checkpoints,
+    find_checkpoints,
+    step_of,
+    time_after,
+)
+from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import (
     EXTRA_STATE,
     RANDOM_STATES,
@@ -36,16 +47,17 @@ from gpt_pretrain.checkpoint.state import (
     take_extra_states,
 )
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema import CheckpointConfig, Config
 from gpt_pretrain.megatron.optimizer_state import (
     load_optimizer_state,
     make_masters_from_weights,
     share_weights_of_masters,
 )
-from gpt_pretrain.megatron.parallel import seed_dropout
+from gpt_pretrain.megatron.parallel import on_rank_zero, seed_dropout
 from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 
+_PROBLEMS_SHOWN = 5
 _KEYS_SHOWN = 20
 # megatron-core's name for what is not a tensor.
 _COMMON = "common_state"
@@ -54,22 +66,138 @@ _NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedCheckpoint:
+    """A checkpoint whose files match its manifest (`verify_checkpoint`)."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a run starts from."""
+
+    checkpoint: VerifiedCheckpoint
+    weights_only: bool
+    """Whether only its weights are taken (`checkpoint.init_from`); otherwise the run continues where it was saved."""
+    warnings: Sequence[str] = ()
+    """What went wrong in choosing it, for the user."""
+    notes: Sequence[str] = ()
+    """What else the user should know of the choice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
     """The result of loading a checkpoint."""
 
     progress: Progress
-    """How far the saved run was; a run's start where only the weights were taken."""
+    """How far the saved run was; a run's start if only the weights were taken."""
     notes: Sequence[str]
-    """What differs from the saved run, for the user."""
+    """Differences from the saved run, for the user."""
+
+
+def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
+    """Reads every byte of a checkpoint, each rank its share; every rank calls it.
+
+    Raises:
+        UserError: It is not a checkpoint, or files are missing, truncated or changed; the same on all ranks.
+    """
+    manifest = on_rank_zero(lambda: read_manifest(path))
+    world_size = torch.distributed.get_world_size()
+    found: list[list[str]] = [[]] * world_size
+    own = check_files(path, manifest, rank=torch.distributed.get_rank(), num_ranks=world_size)
+    torch.distributed.all_gather_object(found, own)
+    problems = [problem for of_rank in found for problem in of_rank]
+    if problems:
+        more = f"; {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        raise UserError("; ".join(problems[:_PROBLEMS_SHOWN]) + more)
+    return VerifiedCheckpoint(path=path, manifest=manifest)
+
+
+def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
+    """Finds and verifies what a run starts from, None for fresh weights; every rank calls it.
+
+    A start from an earlier checkpoint gives up the later ones of the run's directory. The start's manifest says so in
+    memory, and the manifests that the run will save on the disk.
+    """
+    start = _find_start(config, directory)
+    return start if start is None or start.weights_only else _give_up_others(start, directory)
+
+
+def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
+    if config.resume not in ("auto", "never"):
+        named = Path(config.resume).absolute()
+        return resume_from([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
+    found = on_rank_zero(lambda: find_checkpoints(directory))
+    if config.resume == "never" and found.paths:
+        raise UserError(
+            f"checkpoint.resume=never, but run_dir={directory.parent} holds the checkpoints of a run; "
+            "give another run_dir, or checkpoint.resume=auto to continue it"
+        )
+    if not found.paths:
+        if config.init_from is None:
+            return None
+        return Start(checkpoint=verify_checkpoint(Path(config.init_from).absolute()), weights_only=True)
+    # If nothing says which one is meant, the newest good one is the best answer.
+    start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
+    if found.problem is not None:
+        warning = f"{found.problem}; continuing from {start.checkpoint.path.name}, the newest one that verifies"
+        start = replace(start, warnings=[warning, *start.warnings])
+    if config.init_from is not None:
+        # A requeued run starts with the same command.
+        note = f"checkpoint.init_from={config.init_from} is ignored: this run has checkpoints of its own"
+        start = replace(start, notes=[note])
+    return start
+
+
+def _give_up_others(start: Start, directory: Path) -> Start:
+    path, manifest = start.checkpoint.path, start.checkpoint.manifest
+    # A run that starts from another run's checkpoint has no past in its own directory.
+    first = manifest.step + 1 if path.parent.resolve() == directory.resolve() else 0
+
+    def time_if_any() -> float | None:
+        any_later = any(step_of(other) >= first for other in complete_checkpoints(directory))
+        return time_after(directory, manifest.given_up) if any_later else None
+
+    now = on_rank_zero(time_if_any)
+    if now is None:
+        return start
+    before = [[step, saved] for step, saved in manifest.given_up if step < first]
+    manifest = replace(manifest, given_up=[*before, [first, now]])
+    return replace(start, checkpoint=replace(start.checkpoint, manifest=manifest))
+
+
+def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
+    """Verifies the first candidate, or with `fall_back` finds the first one that verifies; every rank calls it."""
+    passed_over: list[str] = []
+    for path in candidates:
+        try:
+            checkpoint = verify_checkpoint(path)
+        except UserError as error:
+            if not fall_back:
+                raise UserError(f"{error}. {_way_out(candidates)}") from None
+            passed_over.append(f"{path} was skipped: {error}")
+        else:
+            return Start(checkpoint=checkpoint, weights_only=False, warnings=passed_over)
+    raise UserError(f"no checkpoint verifies. {'. '.join(passed_over[:_PROBLEMS_SHOWN])}. {_way_out(())}")
+
+
+def _way_out(candidates: Sequence[Path]) -> str:
+    if len(candidates) < 2:
+        return "Put the files back from a copy, or start afresh with another run_dir"
+    return (
+        "Put the files back from a copy, continue from the newest earlier checkpoint that verifies with "
+        "checkpoint.fall_back=true, or start afresh with another run_dir"
+    )
 
 
 def load_checkpoint(
     checkpoint: VerifiedCheckpoint, trainable: Trainable, config: Config, data: Mapping[str, str]
 ) -> Restored:
-    """Restores all of a checkpoint, so that the run goes on where it was saved; every rank calls it.
+    """Restores all of a checkpoint, so that the run continues where it was saved; every rank calls it.
 
-    The checkpoint may come from any layout. Random states belong to a place in the layout: in another one they are
-    seeded anew, from the run's seed and the step. `data` has `data.corpus.Corpus.fingerprints`.
+    Random states belong to a place in the layout: in another layout they are seeded anew, from the run's seed and the
+    step. `data` has `data.corpus.Corpus.fingerprints`.
 
     Raises:
         UserError: The checkpoint is of another model; of another FP8 recipe with state, unless
@@ -88,14 +216,13 @@ def load_checkpoint(
     )
     places = places_of_ranks(layout(model))
     restores_random_states = places == places_of_ranks(manifest.layout)
+    wanted = sharded_state(trainable, is_loading=True)
     if not restores_random_states:
+        del wanted[RANDOM_STATES]
         notes.append(
             f"resharded: {differences(places, manifest.layout)}; random states are seeded anew from "
             "model.seed and the step"
         )
-    wanted = sharded_state(trainable, is_loading=True)
-    if not restores_random_states:
-        del wanted[RANDOM_STATES]
 
     def left_out(key: str) -> bool:
         return (key == RANDOM_STATES and not restores_random_states) or (EXTRA_STATE in key and not restores_fp8)
@@ -104,7 +231,7 @@ def load_checkpoint(
         state = _load(path, trainable, wanted, left_out)
         load_optimizer_state(trainable.optimizer, state["optimizer"])
         share_weights_of_masters(trainable.optimizer, trainable.model)
-        # megatron-core adds the steps of the checkpoint to those that were taken.
+        # megatron-core adds the checkpoint's steps to those taken.
         trainable.scheduler.num_steps = 0
         trainable.scheduler.load_state_dict(state["scheduler"])
         if restores_random_states:
@@ -126,9 +253,9 @@ def load_checkpoint(
 def load_weights(
     checkpoint: VerifiedCheckpoint, trainable: Trainable, config: Config, data: Mapping[str, str]
 ) -> Restored:
-    """Takes the weights of a checkpoint, of any layout and optimizer, for a run of its own; every rank calls it.
+    """Takes the weights of a checkpoint, of any layout and optimizer, for a new run; every rank calls it.
 
-    Schedule, moments, FP8 scales and position in the data start anew; masters and FP8 weights are made of the weights.
+    Schedule, moments, FP8 scales and position in the data start anew; masters and FP8 weights follow the weights.
 
     Raises:
         UserError: The checkpoint is of another model or, unless `checkpoint.allow_data_change`, of another tokenizer.
@@ -162,10 +289,10 @@ def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, st
     what = f"{path} was saved with other data: {', '.join(changed)} changed"
     if not allowed:
         raise UserError(
-            f"{what}; give the run what the saved one had (model.data and model.tokenizer), or go on with the new data "
-            "on purpose: checkpoint.allow_data_change=true"
+            f"{what}; give the run what the saved one had (model.data and model.tokenizer), or continue with the "
+            "new data: checkpoint.allow_data_change=true"
         )
-    return [f"{what}; going on with the new (checkpoint.allow_data_change=true)"]
+    return [f"{what}; continuing with the new data (checkpoint.allow_data_change=true)"]
 
 
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:
@@ -203,7 +330,7 @@ def _check_keys(path: Path, wanted: dict[str, Any], left_out: Callable[[str], bo
 
 def _listed(what: str, keys: set[str]) -> str:
     shown = ", ".join(sorted(keys)[:_KEYS_SHOWN])
-    return f"{what} {len(keys)} tensors more ({shown}{', …' if len(keys) > _KEYS_SHOWN else ''}); " if keys else ""
+    return f"{what} {len(keys)} more tensors ({shown}{', …' if len(keys) > _KEYS_SHOWN else ''}); " if keys else ""
 
 
 def _seed_anew(seed: int, step: int) -> None:

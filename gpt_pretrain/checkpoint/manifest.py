@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: what it holds, of which run, and the size and SHA-256 of each of its files.
+"""The manifest of a checkpoint: its contents, its run, and the size and SHA-256 of each of its files.
 
-`manifest.json` is written last: a checkpoint that has one is complete. It is plain JSON, so that Python alone can tell
-checkpoints apart and check them, without torch. It carries a SHA-256 of itself, which finds a changed digit in it as
-the other hashes find one in a tensor.
+`manifest.json` is written last, so a checkpoint that has one is complete. It is plain JSON, which Python reads without
+torch. A SHA-256 of its own shows a changed digit in it, as the files' hashes do in a tensor.
 """
 
 import dataclasses
@@ -30,6 +29,9 @@ _NUM_THREADS = 4
 _READ = (".metadata", "*.distcp", "common.pt", "metadata.json")
 # The packages that a checkpoint depends on.
 _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
+# Counts of steps, samples and bytes, and seconds since 1970 of which every system makes a date.
+_LARGEST, _LAST_S = 2**53, 2**32
+_ANOTHER = "use another checkpoint of the run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,29 +43,24 @@ class FileDigest:
 
     @classmethod
     def of(cls, name: str, entry: Any) -> Self:
-        """Reads a file's entry in `manifest.json`.
-
-        Raises:
-            ValueError: The file is in another directory, or the entry is malformed.
-        """
+        """Reads a file's entry in `manifest.json`; a ValueError if it is malformed or the file is elsewhere."""
         if PurePath(name).name != name:
-            raise ValueError(f"{name!r} is no name of a file in its directory")
-        if not isinstance(entry, dict) or not all(_fits(entry.get(key), kind) for key, kind in _DIGEST.items()):
+            raise ValueError(f"{name!r} is not the name of a file in its directory")
+        if not isinstance(entry, dict) or not all(
+            _fits(entry.get(field.name), field.type) for field in dataclasses.fields(cls)
+        ):
             raise ValueError(f"{name!r} has no num_bytes and sha256")
         return cls(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself and of the run that saved it.
-
-    Versions before the fields with defaults did not write them.
-    """
+    """What a checkpoint says of itself and of the run that saved it; older ones lack the fields with defaults."""
 
     step: int
     """Optimizer steps done."""
     consumed_samples: int
-    """Training samples behind the run in the data, including those that it passed over."""
+    """Training samples behind the run in the data, including those passed over."""
     time_unix: float
     """When it was saved: seconds since 1970-01-01 UTC."""
     versions: Mapping[str, str]
@@ -85,14 +82,14 @@ class Manifest:
     passed_over: Sequence[Sequence[int]] = ()
     """Samples that rewinds gave up and nothing was trained on: the first and the number of each range."""
     losses: Sequence[float] = ()
-    """The last losses in nats per token, oldest first, which tell what a spike is."""
+    """The last losses in nats per token, oldest first, by which spikes are found."""
     spikes: Sequence[int] = ()
-    """Steps with a loss spike that were trained on nevertheless."""
+    """Steps with a loss spike that the run kept."""
     given_up: Sequence[Sequence[float]] = ()
-    """Which checkpoints of the directory belong to attempts that the run was taken back from: pairs of a step and a
-    time, for those of that step or a later one that were saved before that time (`directory.is_given_up`)."""
+    """Which checkpoints of the directory belong to attempts that were given up: pairs of a step and a time, for those
+    of that step or a later one that were saved before that time (`directory.is_given_up`)."""
     gives_way: bool = False
-    """Whether the run's next checkpoint takes its place, because only the clock asked for it."""
+    """Whether the next checkpoint replaces it, because only the clock asked for it."""
 
     @property
     def num_bytes(self) -> int:
@@ -100,24 +97,20 @@ class Manifest:
         return sum(file.num_bytes for file in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the hash of the whole."""
+        """Plain values, without the manifest's own hash."""
         return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Undoes `to_json`; fields that this version does not know are ignored.
-
-        Raises:
-            ValueError: A field is missing or holds something else.
-        """
+        """Undoes `to_json` and ignores unknown fields; a ValueError if a field is missing or holds something else."""
         fields = [
             field for field in dataclasses.fields(cls) if field.name in values or field.default is dataclasses.MISSING
         ]
         for field in fields:
             if not _fits(values.get(field.name), field.type):
-                raise ValueError(f'"{field.name}" is missing, or does not hold what belongs there')
+                raise ValueError(f'"{field.name}" is missing or has a wrong value')
         if not 0 <= values["time_unix"] <= _LAST_S:
-            raise ValueError('"time_unix" is no date')
+            raise ValueError('"time_unix" is not a date')
         pairs = [pair for name in ("passed_over", "given_up") for pair in values.get(name, [])]
         if any(len(pair) != 2 for pair in pairs):
             raise ValueError('"passed_over" and "given_up" hold pairs')
@@ -126,13 +119,8 @@ class Manifest:
         return cls(**{**known, "files": files})
 
 
-_DIGEST = {"num_bytes": int, "sha256": str}
-# Counts of steps, samples and bytes, and seconds since 1970 of which every system makes a date.
-_LARGEST, _LAST_S = 2**53, 2**32
-
-
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is what a field of that type holds, including everything inside it."""
+    """Whether a JSON value, with everything inside it, fits a field's type."""
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin is Mapping:
         return isinstance(value, dict) and all(_fits(each, inside[1]) for each in value.values())
@@ -140,16 +128,13 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
     if kind is int:
         return type(value) is int and 0 <= value <= _LARGEST
-    if kind is bool:
-        return type(value) is bool
-    if kind is float:
-        return type(value) in (int, float)
-    # Files are read by `FileDigest.of`, the configuration by its schema.
-    return isinstance(value, str) if kind is str else True
+    types = {bool: (bool,), str: (str,), float: (int, float)}
+    # `FileDigest.of` checks files, the schema the configuration.
+    return type(value) in types[kind] if kind in types else True
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what the tensors of a checkpoint depend on; a package that is not installed is left out."""
+    """Versions of the installed packages that a checkpoint's tensors depend on."""
     versions = {}
     for name in _DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -162,31 +147,23 @@ def _hash_of(values: Mapping[str, Any]) -> str:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` into a checkpoint's directory, and waits until the disk has it.
-
-    Raises:
-        OSError: The directory cannot be written.
-    """
+    """Writes `manifest.json` into a checkpoint's directory, and waits until the disk has it."""
     values = manifest.to_json()
     text = json.dumps({**values, "sha256": _hash_of(values)}, indent=1, sort_keys=True)
     write_file(directory / MANIFEST, text + "\n")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of a checkpoint.
-
-    Raises:
-        UserError: There is no such directory, no manifest in it, or one that is garbled or of another version.
-    """
+    """Reads the manifest of a checkpoint; a UserError if there is none, or it is garbled or of another version."""
     file = path / MANIFEST
     if not path.is_dir():
         raise UserError(f"{path} does not exist; name the directory of a checkpoint, RUN_DIR/checkpoints/step_…")
     try:
         values = read_foreign_json(file)
     except FileNotFoundError:
-        # A hurried user names the run's directory, or that of its checkpoints.
+        # The user may have named the run's directory, or that of its checkpoints.
         below = sorted(found.parent for found in [*path.glob(f"step_*/{MANIFEST}"), *path.glob(f"*/step_*/{MANIFEST}")])
-        other = f"one in it, as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
+        other = f"one in it, such as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
         raise UserError(
             f"{path} is not a complete checkpoint of this application (no {MANIFEST} in it); name the "
             f"directory of {other}"
@@ -197,7 +174,7 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(f"{file} is garbled (it states no format_version); {_ANOTHER}")
     saved_hash = values.pop("sha256", None)
     if saved_hash != _hash_of(values):
-        raise UserError(f"{file} has changed since it was written: it is not what its own SHA-256 says; {_ANOTHER}")
+        raise UserError(f"{file} has changed since it was written: it does not match its own SHA-256; {_ANOTHER}")
     if values["format_version"] != FORMAT_VERSION:
         versions = values.get("versions")
         wrote = versions.get("gpt_pretrain") if isinstance(versions, dict) else None
@@ -211,13 +188,10 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
 
 
-_ANOTHER = "use another checkpoint of the run"
-
-
 def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> list[list[Item]]:
-    """Deals items out to ranks, files or threads in shares of even size; every process computes the same shares.
+    """Deals items out to ranks, files or threads in even shares; every process computes the same.
 
-    The largest are dealt first, each to the share that is the smallest so far; `sizes` has the size of each item.
+    The largest item goes first, each to the smallest share so far; `sizes` has the size of each item.
     """
     shares: list[list[Item]] = [[] for _ in range(num_shares)]
     totals = [0] * num_shares
@@ -235,24 +209,17 @@ def _hash_file(path: Path) -> FileDigest:
 
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
-    """Sizes and hashes of some files of a directory as they are now, read by several threads.
-
-    Raises:
-        OSError: One of them cannot be read.
-    """
+    """Sizes and hashes of files of a directory, read by several threads."""
     names = sorted(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: _hash_file(directory / name), names), strict=True))
 
 
 def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """Compares the files of a checkpoint with its manifest: this rank's share of them (`deal`), with several threads.
+    """Compares this rank's share of a checkpoint's files with the manifest; returns a sentence for each problem.
 
-    Without `hashes` only the sizes are compared. Of the files that the manifest does not know, only those are told
-    that torch or megatron-core would read.
-
-    Returns:
-        A sentence for each file that is missing, truncated, changed or unknown.
+    Without `hashes` only the sizes are compared. A file that the manifest does not know is a problem if torch or
+    megatron-core would read it.
     """
     read = [] if rank else sorted({file for name in _READ for file in path.glob(name)})
     unknown = [
@@ -271,7 +238,7 @@ def _problem(path: Path, expected: FileDigest, *, hashes: bool) -> str | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return f"{path} is no regular file"
+            return f"{path} is not a regular file"
         if status.st_size != expected.num_bytes:
             how = "is truncated" if status.st_size < expected.num_bytes else "has grown"
             return f"{path} {how}: it has {status.st_size} bytes, and {expected.num_bytes} were written"

@@ -1,20 +1,19 @@
-"""Save checkpoints beside the training loop, which stands still only while its state is copied.
+"""Saves checkpoints beside the training loop, which stalls only while its state is copied.
 
     save()  plan who writes what → room on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
                                                                            └→ a thread writes, hashes, syncs, renames
 
 megatron-core and torch plan which parts a rank holds, and which of the ranks with the same part writes it
 (`FullyParallelSaveStrategyWrapper`: each about the same number of bytes). Their writers are not used: megatron-core's
-starts a process that imports the program anew, hands the bytes to a forked child, and reports that child's death only
+starts a process that imports the program again, hands the bytes to a forked child, and reports that child's death only
 at the next save. Here a thread writes: writing, hashing and waiting for the disk release Python's lock, nothing forks
-beside CUDA, and the next step knows what went wrong in the thread.
+beside CUDA, and the next step knows what went wrong.
 """
 
 import shutil
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent import futures
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -59,7 +58,7 @@ from gpt_pretrain.megatron.parallel import on_rank_zero
 
 
 class _Planned(FileSystemWriter):
-    """Keeps the plan where torch would begin to write."""
+    """Keeps the plan instead of writing it."""
 
     can_run_decentralized_global_plan = True
 
@@ -90,16 +89,16 @@ class _Strategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron
 
 
 def _plan_share(trainable: Trainable, path: Path) -> Share:
-    """What this rank writes of a checkpoint at a path; every rank calls it. The tensors are still those of the run."""
+    """What this rank writes of a checkpoint at a path; every rank calls it. The tensors are the run's own."""
     state = sharded_state(trainable, is_loading=False)
-    # Values that are not sharded are the common state; megatron-core's reader looks for its choice of formats there.
+    # Values that are not sharded are the common state, where megatron-core's reader looks for its choice of formats.
     state |= {"scheduler": trainable.scheduler.state_dict(), "content_metadata": dict(METADATA)}
     sharded, common = save_preprocess(state)
     sharded["common_state"] = ShardedObject(
         "common_state", common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()
     )
     strategy = _Strategy()
-    # Ranks with the same tensors differ only in their data and their part of the sequence.
+    # Ranks with the same tensors differ only in their samples and their part of the sequence.
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     FullyParallelSaveStrategyWrapper(strategy, replicas).save(sharded, path)
     return strategy.share
@@ -112,11 +111,11 @@ class SaveOutcome:
     step: int
     path: Path
     problem: str | None
-    """Why there is no checkpoint, and which one is the newest; None if it is complete."""
+    """Why it failed, and which checkpoint is the newest; None if it is complete."""
     num_bytes: int
     """Of all files; 0 with a problem."""
     stall_s: float
-    """Seconds that the training loop stood still."""
+    """Seconds for which the training loop waited."""
     time_s: float
     """Seconds until the checkpoint was on the disk, or had failed."""
 
@@ -128,9 +127,8 @@ class _Running:
     progress: Progress
     began: float
     stall_s: float
-    written: "Future[tuple[int, float]]"
+    written: futures.Future[tuple[int, float]]
     """Bytes, and when it ended."""
-    thread: threading.Thread
 
 
 class CheckpointSaver:
@@ -144,8 +142,8 @@ class CheckpointSaver:
         self._trainable = trainable
         self._config = config.checkpoint
         self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
-        # A checkpoint by the clock only guards against a crash before the next one: the disk need not hold them all,
-        # and they must not push out those of `save_interval`, which a rewind may need.
+        # A checkpoint by the clock only guards against a crash before the next one. The disk need not hold them all,
+        # and they must not displace those of `save_interval`, which a rewind may need.
         self._has_stopgaps = config.checkpoint.keep_last is None or config.checkpoint.save_interval is not None
         self._described: dict[str, Any] = {
             "versions": installed_versions(),
@@ -158,7 +156,7 @@ class CheckpointSaver:
         self._buffer = HostBuffer()
         self._running: _Running | None = None
         self._waited_s = 0.0
-        # Two threads must not share a group: one is for the writers, and over the other the loop asks for news.
+        # Two threads must not share a group: one is the writers', over the other the loop asks whether they are done.
         several = torch.distributed.get_world_size() > 1
         self._writers = torch.distributed.new_group(backend="gloo") if several else None
         self._loop = torch.distributed.new_group(backend="gloo") if several else None
@@ -171,24 +169,18 @@ class CheckpointSaver:
     def __exit__(self, *_: object) -> None:
         # After an error of this rank alone the others may not get here, but their writers answer this one's.
         if self._running is not None:
-            self._running.thread.join()
+            futures.wait([self._running.written])
         self._buffer.release()
 
     def reserve(self) -> None:
-        """Takes the host memory that saves copy into, so that the first one need not wait for it; every rank calls it.
-
-        The run's parameters must be gathered.
-        """
+        """Takes the host memory that saves copy into; every rank calls it, with the parameters gathered."""
         self._buffer.reserve(_plan_share(self._trainable, checkpoint_path(self.directory, 0)))
 
     def save(self, progress: Progress, *, by_clock: bool = False) -> list[SaveOutcome]:
         """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
 
-        The save before it must have been waited for (`wait`). `by_clock` says that only
-        `checkpoint.save_interval_minutes` asks for it.
-
-        Returns:
-            The outcome, if the save has ended: it was refused, or `checkpoint.async_save` is off.
+        The caller has waited for the save before. `by_clock`: only `checkpoint.save_interval_minutes` asks for one.
+        The outcome is returned if the save has ended: it was refused, or `checkpoint.async_save` is off.
         """
         assert self._running is None, "one save at a time"
         began = time.monotonic() - self._waited_s
@@ -196,32 +188,26 @@ class CheckpointSaver:
         is_stopgap = by_clock and self._has_stopgaps
         retention = KEEP_ALL if is_stopgap else self._retention
         destination = Destination(directory=self.directory, step=progress.step, retention=retention)
-        gives_way = is_stopgap and not self._retention.keeps_for_ever(destination.path)
+        gives_way = is_stopgap and not self._retention.keeps_forever(destination.path)
         share = _plan_share(self._trainable, destination.path)
         problem = self._begin(destination, share)
-        if problem is not None:
-            stall_s = time.monotonic() - began
-            return [self._outcome(progress, problem=problem, num_bytes=0, stall_s=stall_s, time_s=stall_s)]
-        staged = self._staged(share)
-        written: Future[tuple[int, float]] = Future()
-        thread = threading.Thread(
-            target=self._write,
-            args=(destination, progress, gives_way, staged, written),
-            name="checkpoint writer",
-            daemon=True,
-        )
-        thread.start()
-        if not self._config.async_save:
-            thread.join()
+        written: futures.Future[tuple[int, float]] = futures.Future()
+        if problem is None:
+            thread = futures.ThreadPoolExecutor(1, "checkpoint writer")
+            written = thread.submit(self._write, destination, progress, gives_way, self._staged(share))
+            # The thread ends with the save, so that processes for data are forked beside none.
+            thread.shutdown(wait=False)
+        else:
+            written.set_exception(SaveProblem(problem))
+        goes_on = problem is None and self._config.async_save
+        if not goes_on:
+            futures.wait([written])
         stall_s = time.monotonic() - began
-        self._running = _Running(progress=progress, began=began, stall_s=stall_s, written=written, thread=thread)
-        return [] if self._config.async_save else self.wait()
+        self._running = _Running(progress=progress, began=began, stall_s=stall_s, written=written)
+        return [] if goes_on else self.wait()
 
     def poll(self) -> list[SaveOutcome]:
-        """The outcome of a save that has ended, at the same step on all ranks; every rank calls it once a step.
-
-        Ranks tell each other that they are done by an asynchronous all-reduce of one number, and read it a step later.
-        """
+        """The outcome of a save that has ended on all ranks, at the same step; every rank calls it once a step."""
         if self._running is None:
             return []
         if self._loop is None:
@@ -231,6 +217,7 @@ class CheckpointSaver:
             self._asked = None
             if int(self._is_done):
                 return self.wait()
+        # The answer is read a step later.
         self._is_done.fill_(self._running.written.done())
         self._asked = torch.distributed.all_reduce(
             self._is_done, op=torch.distributed.ReduceOp.MIN, group=self._loop, async_op=True
@@ -238,7 +225,7 @@ class CheckpointSaver:
         return []
 
     def wait(self) -> list[SaveOutcome]:
-        """Waits for the save that is being written, if one is; every rank calls it."""
+        """Waits for the save in progress, if any; every rank calls it."""
         running, self._running = self._running, None
         if running is None:
             return []
@@ -246,17 +233,21 @@ class CheckpointSaver:
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
-        running.thread.join()
-        # This wait counts towards the stall of the next save.
-        self._waited_s = time.monotonic() - began
-        problem, num_bytes, ended = None, 0, time.monotonic()
+        problem, num_bytes = None, 0
         try:
             num_bytes, ended = running.written.result()
         except Exception as error:  # whatever the writer died of
-            problem = str(error) if isinstance(error, SaveProblem) else f"{type(error).__name__}: {error}"
+            ended = time.monotonic()
+            why = str(error) if isinstance(error, SaveProblem) else f"{type(error).__name__}: {error}"
+            newest = latest_checkpoint(self.directory)
+            stands = "there is none yet" if newest is None else f"the newest complete one is {newest}"
+            problem = f"the checkpoint of step {running.progress.step} could not be saved: {why}; {stands}"
+        # This wait counts towards the stall of the next save.
+        self._waited_s = time.monotonic() - began
         return [
-            self._outcome(
-                running.progress,
+            SaveOutcome(
+                step=running.progress.step,
+                path=checkpoint_path(self.directory, running.progress.step),
                 problem=problem,
                 num_bytes=num_bytes,
                 stall_s=running.stall_s,
@@ -287,41 +278,16 @@ class CheckpointSaver:
         return on_rank_zero(begin)
 
     def _staged(self, share: Share) -> Share | str:
-        """The share in host memory, or why it does not fit: this rank's writer tells the other ranks."""
+        """The share in host memory, or why it does not fit, which this rank's writer tells the other ranks."""
         try:
             return self._buffer.copy(share)
         except MemoryError as error:
             return f"rank {torch.distributed.get_rank()} has no {share.num_bytes:,} bytes of host memory: {error}"
 
     def _write(
-        self,
-        destination: Destination,
-        progress: Progress,
-        gives_way: bool,
-        share: Share | str,
-        written: "Future[tuple[int, float]]",
-    ) -> None:
-        try:
-            now = time_after(destination.directory, progress.given_up)
-            manifest = Manifest(time_unix=now, files={}, gives_way=gives_way, **asdict(progress), **self._described)
-            num_bytes = write_checkpoint(destination, share, manifest, self._writers)
-        except BaseException as error:  # `wait` raises it again, in the loop's thread
-            written.set_exception(error)
-        else:
-            written.set_result((num_bytes, time.monotonic()))
-
-    def _outcome(
-        self, progress: Progress, *, problem: str | None, num_bytes: int, stall_s: float, time_s: float
-    ) -> SaveOutcome:
-        if problem is not None:
-            newest = latest_checkpoint(self.directory)
-            stands = "there is none yet" if newest is None else f"the newest complete one is {newest}"
-            problem = f"the checkpoint of step {progress.step} could not be saved: {problem}; {stands}"
-        return SaveOutcome(
-            step=progress.step,
-            path=checkpoint_path(self.directory, progress.step),
-            problem=problem,
-            num_bytes=num_bytes,
-            stall_s=stall_s,
-            time_s=time_s,
-        )
+        self, destination: Destination, progress: Progress, gives_way: bool, share: Share | str
+    ) -> tuple[int, float]:
+        """Runs in the thread; returns bytes, and when it ended."""
+        now = time_after(destination.directory, progress.given_up)
+        manifest = Manifest(time_unix=now, files={}, gives_way=gives_way, **asdict(progress), **self._described)
+        return write_checkpoint(destination, share, manifest, self._writers), time.monotonic()

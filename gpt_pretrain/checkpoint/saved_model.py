@@ -1,12 +1,12 @@
 """A checkpoint in one plain process: reads its model's description and its tensors one by one, and writes weights.
 
-This needs no process group, GPU or model, and the checkpoint may have any parallel layout: it names its tensors by the
-whole model, whichever ranks wrote them, and each may lie in pieces over many files. Reading puts together only the
-pieces of what is asked for, so that one layer of a stacked tensor costs the memory of one layer. Writing makes each
-tensor when its turn comes. torch's default planners do the work; they are told which tensors there are.
+This needs no process group, GPU or model. The checkpoint may have any parallel layout: it names tensors by the whole
+model, whichever ranks wrote them, and each may lie in pieces in many files. Reading assembles only the pieces asked
+for, so one layer of a stacked tensor takes the memory of one layer. Writing makes each tensor when its turn comes.
+torch's default planners do the work; they are told which tensors there are.
 
 The configuration is the manifest's. The tokenizer lies beside the tensors of an imported model, or in the run's
-directory two levels up; a fingerprint identifies it, so that no other one can take its place.
+directory two levels up; its fingerprint must match.
 """
 
 import io
@@ -43,7 +43,7 @@ from gpt_pretrain.megatron.pickles import restricted, unreadable_told
 _COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
 # Optimizer states lie beside the model's tensors and have their names after this prefix.
 _OPTIMIZER = "optimizer."
-# As many files are written side by side, and as many tensors are in memory.
+# Files written side by side, and tensors in memory.
 _NUM_FILES = 2
 
 
@@ -56,14 +56,10 @@ class SavedModel:
     config: Config
     """Of the run that saved it."""
     tokenizer: Tokenizer | None
-    """None where the data came as token ids (`model.tokenizer.library=none`), or an imported model had none."""
+    """None if the data were token ids (`model.tokenizer.library=none`), or an imported model had none."""
 
     def check_files(self) -> None:
-        """Reads every byte of the checkpoint.
-
-        Raises:
-            UserError: A file is missing or not what was written; names each.
-        """
+        """Reads every byte; a UserError names each file that is missing or not what was written."""
         problems = check_files(self.path, self.manifest)
         if problems:
             raise UserError("\n".join([*problems, "use another checkpoint of the run"]))
@@ -72,7 +68,7 @@ class SavedModel:
 def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
     """Reads what a checkpoint says of itself; no tensor yet.
 
-    `tokenizer` is the tokenizer's file, where it is neither in the checkpoint nor in the run's directory.
+    `tokenizer` is the tokenizer's file if it is neither in the checkpoint nor in the run's directory.
 
     Raises:
         UserError: There is no checkpoint, another version wrote its configuration, or the tokenizer is not found.
@@ -113,11 +109,7 @@ def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path 
 
 
 class CheckpointTensors:
-    """The model's tensors in a checkpoint, by key.
-
-    Raises:
-        UserError: Its index, or later a tensor, cannot be read.
-    """
+    """The model's tensors in a checkpoint, by key; a UserError if the index, or later a tensor, cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -138,15 +130,15 @@ class CheckpointTensors:
         return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """A tensor's whole shape; in a layer's tensor the number of layers comes first."""
+        """Of the whole tensor; in a layer's tensor the number of layers comes first."""
         return tuple(self._tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """The type that a tensor was saved in."""
+        """The type in which a tensor was saved."""
         return self._tensors[key].properties.dtype
 
     def read(self, key: str, layer: int | None = None) -> torch.Tensor:
-        """A tensor on the CPU: all of it, or one layer's part of it, without the axis of layers."""
+        """A tensor on the CPU: all of it, or one layer of it, without the axis of layers."""
         entry = self._tensors[key]
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
@@ -161,7 +153,7 @@ class CheckpointTensors:
 
 
 class _IntoOneTensor(DefaultLoadPlanner):
-    """Puts every piece that is read into one tensor."""
+    """Puts every piece into one tensor."""
 
     def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
@@ -173,14 +165,14 @@ class _IntoOneTensor(DefaultLoadPlanner):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTensor:
-    """A tensor that will be written, or one layer's part of a stacked one."""
+    """A tensor to be written, or one layer of a stacked one."""
 
     key: str
     """Its key in the checkpoint."""
     layer: int | None
-    """Which layer's part; None: all of it."""
+    """None: all of it."""
     shape: tuple[int, ...]
-    """Of that part, without the axis of layers."""
+    """Without the axis of layers."""
     dtype: torch.dtype
     load: Callable[[], torch.Tensor]
     """Makes its values, on the CPU, when they are needed."""
@@ -204,9 +196,6 @@ def write_weights(directory: Path, tensors: Sequence[PlannedTensor], *, num_laye
     """Writes all tensors of a model, but no manifest, into an empty directory, and waits until the disk has them.
 
     A run of any layout takes the weights with `checkpoint.init_from`. Stacked tensors have `num_layers` layers.
-
-    Raises:
-        OSError: The disk does not take them.
     """
     writer = FileSystemWriter(directory, thread_count=_NUM_FILES)
     save({}, storage_writer=writer, planner=_OneByOne(tensors, num_layers), no_dist=True)

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a run, and what it says of the run.
+"""What a checkpoint holds of a run, and how it describes the run.
 
-It holds megatron-core's sharded state, of which each rank names its parts. What it says decides what a run that loads
-it may restore: the architecture (which tensors there are), the layout (which rank has which part), and the kind of FP8
-scales and amax histories. All of that is plain text by key, so that a checkpoint needs none of our classes.
+It holds megatron-core's sharded state, whose parts each rank names. The description decides what a run may restore: the
+architecture (which tensors there are), the layout (which rank has which part), and the kind of FP8 scales and amax
+histories. It is plain text by key, so that a checkpoint needs none of our classes.
 
 Delayed scaling keeps scales and histories, and FP8 attention keeps its own; the other recipes compute each scale from
 its tensor and have nothing to restore. Transformer Engine would silently take another recipe's state, or drop it.
@@ -44,14 +44,13 @@ from gpt_pretrain.spec.recipes import Fp8Settings
 
 # The name and version of the format, which megatron-core's reader asks for.
 FORMAT = CheckpointingConfig("torch_dist", 1)
-# What the reader is told besides: optimizer states are sharded like the model's tensors.
+# Tells the reader that optimizer states are sharded like the model's tensors.
 METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 RANDOM_STATES = "random_states"
-# Where Transformer Engine's layers keep FP8 scales and histories, and emulated layers as well.
+# Where Transformer Engine's layers and emulated ones keep FP8 scales and histories.
 EXTRA_STATE = "_extra_state"
 
-# What decides which tensors there are, their shapes and their meaning.
 _ARCHITECTURE_KEYS = (
     "num_layers",
     "hidden_size",
@@ -69,7 +68,7 @@ _ARCHITECTURE_KEYS = (
     "qk_layernorm",
     "share_embeddings_and_output_weights",
 )
-# The values of keys in checkpoints older than the key.
+# Values of keys that older checkpoints lack.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
@@ -77,7 +76,7 @@ _LAYOUT_KEYS = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
-# A mixture of experts has these in addition.
+# A mixture of experts also has these.
 _EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
 _DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
@@ -97,7 +96,7 @@ class Progress:
 
 @dataclass(kw_only=True, slots=True)
 class Trainable:
-    """What a checkpoint holds and a run trains."""
+    """What a run trains and a checkpoint holds."""
 
     model: Model
     optimizer: MegatronOptimizer
@@ -112,7 +111,7 @@ def random_states() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),
-        # With CUDA graphs these are generators. Saved as states, they let a run go on without graphs.
+        # With CUDA graphs these are generators. Saved as states, they also suit a run without graphs.
         "tracker": {name: convert_cuda_rng_state(state) for name, state in tracked.items()},
     }
 
@@ -135,7 +134,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 
 
 def model_keys(num_chunks: int) -> list[str]:
-    """megatron-core's names of model chunks; the optimizer looks its parameters' chunks up under them."""
+    """megatron-core's names of model chunks, by which the optimizer looks up its parameters' chunks."""
     return ["model"] if num_chunks == 1 else [f"model{index}" for index in range(num_chunks)]
 
 
@@ -148,7 +147,7 @@ def sharded_model(model: Model) -> dict[str, Any]:
 
 
 def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
-    """This rank's parts of model, optimizer and random states, to be written from or read into."""
+    """This rank's parts of model, optimizer and random states, to write from or read into."""
     state = sharded_model(trainable.model)
     state["optimizer"] = sharded_optimizer_state(trainable.optimizer, state, metadata=METADATA, is_loading=is_loading)
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -194,12 +193,12 @@ def layout(model: ModelConfig) -> dict[str, str]:
 
 
 def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:
-    """The part of a layout that decides which part of the model and which samples each rank has; plain text by key."""
+    """The part of a layout that decides which part of the model and which samples each rank has."""
     return {key: value for key, value in layout.items() if key != _DISTRIBUTED_OPTIMIZER}
 
 
 def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
-    """The keys of `current` whose saved values differ, as `key=value (saved with value)`; empty where none does."""
+    """The keys of `current` whose saved values differ, as `key=value (saved with value)`; empty if none does."""
     return ", ".join(
         f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
         for key, value in current.items()
@@ -208,12 +207,12 @@ def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
 
 
 def architecture_differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
-    """`differences` of two models, of which the saved one may be older than some keys."""
+    """`differences` of two models; the saved one may be older than some keys."""
     return differences(current, {**_BEFORE, **saved})
 
 
 def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
-    """What decides the shape and the meaning of FP8 scales and histories; empty where there are none to keep."""
+    """What decides the shape and the meaning of FP8 scales and histories; empty if there are none to keep."""
     if settings is None or (not settings.recipe.keeps_history and not settings.dot_product_attention):
         return {}
     return _describe_fp8(settings)
@@ -221,7 +220,7 @@ def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
 
 def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
     described = {
-        # The name in checkpoints that know only one engine.
+        # The name from when there was only one engine.
         "model.fp8_recipe": settings.recipe.preset,
         "format of gradients": settings.gradient_format,
         "model.fp8_amax_history_len": str(settings.amax_history_len),
@@ -235,12 +234,10 @@ def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
 
 
 def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool) -> bool:
-    """Whether FP8 scales and histories are restored; they are not where the checkpoint has none.
+    """Whether FP8 scales and histories are restored; they are not if the checkpoint has none.
 
-    `saved` is what `describe_fp8_state` said when it was saved; `reset` is `checkpoint.reset_fp8_state`.
-
-    Raises:
-        UserError: The run would drop the checkpoint's, because its own are of another kind or it has none.
+    `saved` is the checkpoint's `describe_fp8_state`. Without `reset` (`checkpoint.reset_fp8_state`) a run that has no
+    scales, or scales of another kind, is refused by a UserError.
     """
     if reset or not saved:
         return False
@@ -255,10 +252,8 @@ def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str
 
 
 def take_extra_states(state: dict[str, Any]) -> list[str]:
-    """Removes the entries of FP8 scales and histories from a model's state, and returns their names.
-
-    Experts in a single module have an entry each: `…_extra_state`, `…_extra_state1`, `…_extra_state2`.
-    """
+    """Removes the entries of FP8 scales and histories from a model's state, and returns their names."""
+    # Experts in a single module have an entry each: `…_extra_state`, `…_extra_state1`, `…_extra_state2`.
     keys = [key for key in state if re.search(rf"{EXTRA_STATE}\d*$", key)]
     for key in keys:
         del state[key]

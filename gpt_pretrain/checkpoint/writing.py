@@ -1,6 +1,6 @@
 """From a copy in host memory to a checkpoint on the disk: written, hashed, synced, described, renamed.
 
-It touches neither the model nor the groups that training communicates over, so it can run beside the training loop. A
+This touches neither the model nor the groups that training communicates over, so it can run beside the training loop. A
 checkpoint appears in one piece:
 
     .step_00000300.unfinished/   each rank writes its files, hashes them on the way and syncs them; then rank 0 writes
@@ -8,8 +8,8 @@ checkpoint appears in one piece:
     step_00000300/               the same directory, renamed
     latest                       replaced; then rank 0 removes what the retention does not keep
 
-A process that is killed anywhere in between leaves the newest complete checkpoint and `latest` as they were. Each GB
-takes a processor 0.8 s to hash and 0.3 s to hand to the system; training steps have priority.
+A process killed anywhere in between leaves the newest complete checkpoint and `latest` as they were. Each GB takes a
+processor 0.8 s to hash and 0.3 s to hand to the system; training steps have priority.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ _BYTES_AROUND_AN_ITEM = 4096
 _ALIGNMENT = 64
 # A rank writes its share as up to four files side by side, each of at least 256 MiB.
 _MAX_FILES, _BYTES_OF_A_FILE = 4, 256 * 1024**2
-# Added to the writers' niceness: they then take a tenth of the time of a processor that training wants.
+# Added to the writers' niceness: they then get a tenth of the time of a processor that training wants.
 _NICER = 10
 
 
@@ -61,7 +61,7 @@ class Item:
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes in a file, header included."""
+        """Its size in a file, header included."""
         data = self.data
         size = data.getbuffer().nbytes if isinstance(data, io.BytesIO) else data.numel() * data.dtype.itemsize
         return size + _BYTES_AROUND_AN_ITEM
@@ -73,19 +73,16 @@ class Share:
 
     items: list[Item]
     metadata: Metadata | None
-    """Of the whole checkpoint, on rank 0: torch's reader looks up in it where a tensor lies."""
+    """The whole checkpoint's, on rank 0: torch's reader finds each tensor by it."""
 
     @property
     def num_bytes(self) -> int:
-        """Most bytes that the share takes on the disk."""
+        """The most that it takes on the disk."""
         return sum(item.num_bytes for item in self.items)
 
 
 class HostBuffer:
-    """Host memory for this rank's share, kept from save to save.
-
-    A copy from a GPU is fast only into locked pages, and locking them takes longer than the copy.
-    """
+    """Host memory for this rank's share; kept, because locking pages for fast copies takes longer than a copy."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -145,7 +142,7 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """What a rank tells the others: its files on the disk, or why they are not there."""
+    """What a rank tells the others: its files on the disk, or why there are none."""
 
     files: Mapping[str, FileDigest]
     results: Sequence[WriteResult]
@@ -174,14 +171,18 @@ def write_checkpoint(
         Bytes of all files.
 
     Raises:
-        SaveProblem: Some rank could not write it; the same on all ranks. Complete checkpoints stay as they were, and
-            the unfinished directory is removed.
+        SaveProblem: Some rank failed; the same on all ranks. The unfinished directory is removed.
     """
     own = _RankReport({}, [], share) if isinstance(share, str) else _write_own_files(destination.unfinished, share)
-    reports = _gathered(own, group)
-    problem = next((report.problem for report in reports if report.problem is not None), None)
-    answer: list[tuple[int, str | None]] = [(0, problem)]
-    if _is_first(group):
+    is_first = group is None or group.rank() == 0
+    reports = [own]
+    if group is not None:
+        reports = [own] * group.size()
+        torch.distributed.gather_object(own, reports if is_first else None, dst=0, group=group)
+    answer: list[tuple[int, str | None]] = [(0, None)]
+    if is_first:
+        problem = next((report.problem for report in reports if report.problem is not None), None)
+        answer = [(0, problem)]
         if problem is None:
             answer = [_complete(destination, cast("Share", share), reports, manifest)]
         if answer[0][1] is not None:
@@ -192,19 +193,6 @@ def write_checkpoint(
     if problem is not None:
         raise SaveProblem(problem)
     return num_bytes
-
-
-def _is_first(group: torch.distributed.ProcessGroup | None) -> bool:
-    return group is None or group.rank() == 0
-
-
-def _gathered(report: _RankReport, group: torch.distributed.ProcessGroup | None) -> list[_RankReport]:
-    """The reports of all ranks on rank 0; on another rank only its own."""
-    if group is None:
-        return [report]
-    reports: list[Any] | None = [None] * group.size() if _is_first(group) else None
-    torch.distributed.gather_object(report, reports, dst=0, group=group)
-    return reports or [report]
 
 
 def _write_own_files(directory: Path, share: Share) -> _RankReport:
@@ -222,7 +210,7 @@ def _write_own_files(directory: Path, share: Share) -> _RankReport:
 
 
 def _let_training_go_first() -> None:
-    """Lowers this thread's priority on Linux; elsewhere `os.nice` would lower the whole process's."""
+    """Lowers this thread's priority; outside of Linux `os.nice` would lower the whole process's."""
     if sys.platform == "linux":
         os.nice(_NICER)
 
@@ -247,8 +235,8 @@ def _described(error: Exception, directory: Path) -> str:
 class _HashedFile(io.BufferedWriter):
     """A file that hashes the bytes it is given, whatever the disk makes of them.
 
-    On a full disk torch's writer says only "unexpected pos"; the file remembers the system's error. Closing it flushes
-    it, and closes it even if that fails: an open file keeps its space on the disk after it is removed.
+    On a full disk torch's writer says only "unexpected pos", so the file remembers the system's error. Closing it
+    lets go of it even if the flush fails: an open file would keep its space on the disk after it is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -268,7 +256,7 @@ class _HashedFile(io.BufferedWriter):
             super().flush()
 
     def finish(self) -> FileDigest:
-        """Waits for the disk, and returns what the file must be from now on."""
+        """Waits for the disk, and returns what was written."""
         self.flush()
         with self._noting_errors():
             os.fsync(self.fileno())
@@ -304,7 +292,7 @@ def _write_file(path: Path, items: Sequence[Item]) -> tuple[FileDigest, list[Wri
 def _complete(
     destination: Destination, share: Share, reports: Sequence[_RankReport], manifest: Manifest
 ) -> tuple[int, str | None]:
-    """Describes and publishes what all ranks have written; rank 0 calls it. Returns bytes, or 0 and a problem."""
+    """On rank 0: describes and publishes what all ranks have written. Returns bytes, or 0 and a problem."""
     unfinished, results = destination.unfinished, [list(report.results) for report in reports]
     try:
         FileSystemWriter(unfinished).finish(cast("Metadata", share.metadata), results)

@@ -1,12 +1,12 @@
-"""What this process needs of its machine before torch is imported: driver, libraries' settings, signals, limits.
+"""What this process needs from its machine before torch is imported: driver, libraries' settings, signals, limits.
 
 OpenMP, CUDA, NCCL and Transformer Engine read their environment variables once, when they load; megatron-core and
 torch warn of their own deprecations and missing extras while they are imported. From the first step on,
-`training/stop.py` hears the signals.
+`training/stop.py` handles the signals.
 
-Limits (disk, descriptors, memory) are told as a cause and a way out instead of a traceback. Who meets one first is
-chance: our own code, a library, or a C library that has only words for it. So an error is known by its number where it
-has one, and otherwise by the system's words for that number.
+A limit that is reached (disk, descriptors, memory) is an error with a cause and a way out instead of a traceback. It
+may be met in our own code, in a library, or in a C library that has only words for it. So an error is recognized by its
+number if it has one, and otherwise by the system's words for that number.
 """
 
 import errno
@@ -23,7 +23,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -33,12 +33,12 @@ from gpt_pretrain.config.schema import Config
 
 # EX_TEMPFAIL of sysexits(3): "the user is invited to retry the operation".
 REQUEUE = 75
-# 128 + the signal's number, as shells have it.
+# 128 + the signal's number, as in shells.
 INTERRUPTED = 128 + signal.SIGINT
 NVIDIA_SMI = "nvidia-smi"
 # nvidia-smi answers in a second or two; in minutes, or never, where a GPU has fallen off the bus.
 _DRIVER_TIMEOUT_S = 60
-# A full disk answers one of these: no space, no quota left, or a file-size limit.
+# No space, no quota left, or a file-size limit.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Words of numpy, Python's tempfile and threads, the dynamic linker, and torch's allocator.
 _WORDS = {
@@ -78,15 +78,15 @@ def ask_driver() -> tuple[str, list[str]]:
 
 
 def device_files(folder: Path = Path("/dev")) -> list[str]:
-    """The GPUs' device files. They exist once the driver's kernel module is loaded, even if the driver breaks later."""
+    """The GPUs' device files, which exist once the kernel module is loaded, even if the driver breaks later."""
     return sorted(str(path) for path in folder.glob("nvidia[0-9]*"))
 
 
 def set_environment(config: Config) -> None:
-    """Sets what the run needs; call it before torch is imported. What the user has set stands."""
+    """Sets what the run needs, before torch is imported; what the user has set takes precedence."""
     model = config.model
-    # OpenMP's threads spin while they wait for each other. With one other busy process on the machine they spin away
-    # the time slices of the thread they wait for: a CPU step of the tiny model took 5 s instead of 0.5 s.
+    # OpenMP's threads spin while they wait for each other. On a busy machine they use up the time slices of the thread
+    # that they wait for: a CPU step of the tiny model took 5 s instead of 0.5 s.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     if model.tensor_model_parallel_size > 1 or model.context_parallel_size > 1:
         # One hardware queue keeps the order in which communication and the GEMM it overlaps with were launched.
@@ -98,17 +98,17 @@ def set_environment(config: Config) -> None:
 
 
 def prepare_libraries() -> None:
-    """Lets torch be imported under any user, and leaves the console to the run; call it before torch is imported."""
+    """Lets any user import torch, and leaves the console to the run; call it before torch is imported."""
     try:
         getpass.getuser()
     except (KeyError, OSError):
         # A user without a name, as under `docker run --user 4242`: torch names its caches after the user.
         os.environ["USER"] = str(os.getuid())
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformer_engine)(\.|$)")
-    # Warnings about a library's own calls name the module that the calls pass through on a machine without CUDA.
+    # Without CUDA a library's calls pass through this module, which warnings about them name.
     ours = r"gpt_pretrain\.megatron\.cpu"
     warnings.filterwarnings("ignore", category=FutureWarning, module=ours)
-    # megatron-core's distributed optimizer asks its FP32 shards for .grad, which are views of parameters, no leaves.
+    # megatron-core's distributed optimizer reads .grad of its FP32 shards, which are views of parameters, not leaves.
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", category=UserWarning, module=ours
     )
@@ -116,22 +116,19 @@ def prepare_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """While a run is prepared, SIGTERM and SIGUSR1 end it at once, by a SystemExit that asks for a restart."""
+def ended_by_signals() -> AbstractContextManager[None]:
+    """Inside, SIGTERM and SIGUSR1 raise a SystemExit that asks for a restart."""
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(REQUEUE)
 
-    with _handled_by(end, signal.SIGTERM, signal.SIGUSR1):
-        yield
+    return _handled_by(end, signal.SIGTERM, signal.SIGUSR1)
 
 
-@contextmanager
-def ended_while_importing() -> Iterator[None]:
-    """While libraries are imported, Ctrl-C and these signals end the process at once: it has begun nothing.
+def ended_while_importing() -> AbstractContextManager[None]:
+    """While libraries are imported, Ctrl-C, SIGTERM and SIGUSR1 end the process at once: it has begun nothing.
 
-    Libraries take an exception in the middle of an import for a missing extra and go on, or leave modules half made.
+    Libraries take an exception during an import for a missing extra and continue, or leave modules half made.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
@@ -139,13 +136,12 @@ def ended_while_importing() -> Iterator[None]:
 
     # A shell starts background processes with Ctrl-C ignored.
     interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
-    with _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1):
-        yield
+    return _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
 def ended_while_waiting() -> Iterator[None]:
-    """While torch waits for other ranks, Ctrl-C and these signals end the process at once: it has begun nothing.
+    """While torch waits for other ranks, Ctrl-C, SIGTERM and SIGUSR1 end the process at once: it has begun nothing.
 
     Python calls its handlers only between its own instructions, and torch waits in C++ for up to half an hour. But the
     signal's number is written to a descriptor at once, where another thread reads it.
@@ -201,7 +197,7 @@ def _ways_out() -> Mapping[int, str]:
 
 
 def limit_met(error: BaseException) -> str | None:
-    """What ran out and what to do about it, where an error says so; None for any other error."""
+    """What ran out and what to do about it, if an error says so; None for any other error."""
     for each in _chain(error):
         number = _number(each)
         if number is not None:
@@ -212,7 +208,7 @@ def limit_met(error: BaseException) -> str | None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether an error of writing says that the disk, a quota or the limit on file sizes is exhausted."""
+    """Whether an error says that the disk, a quota or the limit on file sizes is exhausted."""
     return any(_number(each) in _DISK_FULL for each in _chain(error))
 
 
@@ -220,7 +216,7 @@ def _number(error: BaseException) -> int | None:
     known = _ways_out()
     if isinstance(error, MemoryError):
         return errno.ENOMEM
-    # A socket that has nothing yet is no limit.
+    # A socket that has no data yet is no limit.
     if isinstance(error, BlockingIOError):
         return None
     if isinstance(error, OSError) and error.errno in known:
@@ -230,7 +226,7 @@ def _number(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it was raised from or while handling."""
+    """An error and its causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

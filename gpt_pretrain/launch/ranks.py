@@ -28,8 +28,8 @@ class Launch:
     master_addr: str
     master_port: int
     launcher: str
-    """Which variables were read: "torchrun", "srun" or "none"; "plan" where processes are only planned, "sbatch" where
-    they belong to a job that is yet to be handed to Slurm."""
+    """Whose variables were read: "torchrun", "srun" or "none"; "plan" for planned processes, "sbatch" for those of a
+    job that Slurm does not have yet."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -38,11 +38,11 @@ class Launch:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the run, each with the same number of processes."""
+        """Nodes of the run, each with as many processes."""
         return max(1, self.world_size // self.local_world_size)
 
     def how_to_start(self, num_processes: int) -> str:
-        """The way out of a message that asks for another number of processes."""
+        """How to get another number of processes, for error messages."""
         if self.launcher == "plan":
             return f"plan it with plan.num_gpus={num_processes}"
         if self.launcher == "sbatch":
@@ -54,7 +54,7 @@ class Launch:
 
 
 def rank_zero_of(world_size: int, *, local_world_size: int, launcher: str) -> Launch:
-    """Rank 0 of a run that no launcher has started, for the rules about the world size."""
+    """Rank 0 of a run without a launcher, for the rules about the world size."""
     return Launch(
         rank=0,
         world_size=world_size,
@@ -67,10 +67,8 @@ def rank_zero_of(world_size: int, *, local_world_size: int, launcher: str) -> La
 
 
 def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:
-    value = env.get(key) or None
+    value = env.get(key) or default
     if value is None:
-        if default is not None:
-            return default
         raise ConfigError(
             [f"{key} is not set although the launcher's other variables are; start with torchrun or srun"]
         )
@@ -89,11 +87,7 @@ def first_host(nodelist: str) -> str:
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """Reads this process's place in the run, by default from its own environment variables.
-
-    Raises:
-        ConfigError: The launcher's variables are incomplete or contradict each other.
-    """
+    """This process's place in the run; a ConfigError if the launcher's variables are incomplete or contradictory."""
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
         world_size = _number(env, "WORLD_SIZE")
@@ -107,7 +101,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
             launcher="torchrun",
         )
     elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NODELIST"):
-        # SLURM_PROCID alone also exists in a batch script's own shell, which is no task of a step.
+        # A batch script's own shell has SLURM_PROCID too, but is no task of a step.
         world_size = _number(env, "SLURM_NTASKS")
         launch = Launch(
             rank=_number(env, "SLURM_PROCID"),
@@ -115,7 +109,7 @@ def read_launch(env: Mapping[str, str] | None = None) -> Launch:
             local_rank=_number(env, "SLURM_LOCALID"),
             local_world_size=_number(env, "SLURM_NTASKS_PER_NODE", world_size // _number(env, "SLURM_NNODES", 1)),
             master_addr=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
-            # Any two jobs of a node differ in their job id; torch's default port would make them collide.
+            # Two jobs on a node would collide at torch's default port, but differ in their job id.
             master_port=_number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID") % 20000),
             launcher="srun",
         )
@@ -138,9 +132,9 @@ def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_command(num_processes: int) -> list[str]:
-    """What starts ranks on this machine, to go before `-m MODULE …`: this Python, or torchrun for several ranks."""
+    """What starts ranks on this machine, before `-m MODULE …`: this Python, or torchrun for several ranks."""
     if num_processes == 1:
         return [sys.executable]
-    # A rendezvous at a port that the system picks, so that several can run side by side.
+    # The system picks the port of the rendezvous, so that several launches can run side by side.
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     return [*launcher, "--nproc-per-node", str(num_processes)]

@@ -1,13 +1,13 @@
 """The run directory: the one that the user gave, or one named by the time of the start; one run at a time holds it.
 
 `RUN_DIR/lock` is a small JSON file that names the process that writes there. Whoever judges or changes it holds
-`filelock`'s lock on `RUN_DIR/.lock` for that moment, so of two starts one wins. That lock cannot be held for the whole
-run: a lost node keeps its locks on a network file system, and no one could say whose they are. So the file counts as
+`filelock`'s lock on `RUN_DIR/.lock` for that moment, so one of two starts wins. That lock cannot be held for the whole
+run: a lost node keeps its locks on a network file system, and nobody could say whose they are. So the file is valid as
 long as its process lives:
 
-- On the same host the process is looked up, with the time of its start, because process numbers are reused.
-- Another host cannot be asked. There the file's time counts, which its run renews every RENEW_S: after STALE_S the file
-  is left over. Both times are the file system's, so the hosts' clocks do not matter.
+- On the same host the process is looked up by its number and its start time, because numbers are reused.
+- Another host cannot be asked. There the file's age decides, as its run renews it every RENEW_S: after STALE_S it is
+  left over. Both times are the file system's, so the hosts' clocks do not matter.
 - A job that Slurm has restarted takes over the file of its own earlier start at once.
 """
 
@@ -35,20 +35,20 @@ RENEW_S = 20.0
 STALE_S = 120.0
 Kind = Literal["a run", "a benchmark", "a comparison"]
 """What a command leaves in its run directory."""
-# Files that tell each from the others; the first one found counts, so a run stays a run whatever else lies beside it.
+# Files by which each is recognized. The first one found decides, so a run stays a run whatever else lies beside it.
 _SIGNS: Mapping[Kind, tuple[str, ...]] = {
     "a run": ("metrics.jsonl", "checkpoints"),
-    # The second sign is written first, and may be all that a stopped command has left; likewise below.
+    # The second sign is written first and may be all that a stopped command left; likewise below.
     "a benchmark": ("benchmark.json", "machine/task.json"),
     "a comparison": ("compare.json", "runs/*_seed_*"),
 }
-# Reading and writing a small file takes milliseconds, also with several starts at once.
+# Reading and writing a small file takes milliseconds, even with several starts at once.
 _JUDGE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """A process of a run, as another process on any host can know it."""
+    """A process of a run, as others on any host know it."""
 
     host: str
     process: int
@@ -57,13 +57,13 @@ class Process:
     boot: str | None
     """Identity of that boot."""
     namespace: str | None
-    """Where the process's number is valid: containers on one host number their processes from 1."""
+    """Where the number is valid: each container on a host counts from 1."""
     job: str | None
-    """Slurm's job, if there is one."""
+    """Slurm's job, if any."""
     restarts: int
     """How often Slurm had restarted the job."""
     since: str
-    """Date and time of the start, for people."""
+    """Date and time of the start, for the user."""
 
     def __str__(self) -> str:
         job = "" if self.job is None else f" (Slurm job {self.job})"
@@ -75,7 +75,7 @@ class Process:
 
     @classmethod
     def read(cls, text: str | bytes) -> Self | None:
-        """What `to_json` wrote; None for anything else, such as a file that a full disk cut short."""
+        """What `to_json` wrote; None for anything else, such as a file truncated by a full disk."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -86,19 +86,19 @@ class Process:
         return (other.host, other.boot, other.namespace) == (self.host, self.boot, self.namespace)
 
     def has_ended(self) -> bool:
-        """Whether it is gone, asked by a process that can see it; a reused number does not count as the process."""
+        """Whether it is gone, asked by a process that can see it; a reused number is another process."""
         if _start_of(self.process) != self.start:
             return True
         try:
             os.kill(self.process, 0)
         except OSError as error:
-            # Another user's process lives, and may not be signalled.
+            # Another user's process lives, but may not be signaled.
             return isinstance(error, ProcessLookupError)
         return False
 
 
 def this_process(env: Mapping[str, str] | None = None) -> Process:
-    """The calling process, with Slurm's job by default from its own environment variables."""
+    """The calling process; `env` has Slurm's variables, by default its own environment."""
     env = os.environ if env is None else env
     restarts = env.get("SLURM_RESTART_COUNT", "")
     boot = namespace = None
@@ -129,12 +129,9 @@ def _start_of(process: int) -> int | None:
 
 
 def check_run_dir(config: Config, kind: Kind | None = None) -> None:
-    """Checks that the run directory can be made and written, before anything expensive; makes nothing.
+    """Refuses a run directory that cannot be made or written, before anything expensive; makes nothing.
 
     `kind` is what the command will leave there; None: a file that conflicts with nothing.
-
-    Raises:
-        UserError: It cannot, or it holds something of another kind.
     """
     if config.run_dir is not None and kind is not None:
         check_contents(config.run_dir, kind)
@@ -145,11 +142,7 @@ def check_run_dir(config: Config, kind: Kind | None = None) -> None:
 
 
 def check_contents(run_dir: str, kind: Kind) -> None:
-    """Checks that a directory, which need not exist, holds nothing that another command left there.
-
-    Raises:
-        UserError: It does, or it cannot be read; names what it holds.
-    """
+    """Refuses a directory, which need not exist, if it cannot be read or another command has left something there."""
     found = ((held, sign) for held, signs in _SIGNS.items() for sign in signs if any(Path(run_dir).glob(sign)))
     try:
         held, sign = next(found, (kind, ""))
@@ -157,28 +150,18 @@ def check_contents(run_dir: str, kind: Kind) -> None:
         raise UserError(_refusal(run_dir, error)) from error
     if held != kind:
         raise UserError(
-            f"run_dir={run_dir} holds {held} ({sign}), which {kind} would write over; give another run_dir, or leave "
+            f"run_dir={run_dir} holds {held} ({sign}), which {kind} would overwrite; give another run_dir, or leave "
             "it out"
         )
 
 
 def make_run_dir(config: Config) -> Path:
-    """Makes the directory that a run writes to, `run_dir` or `outputs/DATE/TIME_NAME`, and returns its full path.
-
-    Raises:
-        UserError: It cannot be made or written.
-    """
+    """Makes the directory that a run writes to, `run_dir` or `outputs/DATE/TIME_NAME`, and returns its full path."""
     return make_directory(config.run_dir, config.name)
 
 
 def make_directory(given: str | None, name: str) -> Path:
-    """`make_run_dir` for a command without a configuration.
-
-    `given` is the value of run_dir; without one, `name` ends the directory's name.
-
-    Raises:
-        UserError: It cannot be made or written.
-    """
+    """`make_run_dir` for a command without a configuration, with its run_dir and name; refuses as `check_run_dir`."""
     try:
         if given is None:
             run_dir = _new_directory(Path(f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{name}").absolute())
@@ -192,7 +175,7 @@ def make_directory(given: str | None, name: str) -> Path:
 
 
 def _probe(given: str | None, directory: Path) -> None:
-    # Permission bits say nothing of read-only mounts, quotas or file systems that take no files: a nameless file tells.
+    # Permission bits say nothing about read-only mounts, quotas or file systems without files; a nameless file tells.
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
@@ -221,11 +204,7 @@ def lock_path(run_dir: Path) -> Path:
 
 
 def check_run_lock(run_dir: Path) -> None:
-    """Checks that no living run holds the directory; takes nothing.
-
-    Raises:
-        UserError: One does; names its host and process.
-    """
+    """Refuses a directory that a living run holds, naming its host and process; takes nothing."""
     _check_no_link(run_dir)
     with suppress(FileNotFoundError):
         _check_left_over(lock_path(run_dir), this_process())
@@ -233,24 +212,20 @@ def check_run_lock(run_dir: Path) -> None:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[str | None]:
-    """Holds an existing directory; yields what to tell of a left-over lock that was taken over.
-
-    Raises:
-        UserError: A living run holds it; names its host and process.
-    """
+    """Holds an existing directory, unless a living run does; yields a note if it took over a left-over lock."""
     path, note = lock_path(run_dir), None
     _check_no_link(run_dir)
     with _judging(path):
         with suppress(FileNotFoundError):
             note = f"took over {_check_left_over(path, this_process())}"
-        # A new file: the process that wrote the old one may live after all, but renews and deletes only its own.
+        # A new file: the old one's process may live after all, but renews and deletes only its own.
         write_file(path, this_process().to_json() + "\n")
         file = os.open(path, os.O_RDWR)
     released = threading.Event()
 
     def renew() -> None:
         while not released.wait(RENEW_S):
-            # The file system may be away for a while; the next time may succeed.
+            # The file system may be away; the next time may succeed.
             with suppress(OSError):
                 os.utime(file)
 
@@ -261,7 +236,7 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
     finally:
         released.set()
         renewal.join()
-        # Somebody may have deleted it, as error messages offer, and another run may have made its own.
+        # Somebody may have deleted it, as error messages suggest, and another run may have made its own.
         with suppress(OSError, UserError), _judging(path):
             if os.path.samestat(os.fstat(file), path.stat()):
                 path.unlink()
@@ -270,11 +245,11 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
 
 
 def _check_no_link(run_dir: Path) -> None:
-    """Refuses a link, which would lead to a lock elsewhere, or to nothing that a start can take, and a pipe."""
+    """Refuses links, which would lead to a lock elsewhere or to nothing, and pipes."""
     for path in (lock_path(run_dir), _guard_path(lock_path(run_dir))):
         with suppress(OSError):
             if not stat.S_ISREG(path.lstat().st_mode):
-                raise UserError(f"{path} is no file, and a run holds its directory by one; delete it")
+                raise UserError(f"{path} is not a regular file, which a run needs to hold its directory; delete it")
 
 
 def _guard_path(path: Path) -> Path:
@@ -283,15 +258,10 @@ def _guard_path(path: Path) -> Path:
 
 @contextmanager
 def _judging(path: Path) -> Iterator[None]:
-    """Encloses reading, judging and replacing the lock file.
-
-    Raises:
-        UserError: The file system has no locks, or a stuck process holds this one.
-    """
+    """Encloses reading, judging and replacing the lock file."""
     place = _guard_path(path)
-    guard = FileLock(place, timeout=_JUDGE_S)
     try:
-        guard.acquire()
+        guard = FileLock(place, timeout=_JUDGE_S).acquire()
     except Timeout:
         raise UserError(
             f"run_dir={path.parent}: another start has held {place} for {_JUDGE_S:.0f} s; if there is none, delete it"
@@ -301,19 +271,12 @@ def _judging(path: Path) -> Iterator[None]:
             f"run_dir={path.parent}: its file system gives no lock on {place} ({error.strerror or error}), without "
             "which two runs may write there; give a run_dir on another one"
         ) from error
-    try:
+    with guard:
         yield
-    finally:
-        guard.release()
 
 
 def _check_left_over(path: Path, me: Process) -> str:
-    """Whose lock it is, and why it can be taken over.
-
-    Raises:
-        FileNotFoundError: There is no lock.
-        UserError: It cannot be taken over.
-    """
+    """Whose lock it is and why it can be taken over; a UserError if it cannot be."""
     holder = Process.read(path.read_bytes())
     if holder is None:
         whose, known = "an unreadable lock", "one whose lock is unreadable"
@@ -322,7 +285,7 @@ def _check_left_over(path: Path, me: Process) -> str:
         if holder.job is not None and holder.job == me.job and holder.restarts < me.restarts:
             return f"{whose}: Slurm has restarted that job"
         if holder.host == me.host and holder.boot != me.boot:
-            return f"{whose}: its host has been booted since"
+            return f"{whose}: its host has rebooted since"
         if me.can_see(holder):
             if holder.has_ended():
                 return f"{whose}: that process is gone"

@@ -1,14 +1,14 @@
 """A sweep's runs as jobs of Slurm: `-m hydra/launcher=slurm` hands each to `sbatch` instead of running it here.
 
 By then the gate has checked every run, with the ranks that its job will have. A job is scripts/slurm/fp8_gpt.sbatch
-with the run's own overrides, so that Slurm warns it ahead of its time limit and it goes on afterwards like any other.
+with the run's own overrides: Slurm warns it ahead of its time limit, and it is requeued like any other.
 """
 
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,35 +23,35 @@ _LAUNCHER = "hydra.launcher"
 _SUBMISSION_TIMEOUT_S = 300
 # States of jobs that have ended.
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
-# Options of sbatch that say how many nodes, tasks and GPUs a job has; long ones may be cut short.
+# Options of sbatch that say how many nodes, tasks and GPUs a job has; long ones may be abbreviated.
 _COUNTS = re.compile(r"-[NnG]|--(nodes|ntask|gpus)|--gres(=.*gpu|$)")
-# Variables that say so, which the user may have set for other jobs.
+# Variables that say the same, which the user may have set for other jobs.
 _COUNTING_VARIABLES = ("SBATCH_GPUS", "SBATCH_NTASKS", "SBATCH_GRES")
 
 
 @dataclass(kw_only=True, slots=True)
 class Submission:
-    """How each run is handed to Slurm: `conf/hydra/launcher/slurm.yaml` has the values."""
+    """How each run is handed to Slurm; `conf/hydra/launcher/slurm.yaml` has the values."""
 
     script: str
     """The batch script; relative to the working directory, which is the checkout."""
     nodes: int
     gpus_per_node: int
-    """With one task each; 0: the job asks for none."""
+    """One task for each; 0: the job asks for none."""
     tasks_per_node: int
     """Of a job without GPUs."""
     sbatch: list[str]
-    """Further options of sbatch; none that say how many tasks there are."""
+    """Further options of sbatch; none that change the number of tasks."""
 
     @property
     def launch(self) -> Launch:
-        """Rank 0 of such a job, for the rules about the world size."""
+        """Rank 0 of a job, for the rules about the world size."""
         local_world_size = self.gpus_per_node or self.tasks_per_node
         return rank_zero_of(self.nodes * local_world_size, local_world_size=local_world_size, launcher="sbatch")
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch."""
+        """Of sbatch."""
         gpus, tasks = f"--gpus-per-node={self.gpus_per_node}", f"--ntasks-per-node={self.tasks_per_node}"
         return [f"--nodes={self.nodes}", gpus if self.gpus_per_node else tasks, *self.sbatch]
 
@@ -62,11 +62,7 @@ def is_submission(launcher: DictConfig) -> bool:
 
 
 def read_submission(launcher: DictConfig) -> Submission:
-    """Reads the section `hydra.launcher`.
-
-    Raises:
-        ConfigError: A key or a value is wrong, or the batch script is not there.
-    """
+    """Reads the section `hydra.launcher`; a ConfigError if a key or a value is wrong, or the batch script missing."""
     keys = OmegaConf.masked_copy(launcher, [str(name) for name in launcher if name != "_target_"])
     try:
         submission = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Submission), keys))
@@ -94,30 +90,25 @@ def read_submission(launcher: DictConfig) -> Submission:
     return submission
 
 
-def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment to submit a job with: this Python for its ranks, and no variable that changes their number."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(_COUNTING_VARIABLES)}
-    if Path(sys.prefix, "bin", "python").is_file():
-        # What the user has set stands.
-        kept.setdefault("VENV", sys.prefix)
-    return kept
-
-
 def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> str:
     """Hands one run to Slurm, with the arguments of its `python -m gpt_pretrain`, and returns the job's number.
 
-    The job's log is written to the run directory.
+    The job writes its log to the run directory.
 
     Raises:
         UserError: Slurm is not installed or refuses the job, or the run directory cannot be made.
     """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_COUNTING_VARIABLES)}
+    if Path(sys.prefix, "bin", "python").is_file():
+        # Ranks use this Python, unless the user has set another.
+        environment.setdefault("VENV", sys.prefix)
     log = f"--output={str(run_dir).replace('%', '%%')}/slurm-%j.out"
     command = ["sbatch", "--parsable", log, *submission.options, submission.script, *arguments]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
             command,
-            env=job_environment(os.environ),
+            env=environment,
             capture_output=True,
             text=True,
             check=False,
@@ -134,17 +125,13 @@ def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> s
 
 
 def has_job(number: str) -> bool:
-    """Whether a job waits in Slurm's queue or runs.
-
-    Raises:
-        UserError: Slurm does not answer.
-    """
+    """Whether a job waits in Slurm's queue or runs; a UserError if Slurm does not answer."""
     command = ["squeue", "--noheader", f"--jobs={number}", "--format=%T"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SUBMISSION_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"whether job {number} still runs is not known: squeue does not answer ({error})") from error
+        raise UserError(f"cannot tell whether job {number} still runs: squeue does not answer ({error})") from error
     if done.returncode and "Invalid job id" not in done.stderr:
-        raise UserError(f"whether job {number} still runs is not known: {done.stderr.strip()}")
-    # A job that has ended stays in the list for some minutes.
+        raise UserError(f"cannot tell whether job {number} still runs: {done.stderr.strip()}")
+    # A job stays in the list for some minutes after its end.
     return done.stdout.strip() not in {"", *_ENDED}

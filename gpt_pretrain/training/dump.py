@@ -1,8 +1,8 @@
-"""What is written when a run gives up on losses or gradients that are not finite: RUN_DIR/dumps/step_00000012.json.
+"""What a run writes when it gives up on losses or gradients that are not finite: RUN_DIR/dumps/step_00000012.json.
 
 The step's batch is computed once more, and every module's results are checked. The file names the first tensor that
-was NaN or infinite, the samples it came from, what FP8 made of its layer's tensors, and each layer's gradient norm.
-Nothing is updated, and no checkpoint follows: the newest one is from before.
+was NaN or infinite, its samples, the FP8 statistics of its layer, and each layer's gradient norm. Nothing is updated,
+and no checkpoint follows: the newest one is from before.
 
 First means first in the order of computation: weights, results of the forward pass (the innermost module first) and
 inputs of linear layers, gradients of those results in the backward pass, gradients of weights. Inputs are checked
@@ -35,16 +35,11 @@ from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.whole_layers import without_graphs
 from gpt_pretrain.report.json_objects import to_json_value
 from gpt_pretrain.spec.run_spec import RunSpec
-from gpt_pretrain.training.guards import BadStep
 from gpt_pretrain.training.step import compute_gradients, mean_loss
+from gpt_pretrain.training.stop import BadStep
 
 _WEIGHT, _FORWARD, _BACKWARD, _WEIGHT_GRADIENT = range(4)
-_PHASES = {
-    _WEIGHT: "weight",
-    _FORWARD: "forward",
-    _BACKWARD: "backward",
-    _WEIGHT_GRADIENT: "gradient of a weight",
-}
+_PHASES = ("weight", "forward", "backward", "gradient of a weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +47,9 @@ class BadTensor:
     """A tensor with values that are not finite."""
 
     place: tuple[int, ...]
-    """Its place in the order of all ranks' tensors."""
+    """In the order of all ranks' tensors; begins with the phase."""
     module: str
-    """The name in the whole model of the module whose result or input it is, or of the weight; "model" is the whole."""
+    """The name, in the whole model, of the weight or of the module whose result or input it is; "model": the whole."""
     is_input: bool
     """In the forward pass: whether it is the module's input instead of its result."""
     shape: tuple[int, ...]
@@ -62,7 +57,7 @@ class BadTensor:
     num_inf: int
     rank: int
     microbatch: int | None
-    """Which of its rank's microbatches it comes from; None for weights and their gradients."""
+    """Of its rank; None for weights and their gradients."""
     data_parallel_rank: int
 
     @property
@@ -71,24 +66,24 @@ class BadTensor:
         return "input" if self.is_input else _PHASES[self.place[0]]
 
     def __str__(self) -> str:
-        what = {
-            _WEIGHT: f"the weight {self.module}",
-            _FORWARD: f"the {'input' if self.is_input else 'result'} of {self.module} in the forward pass",
-            _BACKWARD: f"the gradient of {self.module}'s result in the backward pass",
-            _WEIGHT_GRADIENT: f"the gradient of the weight {self.module}",
-        }[self.place[0]]
+        what = (
+            f"the weight {self.module}",
+            f"the {'input' if self.is_input else 'result'} of {self.module} in the forward pass",
+            f"the gradient of {self.module}'s result in the backward pass",
+            f"the gradient of the weight {self.module}",
+        )[self.place[0]]
         return f"{what} ({self.num_nan} NaN, {self.num_inf} infinite) on rank {self.rank}"
 
 
 class FirstBad:
-    """Looks for the first bad tensor on this rank, and settles it among all ranks."""
+    """Looks for the first bad tensor on this rank, and then among all ranks."""
 
     def __init__(self, chunks: Sequence[MegatronModule]) -> None:
         self._chunks = chunks
         self._found: BadTensor | None = None
         self._num_events = 0
         self._microbatches: dict[int, int] = {}
-        """By stage: which microbatch passes through it."""
+        """By stage: the microbatch that passes through it."""
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         self._stages = [index * pp_size + pp_rank for index in range(len(chunks))]
@@ -113,7 +108,7 @@ class FirstBad:
         self._look_at_weights(_WEIGHT_GRADIENT)
 
     def agree(self) -> BadTensor | None:
-        """The first of all ranks, None if everything was finite; every rank calls it."""
+        """The first bad tensor of all ranks, None if everything was finite; every rank calls it."""
         everybody: list[BadTensor | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everybody, self._found)
         return min((bad for bad in everybody if bad is not None), key=lambda bad: (bad.place, bad.rank), default=None)
@@ -177,7 +172,7 @@ def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Paramet
 
 @torch.no_grad()
 def weights_are_finite(chunks: Sequence[MegatronModule]) -> bool:
-    """Whether no weight of any rank is NaN or infinite; waits for the device, and every rank calls it."""
+    """Whether no weight of any rank is NaN or infinite; every rank calls it and waits for the device."""
     total = torch.zeros(1, device=torch.cuda.current_device())
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -197,22 +192,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dump:
-    """Where it is, and the sentence that errors say of it."""
-
-    path: Path
-    finding: str
-    problem: str | None
-    """Why it could not be written, as on a full disk."""
-
-
 def write_dump(
     directory: Path, bad: BadStep, *, trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]
-) -> Dump:
-    """Computes a step's batch once more and writes what was found; every rank calls it.
+) -> str:
+    """Computes a step's batch once more, writes what was found and returns it as a sentence; every rank calls it.
 
-    Gradients are overwritten; `iterators` begin at the first sample of the step.
+    This overwrites gradients. `iterators` begin at the first sample of the step.
     """
     chunks = trainable.model.gpt_chunks
     search = FirstBad(chunks)
@@ -244,18 +229,15 @@ def write_dump(
         path.parent.mkdir(exist_ok=True)
         write_file(path, json.dumps(to_json_value(content), indent=2, allow_nan=False) + "\n")
 
-    problem = None
+    place = str(path)
     try:
         on_rank_zero(write)
     except UserError as error:
-        # The run ends with what was found, not with this.
-        problem = str(error)
-    finding = (
-        "all tensors were finite when its batch was computed once more"
-        if first is None
-        else f"the first bad tensor is {first}"
-    )
-    return Dump(path=path, finding=finding, problem=problem)
+        # Say what was found even if the disk is full.
+        place = f"it could not be written ({error})"
+    again = "all tensors were finite when its batch was computed once more"
+    finding = again if first is None else f"the first bad tensor is {first}"
+    return f"{finding}. No checkpoint was written of it; all that was found: {place}"
 
 
 def _describe(first: BadTensor, bad: BadStep, spec: RunSpec) -> dict[str, Any]:
@@ -279,15 +261,12 @@ def _describe(first: BadTensor, bad: BadStep, spec: RunSpec) -> dict[str, Any]:
 
 @torch.no_grad()
 def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
-    """L2 norm of the gradient before clipping, by layer of the whole model; the same on every rank.
-
-    Gradients are read where the optimizer reads them, and each counts once among the ranks that hold it.
-    """
+    """L2 norm of the gradient that the optimizer reads, before clipping, by layer; the same on every rank."""
     optimizer: Any = trainable.optimizer
     optimizer.prepare_grads()
     layers = ["embedding", *(f"decoder.layers.{index}" for index in range(num_layers))]
     layers += ["decoder.final_layernorm", "output_layer"]
-    # Experts have an optimizer of their own, and are shared by other ranks.
+    # Experts have an optimizer of their own, and other ranks share them.
     parts = optimizer.chained_optimizers
     squares = torch.zeros(len(parts), len(layers), dtype=torch.float64, device=torch.cuda.current_device())
     for chunk in trainable.model.gpt_chunks:
@@ -303,7 +282,7 @@ def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
 
 
 def _gradient(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """The gradient that an optimizer has of a weight, None if it has none; a distributed optimizer's is its shard."""
+    """A weight's gradient in an optimizer, None if it has none; in a distributed optimizer, this rank's shard."""
     gradient: torch.Tensor | None
     if not isinstance(part, DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)

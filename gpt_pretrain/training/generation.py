@@ -1,7 +1,7 @@
-"""Text from a model: a sample at the end of a run, in any tensor and pipeline parallel layout, and from a checkpoint.
+"""Text from a model: a sample at the end of a run, in any tensor and pipeline parallel layout, or from a checkpoint.
 
 There is no key/value cache: every token takes one forward pass over a buffer of fixed length, padded on the right,
-where causal attention does not look. That is slow for long texts and simple for a sample.
+where causal attention does not look. That is slow for long texts, but simple.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +31,12 @@ from gpt_pretrain.megatron.pickles import restricted
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.run_spec import build_run_spec
 
-# What the last stage tells the others instead of a token.
+# What the last stage sends instead of a token.
 _NOTHING = -1
 
 
 def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
-    """Tokens of the padded buffer: a multiple of what sequence and context parallelism and FP8 products divide by.
+    """Tokens of the padded buffer, divisible for sequence and context parallelism and for FP8 products.
 
     FP8 products take multiples of 16 and 32 tokens, blockwise ones gathered over the TP ranks multiples of 128.
     """
@@ -56,7 +56,7 @@ def _next_token_logits(
     def forward_step(_: Iterator[Any] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         return chunk(inputs["tokens"], inputs["positions"], None), lambda output, non_loss_data: output
 
-    # Interleaved schedules take microbatches by the pipeline's size; the copies cost what one would.
+    # Interleaved schedules take as many microbatches as stages; the copies cost what one would.
     interleaved = len(chunks) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -79,7 +79,7 @@ def _next_token_logits(
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
-    """One token id, [1], by its probability among the likeliest."""
+    """One token id, [1], drawn among the `top_k` likeliest."""
     if top_k is not None and top_k < logits.numel():
         smallest = torch.topk(logits, top_k).values[-1]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
@@ -103,15 +103,13 @@ def generate_tokens(
 
     `chunks` are this rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
     `vocab_size` counts the tokenizer's ids, without the rows that pad the embedding. The text ends after `end_token`,
-    or where the training sequence length ends. `generate.GenerateArguments` documents the other arguments.
-
-    Returns:
-        The new token ids; they end early where the logits of a diverged model are not finite.
+    at the training sequence length, or when the logits of a diverged model are not finite.
+    `generate.GenerateArguments` documents the other arguments.
     """
     limit = config.encoder_seq_length
     total = min(len(prompt) + max_new_tokens, limit)
     length = min(_buffer_length(config, total), limit)
-    # FP8 products are checked for the shapes of whole microbatches: the rows are copies, and the first one is read.
+    # FP8 products are checked for the shapes of whole microbatches: all rows are copies, and only the first is read.
     rows = config.micro_batch_size if config.fp8 and length == limit else 1
     device = torch.cuda.current_device()
     tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
@@ -136,7 +134,7 @@ def generate_tokens(
         if pipeline_group.size() > 1:
             torch.distributed.broadcast(choice, src=last_stage, group=pipeline_group)
         if config.num_moe_experts is not None:
-            # Replicas meet at their experts: one that rounds otherwise and ends earlier would leave the others waiting.
+            # Replicas meet at their experts: if one rounds differently and ends earlier, the others wait forever.
             torch.distributed.broadcast(choice, src=0)
         token = int(choice.item())
         if token == _NOTHING:
@@ -147,7 +145,8 @@ def generate_tokens(
             break
     for chunk in chunks:
         chunk.train()
-    return [int(token) for token in tokens[0, len(prompt) : end].tolist()]
+    generated: list[int] = tokens[0, len(prompt) : end].tolist()
+    return generated
 
 
 def _encode_prompt(tokenizer: Tokenizer, prompt: str, model: ModelConfig, *, key: str, way_out: str) -> list[int]:
@@ -161,18 +160,14 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: str, model: ModelConfig, *, key
 
 
 def check_prompt(config: Config, corpus: Corpus) -> None:
-    """Refuses at the start what the sample at the end of the run cannot continue.
-
-    Raises:
-        UserError: `sample.prompt` has no tokens, or leaves the model none to write.
-    """
+    """Refuses at the start a `sample.prompt` that the sample at the end could not continue."""
     if corpus.tokenizer is not None and config.sample.max_new_tokens > 0:
         way_out = "give another, or sample.max_new_tokens=0"
         _encode_prompt(corpus.tokenizer, config.sample.prompt, config.model, key="sample.prompt", way_out=way_out)
 
 
 def write_sample(config: Config, corpus: Corpus, model: Model) -> str | None:
-    """What the model writes after `sample.prompt`, None where none is asked for or has no text; every rank calls it."""
+    """What the model writes after `sample.prompt`; None without a sample or a tokenizer. Every rank calls it."""
     sample, tokenizer = config.sample, corpus.tokenizer
     if tokenizer is None or sample.max_new_tokens == 0:
         return None
@@ -201,7 +196,7 @@ def continuations(
     num_samples: int,
     tokenizer: str | None,
 ) -> Iterator[str]:
-    """The texts that follow the prompt, one by one; `generate.GenerateArguments` documents the arguments.
+    """The continuations of a prompt, one by one; `generate.GenerateArguments` documents the arguments.
 
     Raises:
         UserError: The checkpoint is damaged, has no tokenizer, or the prompt is empty or too long for it.
@@ -209,7 +204,7 @@ def continuations(
     saved = open_checkpoint(Path(checkpoint), None if tokenizer is None else Path(tokenizer))
     saved_tokenizer, config = saved.tokenizer, inference_config(saved)
     if saved_tokenizer is None:
-        raise UserError(f"{saved.path} is of a model without a tokenizer, which has token ids and no text")
+        raise UserError(f"{saved.path} is of a model without a tokenizer: it has token ids and no text")
     tokens = _encode_prompt(saved_tokenizer, prompt, config.model, key="prompt", way_out="give another")
     saved.check_files()
     with loaded_model(saved, config) as model:
@@ -262,7 +257,7 @@ def inference_config(saved: SavedModel) -> Config:
         activation_cast_fusion=None,
         bias_dropout_add_fusion=None,
         masked_softmax_fusion=None,
-        # It would take seconds to compile, to write a few tokens.
+        # Compiling it would take seconds, for a few tokens.
         use_flash_attention=False,
         apply_rope_fusion=None,
         fused_single_qkv_rope=None,

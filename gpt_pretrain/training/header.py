@@ -1,4 +1,4 @@
-"""What a run says before it trains: model, layout, precision, batch, data, kernels, places, and what is unusual."""
+"""What a run prints before it trains: model, layout, precision, batch, data, kernels, places, and what is unusual."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,12 +27,12 @@ from gpt_pretrain.training.setup import Setup
 
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8
-# Keys that differ between the starts of one run without a change of what it trains.
+# Keys that may differ between the starts of one run without changing what it trains.
 _OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.", "compare.")
 
 
 def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
-    """Prints the header of a run and what the user should know of its start; rank 0 calls it."""
+    """Prints the header of a run, its warnings and its notes; rank 0 calls it."""
     config, start, done = setup.config, setup.start, setup.progress.step
     console = RunConsole(max_steps=config.trainer.max_steps, start_step=done)
     console.print_header(config.name, describe_run(setup))
@@ -48,31 +48,27 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
             console.warning("every resume drops FP8 scales and amax histories: checkpoint.reset_fp8_state=true")
         elif config.checkpoint.reset_fp8_state:
             # A run that has dropped them may be requeued with the same command.
-            console.note("checkpoint.reset_fp8_state=true is passed over: the checkpoint holds no FP8 scales")
+            console.note("checkpoint.reset_fp8_state=true is ignored: the checkpoint holds no FP8 scales")
     if setup.corpus.tokenizer is None and config.sample.max_new_tokens > 0:
         console.note("no text sample at the end: model.tokenizer.library=none has no text")
     if lock_note is not None:
         console.note(lock_note)
     if done >= config.trainer.max_steps:
         console.note(
-            f"the run has done {done} steps, and trainer.max_steps={config.trainer.max_steps}; raise it to go on"
+            f"the run has done {done} steps, and trainer.max_steps={config.trainer.max_steps}; raise it to continue"
         )
     return console
 
 
 def describe_changes(config: Config, checkpoint: Path) -> str | None:
-    """What the configuration has changed since the run that a checkpoint belongs to was last started.
-
-    Returns:
-        A line with old and new values, or why they are not known; None where nothing has changed.
-    """
+    """One line on the keys that changed since a checkpoint's run was last started; None if none did."""
     path = checkpoint.parent.parent / "config.yaml"
     try:
         saved = dict(flatten(config_to_dict(load_saved_config(path))))
     except ConfigError as error:
-        # Another version's file. The run may well go on: what must be equal is in the checkpoint itself.
+        # Another version's file. That is no reason to stop: what must be equal is in the checkpoint itself.
         more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
-        return f"what this start changes is not known: {error.problems[0].partition(';')[0]}{more}"
+        return f"cannot tell what this start changes: {error.problems[0].partition(';')[0]}{more}"
     present = dict(flatten(config_to_dict(config)))
     changes = [
         f"{key}: {written(saved[key])} → {written(value)}"
@@ -86,7 +82,6 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
 
 
 def _describe_data(setup: Setup) -> dict[str, str]:
-    """The corpus, its tokenizer, and how often the run will see it."""
     model, corpus = setup.spec.model, setup.corpus
     if corpus.is_mock:
         return {"corpus": "random tokens"}
@@ -102,7 +97,6 @@ def _describe_data(setup: Setup) -> dict[str, str]:
 
 
 def _describe_places(setup: Setup) -> dict[str, str]:
-    """The run directory, from which step to which the run goes, and the checkpoint that it starts from."""
     done, max_steps, start = setup.progress.step, setup.config.trainer.max_steps, setup.start
     steps = f"{done} → {max_steps}" if done < max_steps else f"{done} done, trainer.max_steps={max_steps}"
     places = {"directory": str(setup.run_dir), "steps": steps}
@@ -112,7 +106,7 @@ def _describe_places(setup: Setup) -> dict[str, str]:
 
 
 def describe_fp8(spec: RunSpec) -> str:
-    """The FP8 of a run in a line: recipe, formats, coverage."""
+    """A run's FP8 in one line: recipe, formats, coverage."""
     settings = spec.fp8
     if settings is None:
         return "off"
@@ -132,10 +126,9 @@ def describe_fp8(spec: RunSpec) -> str:
 
 
 def _describe_states(model: ModelConfig) -> str:
-    """The types of the precision-aware optimizer's masters and moments."""
     optim = model.optim
     remainders = optim.store_param_remainders and optim.main_params_dtype is MainParamsDtype.fp32
-    masters = optim.main_params_dtype.name + (" (of BF16 weights the half that these have not)" if remainders else "")
+    masters = optim.main_params_dtype.name + (" (only the 16 bits that BF16 weights lack)" if remainders else "")
     return f"masters {masters}, moments {optim.exp_avg_dtype.name} and {optim.exp_avg_sq_dtype.name}"
 
 

@@ -1,4 +1,4 @@
-"""A run from start to end: refuse what cannot work, set up, train, sum up."""
+"""One run: refuse what cannot work, set up, train, sum up."""
 
 import gc
 import shlex
@@ -46,12 +46,12 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         Why it ended, the same on all ranks; `training.stop.EXIT_CODES` has the exit code.
 
     Raises:
-        UserError: The machine, the data, the run directory or a checkpoint do not allow the run.
+        UserError: The machine, the data, the run directory or a checkpoint does not allow the run.
         RunError: Loss, gradient or FP8 tensors were not finite too often, or a checkpoint could not be saved.
     """
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     if torch.cuda.is_initialized():
-        # An earlier job of a sweep: its objects refer to each other, and its peak is not this job's.
+        # After an earlier job of a sweep, whose objects refer to each other and whose peak is not this job's.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -69,7 +69,7 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
             return run_dir, stack.enter_context(run_lock(run_dir))
 
         run_dir, lock_note = on_rank_zero(hold_run_dir)
-        # The host waits for the GPU where a step is logged: two of those show how long a step takes.
+        # The host waits for the GPU when a step is logged: two logged steps show how long a step takes.
         learning_steps = max(LEARNING_STEPS, 2 * config.trainer.log_every_n_steps)
         watchdog = stack.enter_context(
             Watchdog(config.trainer.hang_timeout, learning_steps=learning_steps, launch=launch, run_dir=run_dir)
@@ -115,11 +115,11 @@ def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_s
 
 
 def _open_sinks(setup: Setup) -> MetricsSinks:
-    """Writes the files of the run directory that describe the whole run, and opens those for its records."""
+    """Writes the files that describe the whole run, and opens those for its records."""
     config, run_dir = setup.config, setup.run_dir
     write_file(run_dir / "config.yaml", config_to_yaml(config))
     if setup.corpus.tokenizer is not None:
-        # Exports and text from a checkpoint need it where the corpus is not at hand.
+        # Exporting and generating need it when the corpus is not at hand.
         write_file(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())
     return MetricsSinks(
         run_dir,
@@ -163,7 +163,7 @@ def _sum_up(
     if newest is not None:
         places["checkpoint"] = str(newest)
     if reason != "max_steps" and newest is not None:
-        places["go on with"] = f"the same command again with run_dir={setup.run_dir}"
+        places["continue with"] = f"the same command again with run_dir={setup.run_dir}"
         if config.checkpoint.resume != "auto":
-            places["go on with"] += " checkpoint.resume=auto"
+            places["continue with"] += " checkpoint.resume=auto"
     console.print_summary(summary, metrics, places)

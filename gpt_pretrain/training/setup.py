@@ -1,11 +1,10 @@
-"""What a run is made of once its ranks are connected: model, optimizer and schedule, its data, and where it stands."""
+"""Builds a run once its ranks are connected: model, optimizer, schedule, data, and the state that it starts from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt_pretrain.checkpoint.load import Restored, load_checkpoint, load_weights
-from gpt_pretrain.checkpoint.start import Start, choose_start
+from gpt_pretrain.checkpoint.load import Restored, Start, choose_start, load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.state import Progress, Trainable, keeps_fp8_state
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.errors import UserError
@@ -26,11 +25,11 @@ class Setup:
     corpus: Corpus
     run_dir: Path
     start: Start | None
-    """The checkpoint that it goes on from or takes its weights from; None where it begins anew."""
+    """The checkpoint that it resumes or takes its weights from; None for a fresh start."""
     trainable: Trainable
     progress: Progress
     notes: Sequence[str]
-    """What differs from the checkpoint, for the user."""
+    """Differences from the checkpoint, for the user."""
     train_data: SampleDataset
     valid_data: SampleDataset | None
 
@@ -41,17 +40,12 @@ class Setup:
 
     @property
     def checkpoints(self) -> Path:
-        """Where it saves."""
+        """Where the run saves."""
         return self.run_dir / "checkpoints"
 
 
 def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
-    """Builds a run and restores what it goes on from; every rank calls it.
-
-    Raises:
-        UserError: There is no such checkpoint, it is damaged, or it does not fit the run; or there are no FP8 scales
-            for `checkpoint.reset_fp8_state` to drop.
-    """
+    """Builds a run and restores its checkpoint, if any; a UserError if it cannot be used. Every rank calls it."""
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
     _check_fp8_state(start, spec)
@@ -88,7 +82,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
 
 
 def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:
-    """Refuses, before a model is built, to drop FP8 scales unasked, and a request to drop those of no checkpoint."""
+    """Refuses, before a model is built, to drop FP8 scales unasked, and to drop them without a checkpoint."""
     reset = spec.config.checkpoint.reset_fp8_state
     if start is not None and not start.weights_only:
         keeps_fp8_state(start.checkpoint.path, spec.fp8, start.checkpoint.manifest.fp8, reset=reset)

@@ -1,7 +1,4 @@
-"""One optimizer step, one validation, and their results: mean loss, speed and memory.
-
-The microbatches of this rank run through megatron-core's pipeline schedules.
-"""
+"""One optimizer step and one validation, through megatron-core's pipeline schedules: mean loss, speed and memory."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +26,7 @@ from gpt_pretrain.spec.run_spec import RunSpec
 
 
 def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], Batches]) -> list[Batches | None]:
-    """One iterator for each model chunk that sees tokens or labels: those with the embedding or the loss."""
+    """One iterator for each model chunk that sees tokens or labels: the chunks with the embedding or the loss."""
     return [build() if chunk.pre_process or chunk.post_process else None for chunk in model.gpt_chunks]
 
 
@@ -42,9 +39,9 @@ def _forward_step(
     num_microbatches: int,
     before_pass: Callable[[], None],
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Runs one microbatch through one model chunk, as the schedules ask for it.
+    """Runs one microbatch through one model chunk, when a schedule asks for it.
 
-    With `model.overlap_moe_expert_parallel_comm` they ask for a plan of the forward pass instead, and run it beside the
+    With `model.overlap_moe_expert_parallel_comm` it asks for a plan of the forward pass instead, to run it beside the
     backward pass of the microbatch before.
     """
     before_pass()
@@ -74,13 +71,9 @@ def _forward_step(
 
 
 def _before_backward(output: torch.Tensor, call: Callable[[], None]) -> None:
-    """Calls a function where the backward pass of a model chunk begins."""
+    """Calls a function when the backward pass of a model chunk begins."""
     if output.requires_grad:
         output.register_hook(lambda _: call())
-
-
-def _do_nothing() -> None:
-    """The default for passes whose casts are not watched."""
 
 
 def _run_schedule(
@@ -88,7 +81,7 @@ def _run_schedule(
     iterators: Sequence[Iterator[Batch] | None],
     *,
     forward_only: bool,
-    before_pass: Callable[[], None] = _do_nothing,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     config, num_microbatches = model.spec.model, model.spec.layout.num_microbatches
     reports = get_forward_backward_func()(
@@ -108,10 +101,10 @@ def _run_schedule(
 
 
 def train_step(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]) -> StepResult:
-    """Forward and backward over all microbatches of this rank, and one optimizer update if all of it is finite.
+    """Forward and backward over all microbatches of this rank, and one optimizer update if everything is finite.
 
-    The schedule advances first, so that step n trains with the learning rate of n, and the first step not with zero.
-    It advances in a step that updates nothing, too: the learning rate is a function of the step.
+    The schedule advances first, so that step n trains with the learning rate of n, and the first step not with zero. It
+    also advances in a step that updates nothing: the learning rate is a function of the step.
     """
     casts = StepCasts(trainable.model.gpt_chunks)
     with casts.watching():
@@ -124,9 +117,9 @@ def compute_gradients(
     trainable: Trainable,
     iterators: Sequence[Iterator[Batch] | None],
     *,
-    before_pass: Callable[[], None] = _do_nothing,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """Forward and backward over all microbatches of this rank; gradients are added up from zero.
+    """Forward and backward over all microbatches of this rank; gradients accumulate from zero.
 
     `iterators` come from `data_iterators`. `before_pass` is called before the forward and the backward pass of each
     microbatch through each model chunk.
@@ -146,7 +139,7 @@ def validate(
 ) -> float:
     """Mean loss in nats per token over `num_batches` global batches; the same number on all ranks.
 
-    Parameters must be gathered (`Model.gathered_parameters`). `on_batch` is called before each of them.
+    Parameters must be gathered (`Model.gathered_parameters`). `on_batch` is called before each batch.
     """
     model.eval()
     total = torch.zeros(2, device=torch.cuda.current_device())
@@ -159,13 +152,13 @@ def validate(
 
 
 def mean_loss(loss_sum_and_tokens: torch.Tensor) -> float:
-    """Loss per token from the sum and the number over all ranks, [2]; NaN without tokens. Waits for the device."""
+    """Loss per token from the sum of losses and the number of tokens, [2]; NaN without tokens. Waits for the device."""
     loss_sum, num_tokens = loss_sum_and_tokens.tolist()
     return float(loss_sum / num_tokens) if num_tokens else float("nan")
 
 
 class Meter:
-    """Adds up steps on the device and reads the sums at the logging interval; only there does the host wait."""
+    """Adds up steps on the device. Reading the sums, at the logging interval, is when the host waits."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._config = spec.config
@@ -175,14 +168,14 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new interval and forgets this one's steps."""
+        """Begins a new interval."""
         # Sum of losses, tokens, skipped steps.
         self._sums = torch.zeros(3, device=torch.cuda.current_device())
         self._num_steps = 0
         self._started = time.monotonic()
 
     def add(self, result: StepResult) -> None:
-        """Counts a step; does not wait for it."""
+        """Counts a step without waiting for it."""
         # A skipped step's loss may be NaN, and would make the mean NaN.
         seen = torch.where(result.skipped, 0.0, result.loss_sum_and_tokens)
         self._sums += torch.cat([seen, result.skipped.float().view(1)])
@@ -197,7 +190,7 @@ class Meter:
         self._started += time.monotonic() - began
 
     def read(self, result: StepResult, progress: Progress, lr: float) -> TrainRecord:
-        """Waits for the device and starts the next interval; the same numbers on every rank."""
+        """Waits for the device and begins the next interval; the same numbers on every rank."""
         loss = mean_loss(self._sums[:2])
         skipped_steps = round(self._sums[2].item())
         grad_norm = float(result.grad_norm)
@@ -226,6 +219,6 @@ class Meter:
 
 
 def memory_gib(platform: Platform) -> float:
-    """Peak memory of tensors on this GPU, or without a GPU the process's resident memory, in GiB."""
+    """Peak memory of tensors on this GPU in GiB; without a GPU the process's resident memory."""
     used = torch.cuda.max_memory_allocated() if platform.cuda else psutil.Process().memory_info().rss
     return float(used) / 2**30

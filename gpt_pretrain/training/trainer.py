@@ -1,4 +1,4 @@
-"""The training loop: step, log, validate, save, until the steps or the time are used up."""
+"""The training loop: step, log, validate, save, until the last step or a reason to stop."""
 
 import gc
 import math
@@ -9,17 +9,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
+from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator, build_validation_iterator
+from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator, build_validation_iterator
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
-from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, ValidationRecord
-from gpt_pretrain.training.checkpoints import GoBack, Saves, check_spike, go_back
+from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, ValidationRecord
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
-from gpt_pretrain.training.guards import BadStep, GivesUpError, NotFiniteError, StepGuard
+from gpt_pretrain.training.rewind import GoBack, check_spike, go_back
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import Meter, data_iterators, train_step, validate
-from gpt_pretrain.training.stop import StopRequest
+from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
 from gpt_pretrain.training.watches import ExpertWatch, FirstStep, Fp8Watch
 
@@ -41,53 +42,47 @@ class Trainer:
         self.config = config
         self.progress = setup.progress
         self.problem: str | None = None
-        """Why the run has given up, for people."""
+        """Why the run gave up, for the user."""
         self._setup = setup
         self._trainable = trainable
         self._log = log
         self._watchdog = watchdog
         self._after_step = after_step
         self._meter = Meter(setup.spec)
-        self._saves = Saves(setup, log=log, watchdog=watchdog, meter=self._meter)
+        self._saver = CheckpointSaver(setup.checkpoints, trainable, config, setup.corpus.fingerprints)
         self._saved_step: int | None = None
+        self._save_problem: str | None = None
+        """Why the newest save failed; None if it did not."""
         self._has_frozen = False
         self._guard = self._new_guard()
         self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
         self._fp8_watch = Fp8Watch(trainable.model)
         self._expert_watch = ExpertWatch(trainable.model, step=self.progress.step)
+        share: dict[str, Any] = {
+            "config": config,
+            "data_parallel_rank": data_parallel_rank(),
+            "data_parallel_size": setup.spec.layout.dp,
+            "device": setup.spec.platform.device,
+        }
+        self._build_train_batches = partial(build_batch_iterator, setup.train_data, **share)
         self._train_batches = self._batches_from(self.progress.consumed_samples)
-        self._valid_batches = self._batches_of_validation()
+        self._valid_batches = None
+        if setup.valid_data is not None:
+            build_valid_batches = partial(build_validation_iterator, setup.valid_data, **share)
+            self._valid_batches = data_iterators(trainable.model, build_valid_batches)
 
     def _batches_from(self, consumed_samples: int) -> list[BatchIterator | None]:
         """This rank's training batches from a sample on."""
-        build = partial(build_batch_iterator, self._setup.train_data, consumed_samples=consumed_samples, **self._source)
+        build = partial(self._build_train_batches, consumed_samples=consumed_samples)
         return data_iterators(self._trainable.model, build)
-
-    def _batches_of_validation(self) -> list[Iterator[Batch] | None] | None:
-        """The same samples at each validation; None for no validation."""
-        if self._setup.valid_data is None:
-            return None
-        build = partial(build_validation_iterator, self._setup.valid_data, **self._source)
-        return data_iterators(self._trainable.model, build)
-
-    @property
-    def _source(self) -> dict[str, Any]:
-        spec = self._setup.spec
-        return {
-            "config": self.config,
-            "data_parallel_rank": data_parallel_rank(),
-            "data_parallel_size": spec.layout.dp,
-            "device": spec.platform.device,
-        }
 
     def train(self, stop: StopRequest) -> EndReason:
-        """Trains to the last step, or to the first reason to stop; every rank calls it.
-
-        Returns:
-            Why it ended, the same on all ranks.
-        """
-        with self._saves.saver, self._scheduled_garbage_collection():
-            self._saves.reserve()
+        """Trains to the last step or the first reason to stop, the same on all ranks; every rank calls it."""
+        with self._saver, self._scheduled_garbage_collection():
+            if self.config.checkpoint.async_save and self.config.checkpoint.save_interval is not None:
+                # The first save need not wait for host memory then. A run that saves only by the clock may end before.
+                with self._watchdog.busy("reserving host memory"), self._trainable.model.gathered_parameters():
+                    self._saver.reserve()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             self._trainable.model.train()
@@ -101,7 +96,10 @@ class Trainer:
                     self.save()
             except GivesUpError as error:
                 reason, self.problem = error.reason, self._dump(error)
-            self._await_last_save()
+            self._wait_for_save()
+            # No later save can make up for one that failed. A run that gave up has a message that says more.
+            if self._save_problem is not None and self.problem is None:
+                raise RunError(self._save_problem)
         return reason
 
     def _steps_and_rewinds(self, stop: StopRequest) -> EndReason:
@@ -112,7 +110,7 @@ class Trainer:
                 self._watchdog.progress("the end of the run")
                 self._log_guarded(self._guard.read())
             except GoBack as request:
-                # If somebody asked to stop meanwhile, the run stops at that checkpoint.
+                # If somebody has asked to stop, the run stops at that checkpoint.
                 self._go_back(request)
         return reason
 
@@ -138,7 +136,7 @@ class Trainer:
         return "max_steps"
 
     def _step(self) -> StepResult:
-        """Trains on the next global batch; logs what is now known of the step before, and a finished save."""
+        """Trains on the next global batch; logs the guard's records of the step before, and a finished save."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
         with self._fp8_watch.step(step):
@@ -147,7 +145,7 @@ class Trainer:
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
         self._meter.add(result)
         self._log_guarded(self._guard.add(step, first_sample, result))
-        self._saves.poll(step)
+        self._settle(self._saver.poll())
         return result
 
     def validate(self) -> None:
@@ -172,11 +170,12 @@ class Trainer:
             )
 
     def save(self, *, by_clock: bool = False) -> None:
-        """Writes a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.
+        """Begins a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.
 
         Raises:
-            NotFiniteError: Its weights are no state to go on from.
-            GoBack: Its loss is a spike.
+            NotFiniteError: The weights are not finite.
+            GoBack: The loss is a spike.
+            RunError: The save before failed, or this one, and `checkpoint.on_save_error` is stop.
         """
         # A state with a spike is not saved, and a resumed run needs the losses up to here to find spikes.
         self._log_guarded(self._guard.read())
@@ -188,19 +187,37 @@ class Trainer:
                 f"the weights are not finite any more after step {self.progress.step}",
             )
         self._saved_step = self.progress.step
-        self._saves.begin(
-            replace(self.progress, losses=self._guard.losses, spikes=self._guard.spikes), by_clock=by_clock
-        )
+        progress = replace(self.progress, losses=tuple(self._guard.losses), spikes=tuple(self._guard.spikes))
+        gathered = self._trainable.model.gathered_parameters()
+        with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
+            self._settle(self._saver.wait())
+            outcomes = self._saver.save(progress, by_clock=by_clock)
+        self._settle(outcomes)
 
-    def _await_last_save(self) -> None:
-        """Waits for the last save; if it failed, the run has failed, for no later save can make up for it."""
-        self._saves.wait(self.progress.step)
-        # A run that gives up ends with the same code, and its message says more.
-        if self._saves.problem is not None and self.problem is None:
-            raise RunError(self._saves.problem)
+    def _settle(self, outcomes: Sequence[SaveOutcome]) -> None:
+        """Logs saves that have ended; raises a RunError if one failed and `checkpoint.on_save_error` is stop."""
+        for outcome in outcomes:
+            self._save_problem = outcome.problem
+            self._log(
+                CheckpointRecord(
+                    step=self.progress.step,
+                    saved_step=outcome.step,
+                    num_bytes=outcome.num_bytes,
+                    stall_s=outcome.stall_s,
+                    time_s=outcome.time_s,
+                    problem=outcome.problem,
+                )
+            )
+            if outcome.problem is not None and self.config.checkpoint.on_save_error is OnSaveError.stop:
+                raise RunError(outcome.problem)
+
+    def _wait_for_save(self) -> None:
+        with self._watchdog.busy("waiting for a checkpoint"):
+            outcomes = self._saver.wait()
+        self._settle(outcomes)
 
     def _log_step(self, result: StepResult) -> None:
-        # Measured before the statistics, which wait, and logged after them, so that steps only increase in the log.
+        # Measured before the statistics, which wait, and logged after them, so that the log's steps only increase.
         record = self._meter.read(result, self.progress, learning_rate(self._trainable.optimizer))
         guarded = self._guard.read()
         self._log_fp8()
@@ -221,12 +238,12 @@ class Trainer:
         self._guard.check()
         for record in records:
             if isinstance(record, LossSpikeRecord) and self.config.trainer.max_spike_rewinds is not None:
-                # The save being written may be the one to go back to; it must not become the newest one afterwards.
-                self._saves.wait(self.progress.step)
+                # The save in progress may be the one to go back to, and must not become the newest one afterwards.
+                self._wait_for_save()
                 self._log(check_spike(self._setup, record, self.progress, self._guard.spikes))
 
     def _go_back(self, request: GoBack) -> None:
-        """Restores a checkpoint and goes on with the samples after the spike."""
+        """Restores a checkpoint, to continue with the samples after the spike."""
         self._log_fp8()
         with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
             self.progress, record = go_back(self._setup, request, self.progress)
@@ -252,17 +269,16 @@ class Trainer:
         )
 
     def _dump(self, error: GivesUpError) -> str:
-        """Looks for the first bad tensor; returns what the user should know."""
+        """Looks for the first bad tensor; returns the message for the user."""
         self._log_fp8()
         with self._watchdog.busy("looking for the first bad tensor"):
-            dump = write_dump(
+            finding = write_dump(
                 self._setup.run_dir / "dumps",
                 error.bad_step,
                 trainable=self._trainable,
                 iterators=self._batches_from(error.bad_step.first_sample),
             )
-        rest = str(dump.path) if dump.problem is None else f"it could not be written ({dump.problem})"
-        return f"{error}; {dump.finding}. No checkpoint was written of it; all that was found: {rest}"
+        return f"{error}; {finding}"
 
     def _log_fp8(self) -> None:
         """Statistics of the steps observed since the last logged one."""
@@ -274,7 +290,7 @@ class Trainer:
 
     @contextmanager
     def _scheduled_garbage_collection(self) -> Iterator[None]:
-        """Collects garbage on all ranks at the same step; Python would pause each rank at a different moment."""
+        """Inside, only `_collect_garbage` collects; Python would pause each rank at a different moment."""
         if self.config.trainer.gc_interval == 0:
             yield
             return
@@ -286,7 +302,7 @@ class Trainer:
             gc.enable()
 
     def _collect_garbage(self) -> None:
-        """Collects garbage; the first time, exempts everything alive from later collections.
+        """Collects garbage, on all ranks after the same step; from the second time on only what is new.
 
         Modules, the model and compiled kernels are more than 400,000 objects, which live to the end. Visiting them took
         an H200's host 0.3 s: with one collection in 100 steps, 1.4% of the time of GPT-2 124M.

@@ -1,17 +1,17 @@
 """The watchdog: a rank that dies or hangs ends the run on all ranks within a minute, with every rank's stack traces.
 
-Without it the others wait in a collective for a rank that will not come, until its timeout of half an hour, and a
-scheduler bills them. Two threads run beside each rank's loop. One hears and tells how the ranks are (`Peers`).
-The other judges whether they live and whether this rank makes progress: the loop marks each step, and says when it does
-something longer. When the run must end, each rank writes the stacks of all its threads to RUN_DIR/stacks/rank_N.txt and
-to the terminal and leaves with exit code 71, without a checkpoint: what hangs could not be saved, and a signal
-handler's polite stop would never be reached.
+Without it the others would wait in a collective until its timeout of half an hour, and a scheduler would bill them. Two
+threads run beside each rank's loop. One tells the other ranks that this one is alive, and hears the same of them
+(`Peers`). The other judges whether they live and whether this rank makes progress: the loop marks each step, and says
+when it does something longer. When the run must end, each rank writes the stacks of all its threads to
+RUN_DIR/stacks/rank_N.txt and to the terminal and leaves with exit code 71, without a checkpoint: what hangs could not
+be saved, and would never reach a signal handler's polite stop.
 
-A mark is an attribute that is set: the loop waits neither for a thread nor for the GPU. C code that keeps Python's
-interpreter to itself stops the threads, too. Then the others hear nothing of this rank, and those on its host send it
-SIGUSR2: faulthandler's handler, which needs no interpreter, writes its stacks. Reading the stacks of running threads
-can end the process with a segmentation fault, so only a rank that is known to be stuck is asked. faulthandler's own
-timer will not do: it also fires when a suspended process goes on.
+A mark is an attribute that is set, so the loop waits neither for a thread nor for the GPU. C code that keeps Python's
+interpreter to itself also stops the threads. Then the others hear nothing from this rank, and those on its host send
+it SIGUSR2: faulthandler's handler, which needs no interpreter, writes its stacks. Reading the stacks of running threads
+can end the process with a segmentation fault, so only a rank known to be stuck is asked. faulthandler's own timer would
+also fire when a suspended process continues.
 """
 
 import faulthandler
@@ -39,7 +39,7 @@ from gpt_pretrain.megatron.parallel import on_rank_zero
 
 EXIT_CODE = 71
 TICK_S = 1.0
-# A step counts as hung after this many times the longest one so far, though not before so many seconds …
+# A step counts as hung after this many times the longest one so far, but not before so many seconds …
 STEP_FACTOR = 10
 STEP_FLOOR_S = 40.0
 # … once this many steps have shown how long one takes.
@@ -50,26 +50,26 @@ GRACE_S = 5.0
 BEAT_S = 1.0
 # … and counts as hung after this long without a beat: C code may hold the interpreter while it loads a library.
 SILENT_S = 40.0
-# Beats that a busy machine's round in the store may take.
+# Beats that a round in the store may take on a busy machine.
 _LONG_ROUND = 5
-# After one rank's error the others have this long to meet the same error; those that do not wait for it for ever.
+# After one rank's error the others have this long to meet the same error; those that do not would wait forever.
 FOLLOW_S = 15.0
 # Makes a rank that cannot run Python write its stacks.
 STACKS_SIGNAL = signal.SIGUSR2
-# The last beat of a rank that has ended, well or with an error.
+# The last beat of a rank that has ended, with or without an error.
 _LEFT = "left"
 
 
 @dataclass(kw_only=True, slots=True)
 class _Peer:
-    """Another rank, as this one knows it."""
+    """What this rank knows of another."""
 
     rank: int
     process: Process
     beat: str | None = None
     silent_s: float = 0.0
     gone_at: int | None = None
-    """The newest round of beats that had begun when its process was found to be gone."""
+    """The newest round of beats begun when its process was found to be gone."""
 
     @property
     def name(self) -> str:
@@ -77,15 +77,15 @@ class _Peer:
 
 
 class Peers:
-    """What this rank knows of others, and so why all must end; each rank builds one once torch.distributed is open.
+    """Which other ranks live, and so why all must end; each rank builds one once torch.distributed is open.
 
-    Rank 0 watches all ranks, the others watch rank 0 and those on their own host. They beat in torch's store, which
-    the launcher serves, and read each other's beats there. A store cannot tell that a process is gone rather than
-    silent: the host is asked that.
+    Rank 0 watches all ranks, the others watch rank 0 and those on their own host. They write their beats to torch's
+    store, which the launcher serves, and read each other's there. Whether a process is gone or only silent the host
+    tells, not the store.
 
-    A thread of its own talks to the store, for an answer may take for ever where the store's process hangs. Nobody is
-    heard then, and nobody counts as silent. The run ends only if this rank makes no progress either: Ctrl-Z stops
-    torchrun with its store, but not the ranks.
+    A thread of its own talks to the store, because a store whose process hangs never answers. Then nobody is heard, and
+    nobody counts as silent. The run ends only if this rank makes no progress either: Ctrl-Z stops torchrun with its
+    store, but not the ranks.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -95,7 +95,7 @@ class Peers:
         self._beats: dict[int, str] = {}
         self._own_end = self._own_failure = self._end = ""
         self.failure = ""
-        """Which rank was the first to end with an error, and with which; empty as long as none has."""
+        """Which rank was the first to end with an error, and with which one; empty if none has."""
         self._followed_s = 0.0
         self._rounds_begun = self._rounds_done = self._rounds_read = 0
         self._unanswered_s = 0.0
@@ -129,11 +129,11 @@ class Peers:
             self._cut_off = True
 
     def _beat(self) -> bool:
-        """Tells what this rank has to tell, and reads what others have told; true after the last round."""
+        """Writes this rank's news to the store and reads the others'; true after the last round."""
         self._rounds_begun += 1
         leave_by = self._leave_by
         self._store.set(f"beat/{self._rank}", str(self._rounds_begun) if leave_by is None else _LEFT)
-        # The first to say something is heard. An empty string changes nothing and answers what there is.
+        # The first one to write is heard. An empty string changes nothing and returns what is there.
         self.failure = self._store.compare_set("failure", "", self._own_failure).decode()
         self._end = self._store.compare_set("end", "", self._own_end).decode()
         beats = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])
@@ -141,14 +141,14 @@ class Peers:
         self._rounds_done = self._rounds_begun
         if leave_by is None:
             return False
-        # The store may live in rank 0, whose end would cut off the others before they have left, too.
+        # The store may live in rank 0, whose end would cut off the others before they have left.
         return self._rank != 0 or set(self._beats.values()) == {_LEFT} or time.monotonic() > leave_by
 
     def check(self, passed_s: float, idle_s: float) -> str | None:
         """Why the run must end, as far as this rank knows; waits for nothing.
 
-        `passed_s` counts the seconds since the last call in which this process ran, `idle_s` those since this rank's
-        last progress.
+        `passed_s` are the seconds for which this process ran since the last call, `idle_s` those since its last
+        progress.
         """
         if self._thread is None or self._end:
             return self._end or None
@@ -184,11 +184,11 @@ class Peers:
         return None
 
     def _heard_s(self, passed_s: float) -> float:
-        """Seconds for which the store has answered, from the beats that were read before to the newest ones."""
+        """Seconds for which the store has answered, from the beats read before to the newest ones."""
         self._unanswered_s += passed_s
         if self._rounds_done == self._rounds_read:
             return 0.0
-        # A store that answers late still has beats of that time to come.
+        # A store that answers late still has beats of that time to deliver.
         heard_s = min(self._unanswered_s, _LONG_ROUND * BEAT_S)
         self._rounds_read, self._unanswered_s = self._rounds_done, 0.0
         return heard_s
@@ -199,11 +199,11 @@ class Peers:
         if peer.gone_at is None:
             peer.gone_at = self._rounds_begun
             self._wake.set()
-        # It may have left: a round that began after its end has read its last beat.
+        # It may have left in order: a round that began after its end has read its last beat.
         return self._cut_off or self._rounds_done > peer.gone_at
 
     def news(self) -> str | None:
-        """What has happened to another rank, if anything has; waits a moment for news to arrive."""
+        """What has happened to another rank, if anything; waits a moment for news."""
         until = time.monotonic() + 2 * BEAT_S
         while (why := self.failure or self.check(0.0, 0.0)) is None and self._peers and time.monotonic() < until:
             time.sleep(BEAT_S / 20)
@@ -215,7 +215,7 @@ class Peers:
         self._wake.set()
 
     def leave(self, failure: str | None) -> None:
-        """Tells that this rank has ended, with a failure or done; on rank 0 waits a little for the others to end."""
+        """Tells that this rank has ended, with a failure or without; rank 0 waits a little for the others to end."""
         if self._thread is None:
             return
         if failure is not None:
@@ -227,7 +227,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What the loop has been doing since this object was made."""
+    """What the loop has been doing since this was made."""
 
     doing: str
     is_step: bool
@@ -237,8 +237,8 @@ class _Mark:
 class Watchdog:
     """Watches this rank and the others while it is entered; every rank enters it.
 
-    A rank counts as hung after `hang_timeout_s` without progress; None: nothing is watched. Once `learning_steps` have
-    shown how long a step takes, a step has less time.
+    A rank counts as hung after `hang_timeout_s` without progress; None: nothing is watched. After `learning_steps` a
+    step has less time.
     """
 
     def __init__(self, hang_timeout_s: float | None, *, learning_steps: int, launch: Launch, run_dir: Path) -> None:
@@ -260,7 +260,7 @@ class Watchdog:
         self._peers = Peers(self._launch)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened now, for faulthandler's handler opens nothing. An earlier start's traces stay.
+            # Opened now, because faulthandler's handler opens nothing. An earlier start's traces stay.
             self._file: TextIO = self._path.open("a", encoding="utf-8")
         except OSError as error:
             problem = f"{self._path}: {error.strerror or error}; the watchdog writes stack traces there"
@@ -281,27 +281,27 @@ class Watchdog:
         self._leaving.set()
         self._thread.join(timeout=GRACE_S)
         if self._ending.is_set():
-            # The thread ends the process, and has its files open until then.
+            # The thread ends the process and needs its files until then.
             return
-        # What somebody asked for, or is told without a traceback, needs none here.
+        # No traceback for an end that was asked for, or for an error shown without one.
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
             why = self._peers.news()
             if why is not None:
                 error.add_note(f"watchdog: {why}")
-            # A full disk may be that error.
+            # The disk may be full.
             with suppress(OSError):
                 self._file.write(self._header("it ended with an error"))
                 traceback.print_exception(error, file=self._file)
                 self._file.flush()
             if why is not None and not self._peers.failure:
-                # This rank's own error is no more than a broken connection.
+                # This rank's own error is only a broken connection.
                 traceback.print_exception(error)
                 self._end(why)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
         faulthandler.unregister(STACKS_SIGNAL)
         with suppress(OSError):
             self._file.close()
-        # Somebody may have removed them; the last rank removes the directory.
+        # Somebody may have removed them. The last rank removes the directory.
         with suppress(OSError):
             if self._path.stat().st_size == 0:
                 self._path.unlink()
@@ -338,7 +338,7 @@ class Watchdog:
         seen, idle_s, looked_at = self._mark, 0.0, time.monotonic()
         while not self._leaving.is_set():
             self._leaving.wait(TICK_S)
-            # Time in which this process was stopped (a suspended job, a laptop's lid) does not count: the others were
+            # Time in which this process was stopped (a suspended job, a closed laptop) does not count: the others were
             # stopped with it.
             now = time.monotonic()
             passed_s, looked_at = min(now - looked_at, 2 * TICK_S), now
@@ -362,7 +362,7 @@ class Watchdog:
             header = self._header(why).encode()
             # Straight to the descriptors: the thread that hangs may hold the lock of sys.stderr.
             for descriptor in (self._file.fileno(), 2):
-                # The disk may be full or the terminal gone; the other one may work.
+                # If the disk is full or the terminal gone, the other one may work.
                 with suppress(OSError):
                     os.write(descriptor, header)
                     faulthandler.dump_traceback(file=descriptor, all_threads=True)

@@ -1,12 +1,12 @@
-"""What the loop watches beside the loss: FP8 in the first step and at chosen ones, and the experts of a mixture.
+"""What the loop watches beside the loss: FP8, from the first step on, and the experts of a mixture.
 
-Delayed scaling casts with the amaxes of earlier passes. Before the first one there are none, scales are 1, and E5M2
+Delayed scaling casts with the amaxes of earlier passes. Before the first pass there are none, scales are 1, and E5M2
 loses most of a gradient. One pass does not show all amaxes: gradients inside a layer come out of FP8 products of
-gradients that were flushed. So a start passes over its first batch until no scale halves (benchmarks/fp8_h200.md,
-"Until scales have settled": after two passes over 131,072 tokens the lowest layer's gradients were still ten times
-beyond what their scales take).
+gradients that were flushed. So a start without scales repeats its first batch, without updating weights, until no
+scale halves (benchmarks/fp8_h200.md, "Until scales have settled": after two passes over 131,072 tokens the lowest
+layer's gradients were still ten times beyond what their scales take).
 
-A mixture's auxiliary losses and token counts add up on the device, microbatch by microbatch, and are read where a step
+A mixture's auxiliary losses and token counts add up on the device, microbatch by microbatch, and are read when a step
 is logged, in one collective. The numbers do not depend on the parallel layout: the ranks that share a sequence each
 have a part of a router's loss (megatron-core's `MoEMetricsTracker`), and each counts the tokens that it routes.
 """
@@ -34,17 +34,17 @@ from gpt_pretrain.report.records import ExpertsRecord, Fp8CoverageRecord, Fp8Rec
 from gpt_pretrain.training.step import Meter, compute_gradients
 from gpt_pretrain.training.watchdog import Watchdog
 
-# The tracker's names of the balance; a run has at most one of the two.
+# The tracker's names of the load-balancing loss; a run has at most one of the two.
 _BALANCE = ("load_balancing_loss", "seq_load_balancing_loss")
 _Z_LOSS = "z_loss"
-# Scales follow each microbatch. What has not settled after this many, the training steps settle.
+# Scales follow each microbatch. Training steps settle what has not settled after this many.
 _MOST_MICROBATCHES = 8
-# A scale that falls no further than to this share has saturated at most a few values in 100,000 (same file).
+# A scale that falls to no less than this share has saturated at most a few values in 100,000 (same file).
 _SETTLED = 0.5
 
 
 class FirstStep:
-    """Finds a start's first FP8 scales and proves its first step, resumed or not, and later ones; idle without FP8."""
+    """Finds the first FP8 scales, and proves the first step of every start and chosen later ones; idle without FP8."""
 
     def __init__(
         self, trainable: Trainable, *, log: Callable[[Record], None], watchdog: Watchdog, meter: Meter
@@ -54,22 +54,22 @@ class FirstStep:
         self._watchdog = watchdog
         self._meter = meter
         spec = trainable.model.spec
-        # A replayed graph reports none of its products.
+        # A replayed graph reports no products.
         self._interval = None if spec.kernels.cuda_graph_impl else spec.config.logging.fp8_proof_interval
         self._is_due = spec.fp8 is not None
         self._scale_passes = 0
 
     def find_scales(self, iterators: Sequence[BatchIterator | None]) -> None:
-        """With delayed scaling, finds the scales that no checkpoint has; iterators stay at the first batch."""
+        """With delayed scaling, finds scales unless a checkpoint had them; iterators stay at the first batch."""
         spec = self._trainable.model.spec
         if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
             return
-        # Experts, whose watch would count these passes, are refused with delayed scaling.
+        # The watch of experts would count these passes, but experts are refused with delayed scaling.
         with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
             self._scale_passes = find_first_scales(self._trainable, iterators)
 
     def proven(self, step: int, train: Callable[[], StepResult]) -> StepResult:
-        """Runs a training step. If it is one to prove, the run ends unless FP8 runs as configured."""
+        """Runs a training step. If it is one to prove, the run ends unless FP8 ran as configured."""
         spec = self._trainable.model.spec
         if spec.fp8 is not None and self._interval is not None and step % self._interval == 0:
             self._is_due = True
@@ -79,7 +79,7 @@ class FirstStep:
         with proof.watching():
             result = train()
         with self._meter.paused():
-            # A skipped step leaves neither new weights nor new scales; the next one is proven.
+            # A skipped step leaves neither new weights nor new scales; the next one is proven instead.
             if result.skipped:
                 return result
             proven = proof.judge(learning_rate(self._trainable.optimizer))
@@ -98,17 +98,14 @@ class FirstStep:
 
 
 def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | None]) -> int:
-    """Passes over the batch of the next step, so that its gradients have scales; every rank calls it.
+    """Repeats the batch of the next step until its gradients have scales; returns the number of passes.
 
-    Does nothing where there are scales, as in a resumed run. The passes change scales and histories, and random states
-    where there is dropout; nothing else that a step changes. Gradients stay in their buffers, for the next step to
-    clear, and the iterators stay at the next step's batch.
-
-    Returns:
-        The number of passes.
+    Every rank calls it. It does nothing if there are scales, as in a resumed run. The passes change scales, histories
+    and, with dropout, random states. Gradients stay in their buffers, for the next step to clear, and the iterators
+    stay at the next step's batch.
     """
     model = trainable.model
-    # As many in a pass as in a step: they divide the gradients.
+    # As many in a pass as in a step: gradients are divided by their number.
     num_microbatches = model.spec.layout.num_microbatches
 
     def run_pass() -> None:
@@ -119,17 +116,15 @@ def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | 
 
 
 def settle_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None], num_microbatches: int) -> int:
-    """Runs passes until one halves no scale, or eight microbatches have passed; every rank calls it.
+    """Runs passes until one halves no scale, at most eight microbatches; returns the number of passes.
 
-    `read` answers this rank's scales, 1 where no pass has shown an amax.
-
-    Returns:
-        The number of passes; none where there are scales already.
+    Every rank calls it. `read` returns this rank's scales, 1 where no pass has shown an amax. If there are scales
+    already, no pass runs.
     """
     scales = read()
     if _on_any_rank(scales != 1.0):
         return 0
-    # One for all layers: Transformer Engine makes some layers' scales only in the first pass.
+    # A scalar for all layers: Transformer Engine makes some layers' scales only in the first pass.
     before = scales.new_ones(())
     num_passes, settled = 0, False
     while not settled and num_passes * num_microbatches < _MOST_MICROBATCHES:
@@ -142,17 +137,17 @@ def settle_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None]
 
 
 def _on_any_rank(flags: torch.Tensor) -> bool:
-    """Whether any flag is set on any rank; every rank calls it, and it waits for the device."""
+    """Whether any flag is set on any rank; every rank calls it and waits for the device."""
     count = flags.sum()
     torch.distributed.all_reduce(count)
     return count.item() > 0
 
 
 class Fp8Watch:
-    """Observes FP8 in steps that are logged, for its warnings; does nothing if FP8 is off or CUDA graphs are on.
+    """Samples FP8 tensors in steps that are logged, for its warnings; idle without FP8 and with CUDA graphs.
 
-    It samples each tensor. Every `logging.fp8_statistics_interval`-th step is counted in full, and recorded. A replayed
-    graph reports none of its products.
+    Every `logging.fp8_statistics_interval`-th step is counted in full and recorded. A replayed graph reports no
+    products.
     """
 
     def __init__(self, model: Model) -> None:
@@ -169,16 +164,16 @@ class Fp8Watch:
         return self._statistics_interval is not None and step % self._statistics_interval == 0
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """The context of a training step, by its number; every rank calls it."""
+        """Encloses a training step; every rank calls it."""
         records = self._records(step)
         if not self._watches or not (records or step % self._log_interval == 0):
             return nullcontext()
         return self._collector.observe(step, sampled=not records)
 
     def records(self) -> Iterator[Fp8Record]:
-        """Records of the steps observed since the last call, without tensors where they were sampled.
+        """Records of the steps observed since the last call; waits for the device if there are any.
 
-        A sampled step without warnings has none. Waits for the device if any step was observed.
+        A sampled step's record has warnings only; without warnings there is no record.
         """
         if not self._watches:
             return
@@ -194,7 +189,7 @@ def _recorded(tensor: TensorStatistics) -> Fp8Tensor:
 
 
 class ExpertWatch:
-    """Follows all routers of a model; does nothing without experts."""
+    """Follows all routers of a model; idle without experts."""
 
     def __init__(self, model: Model, *, step: int) -> None:
         self._num_layers = model.spec.model.num_layers
@@ -203,7 +198,7 @@ class ExpertWatch:
         self._step = step
         if self._num_experts is None:
             return
-        # An earlier model of this process may have had other layers.
+        # An earlier model in this process may have had other layers.
         destroy_moe_metrics_tracker()
         device = torch.cuda.current_device()
         self._tokens = torch.zeros(self._num_layers, self._num_experts, dtype=torch.float64, device=device)
@@ -214,7 +209,7 @@ class ExpertWatch:
                 router.register_forward_hook(partial(self._count, layer.layer_number - 1))
 
     def restart(self, step: int) -> None:
-        """Forgets what it has seen since the last record."""
+        """Begins a new interval."""
         self._step = step
         if self._num_experts is not None:
             get_moe_metrics_tracker().clear()
@@ -225,17 +220,14 @@ class ExpertWatch:
             self._tokens[layer] += result[1].sum(dim=0)
 
     def records(self, step: int) -> Iterator[ExpertsRecord]:
-        """A record of the steps since the last call, if there are experts; waits for the device.
-
-        Every rank calls it, and gets the same.
-        """
+        """A record of the steps since the last call, the same on all ranks; every rank calls it and waits."""
         if self._num_experts is None:
             return
         tracked = get_moe_metrics_tracker().metrics
         losses = torch.zeros(2, self._num_layers, dtype=torch.float64, device=self._tokens.device)
         for name, entry in tracked.items():
             losses[0 if name in _BALANCE else 1] += entry.values
-        # Ranks of one sequence each have a part of the balance and a mean of the z-loss; replicas have their own.
+        # Ranks that share a sequence have parts of its balance and means of its z-loss; replicas have their own.
         total = torch.cat([losses.view(-1), self._tokens.view(-1)])
         torch.distributed.all_reduce(total)
         replicas = parallel_state.get_data_parallel_world_size()

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.checkpoint.load import load_checkpoint
-from gpt_pretrain.checkpoint.start import verify_checkpoint
+from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device

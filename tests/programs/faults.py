@@ -19,7 +19,7 @@ import torch
 from gpt_pretrain.checkpoint import save
 from gpt_pretrain.commands import door
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.training import checkpoints, setup, trainer, watchdog
+from gpt_pretrain.training import rewind, setup, trainer, watchdog
 from gpt_pretrain.training import run as training_run
 from gpt_pretrain.training.dump import named_weights
 
@@ -139,13 +139,13 @@ def die_in_save(number):
 
 def die_in_rewind(number):
     """Killed before the given operation on files or directories with which the run's first rewind decides."""
-    take_back = checkpoints.take_back
+    take_back = rewind.take_back
 
     def die_in_it(*arguments, **keywords):
         die_in_save(number)
         return take_back(*arguments, **keywords)
 
-    checkpoints.take_back = die_in_it
+    rewind.take_back = die_in_it
 
 
 def hold_saves():
