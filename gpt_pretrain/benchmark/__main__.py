@@ -1,10 +1,10 @@
 r"""gpt_pretrain.benchmark: variants of a run, measured under the same knobs.
 
 It takes every argument of python -m gpt_pretrain and keeps nothing that it
-trains. Each of benchmark.variants runs in processes of its own, as many as
-trainer.devices says; what a variant adds to the command line wins. It prints
-step times, tokens/s, TFLOP/s, MFU against this machine's own matrix products,
-memory, loss and ratios, and writes benchmark.json and Markdown into run_dir.
+trains. Each of benchmark.variants runs in its own trainer.devices processes;
+its overrides win over the command line. It prints step times, tokens/s,
+TFLOP/s, MFU against this machine's own matrix products, memory, loss and
+ratios, and writes benchmark.json and Markdown to run_dir.
 
 Exit codes: 0 all variants measured; 1 at least one failed, with its reason in
 the table; 2 a mistake in what was given; 130 Ctrl-C.
@@ -51,9 +51,9 @@ from gpt_pretrain.benchmark.results import (
 from gpt_pretrain.benchmark.variants import (
     Variant,
     benchmark_problems,
-    benchmark_variants,
     load_variants,
     own_key_problems,
+    read_variants,
     run_overrides,
     variant_problems,
     variant_refusals,
@@ -80,17 +80,16 @@ _MACHINE = "machine"
 
 @dataclass(kw_only=True, slots=True)
 class _Entry:
-    """A variant, and what has come of it so far."""
+    """A variant and its results so far."""
 
     variant: Variant
     config: Config
-    """What the variant makes of the command line."""
     folder: str
-    """In the run directory; its number tells it from the others."""
+    """In the run directory, with a number that makes it unique."""
     measured: list[tuple[Measured, ...]] = field(default_factory=list)
-    """What each rank measured, round by round."""
+    """By round and rank."""
     problem: str | None = None
-    """Why it is not measured any more."""
+    """Why it is no longer measured."""
     forecast: Forecast | None = None
 
     @property
@@ -99,10 +98,9 @@ class _Entry:
 
 
 class Campaign:
-    """A checked command line, measured: the machine's ceiling, then the variants in turns, round after round.
+    """Measures a checked command line: the machine's ceiling, then the variants in turn, round after round.
 
-    Raises:
-        ConfigError: A variant adds unknown keys, wrong values, or keys that the benchmark sets itself.
+    Raises `ConfigError` if a variant has unknown keys, wrong values, or keys that the benchmark sets itself.
     """
 
     def __init__(self, config: Config, source: Source, overrides: Sequence[str], arguments: Sequence[str]) -> None:
@@ -111,7 +109,7 @@ class Campaign:
         self._source = source
         self._arguments = tuple(arguments)
         self._console = console_of_width(WIDTH)
-        variants = benchmark_variants(config.benchmark)
+        variants = read_variants(config, "benchmark")
         configs = load_variants(variants, source, overrides, variant_problems, own_key_problems(overrides))
         self._entries = [
             _Entry(variant=variant, config=configs[variant], folder=f"{number}_{variant.file_name}")
@@ -119,14 +117,9 @@ class Campaign:
         ]
 
     def run(self) -> bool:
-        """Measures everything, prints and writes it; returns whether all variants ran.
-
-        Raises:
-            UserError: The run directory, or `benchmark.markdown`, cannot be written.
-            RunError: The machine's own products could not be measured.
-        """
+        """Measures everything, prints and writes it; returns whether all variants ran."""
         run_dir = make_run_dir(self._config)
-        # The first folder that a benchmark makes.
+        # The first folder that a benchmark creates.
         if (run_dir / _MACHINE).exists():
             raise UserError(f"run_dir={run_dir} holds a benchmark already; give another one, or leave it out")
         write_file(run_dir / "config.yaml", config_to_yaml(self._config), wait_for_disk=False)
@@ -137,7 +130,7 @@ class Campaign:
         (seen,) = outcome.results
         self._refuse(seen.platform, run_dir)
         for number in range(self._config.benchmark.rounds):
-            # There and back, so that a machine that drifts steadily favours no variant.
+            # There and back, so that a steady drift of the machine favors no variant.
             for entry in self._entries if number % 2 == 0 else reversed(self._entries):
                 if entry.problem is None:
                     self._measure(entry, number, run_dir)
@@ -156,7 +149,7 @@ class Campaign:
         return all(entry.problem is None for entry in self._entries)
 
     def _refuse(self, platform: Platform, run_dir: Path) -> None:
-        """Says which variants will not be measured, and why, before the others take their time."""
+        """Says first which variants cannot be measured, and why."""
         for entry in self._entries:
             overrides = self._run_overrides(entry, run_dir / entry.folder, profiled=False)
             if problems := variant_refusals(load_config(overrides, self._source), platform):
@@ -171,7 +164,7 @@ class Campaign:
         folder = run_dir / entry.folder / f"round_{number + 1}"
         profiled = self._config.benchmark.profile and number == 0
         outcome = run_task(
-            entry.variant.loop.name,
+            entry.variant.loop,
             Measured,
             folder,
             source=self._source,
@@ -188,7 +181,7 @@ class Campaign:
         self._note(f"round {number + 1}, {entry.variant.name}: {times}")
 
     def _forecast(self, machine: Machine, run_dir: Path) -> None:
-        """Asks `plan` about the variants, if it knows this machine."""
+        """Plans the variants, if this machine's GPU is `plan.gpu`."""
         gpu = self._config.plan.gpu
         if machine.device != GPUS[gpu].name:
             self._note(f"no forecast: plan.gpu={gpu.name} is {GPUS[gpu].name}, and this machine has {machine.device}")

@@ -31,7 +31,7 @@ Examples:
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,7 +101,7 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
     run_dir = make_run_dir(config)
     trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(_WIDTH))
     runs = [
-        read_run_dir(run.run_dir, name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
+        replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
         for run, state in trained
         if state == "finished"
     ]
