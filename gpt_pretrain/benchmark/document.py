@@ -19,6 +19,7 @@ from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent, format_rate
+from gpt_pretrain.report.console import print_line
 
 VERSION = 1
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
@@ -75,32 +76,31 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
     parts = [
         f"# {benchmark.config.name}: {', '.join(row.name for row in rows)}, "
         f"{benchmark.num_gpus} × {machine.device}, {benchmark.date}\n",
-        markdown_table(["", ""], [[name, text] for name, text in facts(benchmark).items()]),
+        _markdown_table(["", ""], [[name, text] for name, text in _facts(benchmark).items()]),
         f"    {benchmark.command}\n",
         f"Each variant in {settings.rounds} process(es) of its own; of each the median of "
         f"{settings.rounds * settings.steps // settings.interval} intervals of {settings.interval} steps after "
         f"{settings.warmup_steps}; "
         "spread: fastest and slowest interval; ratios: to the first variant.\n",
-        markdown_table(*table_of_rows(rows)),
-        "".join("- " + line.replace("\n", "\n  ") + "\n" for line in problem_lines(rows)),
+        _markdown_table(*table_of_rows(rows)),
+        "".join("- " + line.replace("\n", "\n  ") + "\n" for line in _problem_lines(rows)),
     ]
     added = [f"- {row.name}: `{shlex.join(row.overrides)}`\n" for row in rows if row.overrides]
     if added:
         parts.append("".join(["What a variant adds to the command line:\n\n", *added]))
     forecasts = table_of_forecasts(rows)
     if forecasts is not None:
-        parts += [f"Forecast by `plan` for {benchmark.config.plan.gpu.name}:\n", markdown_table(*forecasts)]
+        parts += [f"Forecast by `plan` for {benchmark.config.plan.gpu.name}:\n", _markdown_table(*forecasts)]
     for row in rows:
         if row.figures is not None and row.figures.kernels:
             parts.append(f"## Where a step of {row.name} goes\n\nThe trace: `{TRACE}`.\n")
             if row.figures.parts:
-                parts.append(markdown_table(*table_of_parts(row.figures.parts)))
-            parts.append(markdown_table(*table_of_kernels(row.figures.kernels)))
+                parts.append(_markdown_table(*table_of_parts(row.figures.parts)))
+            parts.append(_markdown_table(*_table_of_kernels(row.figures.kernels)))
     return "\n".join(part for part in parts if part)
 
 
-def facts(benchmark: Benchmark) -> dict[str, str]:
-    """Machine, configuration and formulas: name → line."""
+def _facts(benchmark: Benchmark) -> dict[str, str]:
     machine, model = benchmark.machine, benchmark.config.model
     memory = "" if machine.memory_gib is None else f" ({machine.memory_gib:.1f} GiB)"
     driver = "" if machine.driver is None else f", driver {machine.driver}"
@@ -179,8 +179,7 @@ def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
     return ["variant", "ranks", *_COLUMNS], lines
 
 
-def problem_lines(rows: Sequence[Row]) -> list[str]:
-    """Why variants failed, one line each."""
+def _problem_lines(rows: Sequence[Row]) -> list[str]:
     return [f"{row.name}: {row.problem}" for row in rows if row.problem is not None]
 
 
@@ -210,8 +209,7 @@ def table_of_forecasts(rows: Sequence[Row]) -> tuple[Cells, list[Cells]] | None:
     return titles, lines
 
 
-def table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
-    """The longest kernels of a profiled step."""
+def _table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
     lines = [
         [
             kernel.name if len(kernel.name) <= _KERNEL_WIDTH else f"{kernel.name[: _KERNEL_WIDTH - 1]}…",
@@ -231,10 +229,26 @@ def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
     return ["kind", "ms/step", "share"], lines
 
 
-def markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
-    """A table in Markdown."""
+def _markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
     rows = [titles, ["---"] * len(titles), *lines]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def print_benchmark(benchmark: Benchmark, console: Console) -> None:
+    """Prints facts, tables and problems."""
+    for name, text in _facts(benchmark).items():
+        print_line(console, f"{name}: {text}")
+    print_table(console, "Variants", *table_of_rows(benchmark.rows))
+    for line in _problem_lines(benchmark.rows):
+        print_line(console, line)
+    forecasts = table_of_forecasts(benchmark.rows)
+    if forecasts is not None:
+        print_table(console, f"Forecast for {benchmark.config.plan.gpu.name}", *forecasts)
+    for row in benchmark.rows:
+        if row.figures is not None and row.figures.parts:
+            print_table(console, f"What a step of {row.name} consists of", *table_of_parts(row.figures.parts))
+        if row.figures is not None and row.figures.kernels:
+            print_table(console, f"Where a step of {row.name} goes", *_table_of_kernels(row.figures.kernels))
 
 
 def print_table(console: Console, title: str, titles: Cells, lines: Sequence[Cells]) -> None:

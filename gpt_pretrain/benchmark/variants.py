@@ -74,7 +74,7 @@ def read_variants(config: Config, section: Literal["benchmark", "compare"]) -> l
         problems.append(f"{key}=[] compares nothing; give names, such as {example}")
     for entry in dict.fromkeys(entries):
         if entries.count(entry) > 1:
-            problems.append(f"{key} has {entry!r} twice; {repeats} runs all of them several times")
+            problems.append(f"{key} has {entry!r} twice; use {repeats} to repeat all variants")
         try:
             variants.append(_read_variant(entry, config.benchmark.overrides, key, with_bare=with_bare))
         except ConfigError as error:
@@ -165,7 +165,7 @@ def process_problems(config: Config) -> Iterator[str]:
 def own_key_problems(overrides: Sequence[str]) -> list[str]:
     """Problems of overrides without effect, because the benchmark sets their keys."""
     return [
-        f"{key} has no effect: the benchmark sets it, and only trains, for benchmark.warmup_steps and benchmark.steps; "
+        f"{key} has no effect: the benchmark sets it to train for benchmark.warmup_steps and benchmark.steps only; "
         "leave it out"
         for key in override_keys(overrides)
         if key in _OWN_KEYS
@@ -181,7 +181,7 @@ def variant_problems(variant: Variant, config: Config) -> list[str]:
 def common_key_problems(variant: Variant, section: str, keys: Sequence[str] = ()) -> list[str]:
     """Problems of a variant that sets keys all variants share: `run_dir`, those of a section, and `keys`."""
     return [
-        f"{key} is the same for all variants; give it beside {section}.variants"
+        f"{key} must be the same for all variants; set it outside of {section}.variants"
         for key in override_keys(variant.overrides)
         if key in ("run_dir", *keys) or key.startswith(f"{section}.")
     ]

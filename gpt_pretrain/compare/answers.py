@@ -71,12 +71,8 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
     variants = list(dict.fromkeys(run.variant for run in runs))
     baseline = variants[0]
     if len(variants) == 1:
-        one = f"there is one run, of one variant, {baseline}"
-        several = f"all {len(runs)} runs are of one variant, {baseline}: they differ in seeds or microbatches alone"
-        raise UserError(
-            f"{one if len(runs) == 1 else several}, and nothing is there to compare it with; add a run with other "
-            "settings"
-        )
+        of_several = f", whose {len(runs)} runs differ only in seeds or microbatches" if len(runs) > 1 else ""
+        raise UserError(f"there is only one variant, {baseline}{of_several}; add a run with other settings")
     runs = sorted(runs, key=lambda run: variants.index(run.variant))
 
     def of(variant: str, role: str = "seed") -> list[RunRecord]:
@@ -277,7 +273,7 @@ def gate_problems(config: GateConfig) -> Iterator[str]:
         meant = f"{text}%" if number else "0.5%"
         yield f"compare.max_loss_gap={text} is not a percentage; write compare.max_loss_gap={meant}"
     if config.min_speedup is not None and not (config.min_speedup > 0 and math.isfinite(config.min_speedup)):
-        yield f"compare.min_speedup={config.min_speedup:g} is no ratio of times; use a number above 0, such as 1.2"
+        yield f"compare.min_speedup={config.min_speedup:g} is not a ratio of times; use a number above 0, such as 1.2"
 
 
 def read_gate(config: GateConfig) -> Gate | None:

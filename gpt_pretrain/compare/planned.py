@@ -36,8 +36,8 @@ from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.rules.check import config_problems
 
 RUNS = "runs"
-# The sections that change losses or times, and those of their keys that change neither.
-_COUNTING, _IDLE = ("model", "trainer"), ("trainer.max_time", "trainer.hang_timeout")
+# The sections whose values change losses or times, and their keys that change neither.
+_COUNTING, _IDLE = ("model.", "trainer."), ("trainer.max_time", "trainer.hang_timeout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ def compare_problems(config: Config) -> Iterator[str]:
     yield from gate_problems(compare)
     try:
         if len(read_variants(config, "compare")) == 1:
-            yield "compare.variants has one entry, and nothing to compare it with; put the baseline before it: [bf16,…]"
+            yield "compare.variants has one entry and nothing to compare it with; put the baseline before it: [bf16,…]"
     except ConfigError as error:
         yield from error.problems
 
@@ -163,8 +163,8 @@ def _obstacles(variant: Variant, configs: Mapping[Variant, Config], baseline: Va
         for key in keys:
             if ours[key] != theirs[key]:
                 yield (
-                    f"{key}={show(ours[key])} makes another {what} than {baseline.name}'s {show(theirs[key])}, and "
-                    f"losses cannot be compared; give it beside compare.variants [{variant.name}]"
+                    f"{key}={show(ours[key])} changes the {what}, so losses cannot be compared with those of "
+                    f"{baseline.name} at {show(theirs[key])}; set it outside of compare.variants [{variant.name}]"
                 )
 
 
@@ -196,6 +196,5 @@ def _check_same_values(run: PlannedRun) -> None:
 
 
 def _counting_values(config: Config) -> dict[str, object]:
-    whole = config_to_dict(config)
-    values = dict(flatten({section: whole[section] for section in _COUNTING}))
-    return {key: value for key, value in values.items() if key not in _IDLE}
+    values = flatten(config_to_dict(config))
+    return {key: value for key, value in values if key.startswith(_COUNTING) and key not in _IDLE}

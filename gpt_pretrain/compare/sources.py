@@ -59,11 +59,9 @@ def read_runs(places: Sequence[str]) -> list[RunRecord]:
     given: dict[Path, str] = {}
     for place in places:
         resolved = Path(place).resolve()
-        if resolved in given:
-            both = (
-                f"{place} stands twice" if given[resolved] == place else f"{given[resolved]} and {place} are one place"
-            )
-            raise UserError(f"runs: {both}, and a run differs in nothing from itself; give each run once")
+        if (other := given.get(resolved)) is not None:
+            what = f"{place} is given twice" if other == place else f"{other} and {place} are the same"
+            raise UserError(f"runs: {what}; give each run once")
         given[resolved] = place
     return _named([_read(Path(place)) for place in places])
 
@@ -84,7 +82,7 @@ def _read_directory(place: Path) -> list[RunRecord]:
         return [*load_comparison(place / FILE_NAME).runs]
     # Before event files, which our runs also have: read from those, the runs would lose their configurations.
     if below := sorted(path.parent for depth in range(1, MAX_DEPTH) for path in place.glob("*/" * depth + _METRICS)):
-        raise UserError(f"runs: {place} is a folder of runs, and no run; give the runs in it: {_as_argument(below)}")
+        raise UserError(f"runs: {place} is a folder of runs, not a run; give the runs in it: {_as_argument(below)}")
     if events := find_event_files(place):
         return [series.build() for series in read_event_files(place, events)]
     raise UserError(

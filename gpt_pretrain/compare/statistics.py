@@ -122,16 +122,8 @@ class Smoothed:
         for (before, x), (_, loss) in zip(pairwise(self._edges), points, strict=True):
             self._sums.append(self._sums[-1] + (x - before) * loss)
         self._half = window / 2
-
-    @property
-    def start(self) -> float:
-        """The first position with a whole window around it."""
-        return self._edges[0] + self._half
-
-    @property
-    def end(self) -> float:
-        """The last such position."""
-        return self._edges[-1] - self._half
+        # The positions with a whole window around them.
+        self.start, self.end = self._edges[0] + self._half, self._edges[-1] - self._half
 
     def at(self, x: float) -> float:
         """The smoothed loss at a position from `start` to `end`."""
