@@ -11,6 +11,7 @@ from pathlib import Path
 from gpt_pretrain.compare.document import Curve, Format, RunRecord, Setting
 from gpt_pretrain.compare.statistics import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.report.columns import printable
 from gpt_pretrain.report.records import Fp8Record
 
 # Logs are not to be trusted: files beyond these are refused, not read.
@@ -86,7 +87,7 @@ class Series:
             gpu_seconds=accumulated(steps, rates),
         )
         return RunRecord(
-            name=printable(self.label),
+            name=_shown(self.label),
             variant="",
             role="seed",
             seed=read_seed(self.settings),
@@ -153,15 +154,13 @@ def read_seed(settings: Mapping[str, str]) -> int | None:
     return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
 
 
-def printable(text: str) -> str:
-    """A log's text, made safe to show: it must neither control the terminal nor fill the screen."""
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:_MAX_TEXT])
-    return f"{shown}…" if len(text) > _MAX_TEXT else shown
+def _shown(text: str) -> str:
+    return printable(text[:_MAX_TEXT]) + ("…" if len(text) > _MAX_TEXT else "")
 
 
 def as_settings(values: Mapping[str, str]) -> tuple[Setting, ...]:
     """Settings in the document's form."""
-    return tuple(Setting(key=printable(key), value=printable(value)) for key, value in values.items())
+    return tuple(Setting(key=_shown(key), value=_shown(value)) for key, value in values.items())
 
 
 def previous_step(steps: Sequence[int]) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -35,7 +34,7 @@ from gpt_pretrain.compare.series import (
 )
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.files import check_yaml, read_foreign_text
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.launch.run_dir import check_run_lock
@@ -121,24 +120,25 @@ def _read_file(place: Path) -> list[RunRecord]:
 
 def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
     """Gives every run of every place its variant, its role and a unique name."""
-    runs = [run for at_place in places for run in at_place]
-    groups: dict[tuple[object, ...], list[RunRecord]] = {}
+    keyed: list[tuple[RunRecord, tuple[object, ...]]] = []
     for place, at_place in enumerate(places):
         for index, run in enumerate(at_place):
-            # The runs of a comparison have variants; another comparison may use the same name for other settings.
-            first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
             # Two logs of the same name are two variants.
             key: tuple[object, ...] = (run.variant, place, None if run.variant else index)
             if run.format == "gpt_pretrain" and run.configuration:
+                # The runs of a comparison have variants; another comparison may use the same name for other settings.
+                first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
                 key = (run.variant, *sorted(variant_settings(first).items()))
-            groups.setdefault(key, []).append(run)
-    names = _variant_names([members[0] for members in groups.values()])
-    variants = {id(run): name for name, members in zip(names, groups.values(), strict=True) for run in members}
+            keyed.append((run, key))
+    firsts: dict[tuple[object, ...], RunRecord] = {}
+    for run, key in keyed:
+        firsts.setdefault(key, run)
+    variants = dict(zip(firsts, _variant_names([*firsts.values()]), strict=True))
+    sizes = Counter(variants[key] for _, key in keyed)
     seeds: set[tuple[str, int | None]] = set()
     named: list[RunRecord] = []
-    sizes = Counter(variants.values())
-    for run in runs:
-        variant = variants[id(run)]
+    for run, key in keyed:
+        variant = variants[key]
         repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
         seeds.add((variant, run.seed))
         name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}" + " again" * repeats
@@ -191,18 +191,15 @@ def _read_config(path: Path) -> dict[str, str]:
         content = yaml.safe_load(read_foreign_text(path))
         if not isinstance(content, dict):
             raise yaml.YAMLError("it holds no keys")
-        settings = {key: _written(value) for key, value in flatten(content)}
+        settings = {
+            key: show(value) if value is None or isinstance(value, bool) else str(value)
+            for key, value in flatten(content)
+        }
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not the configuration of a run: {error}; restore it, or remove it") from error
     return _with_widths(settings)
-
-
-def _written(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _with_widths(settings: dict[str, str]) -> dict[str, str]:

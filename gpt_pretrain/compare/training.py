@@ -146,8 +146,8 @@ def train_variants(
             raise
         finally:
             progress.close()
-    order = list(dict.fromkeys(run.variant.name for run in runs))
-    return sorted(trained, key=lambda each: (order.index(each[0].variant.name), each[0].role == "repeat", each[0].seed))
+    order = list(dict.fromkeys(run.variant for run in runs))
+    return sorted(trained, key=lambda each: order.index(each[0].variant))
 
 
 def _refused_here(
@@ -191,13 +191,13 @@ def _train(
     trained = []
     for number, run in enumerate(runs, start=1):
         state: State = "finished"
-        problem, starts = None, run_dir / _STARTS / run.run_dir.name
+        told, starts = "finished", run_dir / _STARTS / run.run_dir.name
         if run.problems:
-            state, problem = "failed", "\n".join(run.problems)
+            state, told = "failed", "failed: " + "\n".join(run.problems)
         elif run.is_finished:
-            progress.tell(number, "was finished before")
+            told = "was finished before"
         elif submission is not None:
-            state, problem = "waiting", _hand_over(run, source, starts)
+            state, told = "waiting", f"waiting: {_hand_over(run, source, starts)}"
         else:
             problem = run_task(
                 "train",
@@ -208,12 +208,9 @@ def _train(
                 num_processes=run.config.trainer.devices or 1,
                 watch=partial(progress.watch, number),
             ).problem
-            if problem is None:
-                progress.tell(number, "finished")
-            else:
-                state = "failed"
-        if problem is not None:
-            progress.tell(number, f"{state}: {problem}")
+            if problem is not None:
+                state, told = "failed", f"failed: {problem}"
+        progress.tell(number, told)
         trained.append((run, state))
     return trained
 

@@ -97,6 +97,11 @@ def format_duration(seconds: float | None) -> str:
     return f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text without control characters except those in `keep`: logs and samples must not control the terminal."""
+    return "".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 type _Form = str | Callable[[Any], str]
 """A format specification or a function; neither ever gets None."""
 

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss
+from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss, printable
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import EndReason, SummaryRecord, TrainRecord, ValidationRecord
 
@@ -105,7 +105,7 @@ def plain_summary_lines(
     if chart is not None:
         yield f"loss over steps (line: train, {VALIDATION_MARKER}: validation)\n{chart}"
     if summary.sample_text is not None:
-        yield f"sample\n{_printable((summary.sample_prompt or '') + summary.sample_text)}"
+        yield f"sample\n{printable((summary.sample_prompt or '') + summary.sample_text, keep='\n\t')}"
 
 
 def summary_panels(
@@ -130,9 +130,8 @@ def summary_panels(
         width=width,
     )
     if summary.sample_text is not None:
-        sample = Text.assemble(
-            (_printable(summary.sample_prompt or ""), "bold"), _printable(summary.sample_text), overflow="fold"
-        )
+        prompt, text = (printable(each, keep="\n\t") for each in (summary.sample_prompt or "", summary.sample_text))
+        sample = Text.assemble((prompt, "bold"), text, overflow="fold")
         yield Panel(sample, title=Text("sample", style="bold"), title_align="left", width=width)
 
 
@@ -156,11 +155,6 @@ def _facts(summary: SummaryRecord) -> dict[str, str]:
     if summary.skipped_steps:
         facts["skipped steps"] = f"{summary.skipped_steps}, loss or gradient not finite"
     return facts
-
-
-def _printable(text: str) -> str:
-    """Text with control characters replaced: an escape sequence in a sample must not control the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def _colored(chart: str) -> Text:
