@@ -142,7 +142,7 @@ def train_variants(
             trained = _train(runs, source, run_dir, progress, submission)
         except (KeyboardInterrupt, SystemExit):
             progress.close()
-            print_line(console, f"stopped; the same command with run_dir={run_dir} goes on from here")
+            print_line(console, f"stopped; run the same command with run_dir={run_dir} to continue")
             raise
         finally:
             progress.close()
@@ -191,13 +191,13 @@ def _train(
     trained = []
     for number, run in enumerate(runs, start=1):
         state: State = "finished"
-        told, starts = "finished", run_dir / _STARTS / run.run_dir.name
+        text, starts = "finished", run_dir / _STARTS / run.run_dir.name
         if run.problems:
-            state, told = "failed", "failed: " + "\n".join(run.problems)
+            state, text = "failed", "failed: " + "\n".join(run.problems)
         elif run.is_finished:
-            told = "was finished before"
+            text = "was finished before"
         elif submission is not None:
-            state, told = "waiting", f"waiting: {_hand_over(run, source, starts)}"
+            state, text = "waiting", f"waiting: {_hand_over(run, source, starts)}"
         else:
             problem = run_task(
                 "train",
@@ -209,8 +209,8 @@ def _train(
                 watch=partial(progress.watch, number),
             ).problem
             if problem is not None:
-                state, told = "failed", f"failed: {problem}"
-        progress.tell(number, told)
+                state, text = "failed", f"failed: {problem}"
+        progress.tell(number, text)
         trained.append((run, state))
     return trained
 

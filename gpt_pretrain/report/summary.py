@@ -136,14 +136,13 @@ def summary_panels(
 
 
 def _facts(summary: SummaryRecord) -> dict[str, str]:
-    facts = {
-        "train loss": f"{format_loss(summary.first_loss)} → {format_loss(summary.last_loss)}"
-        f"  (best {format_loss(summary.best_loss)})"
-    }
+    def losses(first: float | None, last: float | None, best: float | None) -> str:
+        return f"{format_loss(first)} → {format_loss(last)}  (best {format_loss(best)})"
+
+    facts = {"train loss": losses(summary.first_loss, summary.last_loss, summary.best_loss)}
     if summary.last_validation_loss is not None:
-        facts["validation loss"] = (
-            f"{format_loss(summary.first_validation_loss)} → {format_loss(summary.last_validation_loss)}"
-            f"  (best {format_loss(summary.best_validation_loss)})"
+        facts["validation loss"] = losses(
+            summary.first_validation_loss, summary.last_validation_loss, summary.best_validation_loss
         )
     per_gpu = summary.tokens_per_s_per_gpu
     rate = format_count(summary.tokens_per_s)
