@@ -29,9 +29,9 @@ from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import Loader, Source
+from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
+from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.rules.check import config_problems
 
@@ -82,12 +82,6 @@ def compare_problems(config: Config) -> Iterator[str]:
             yield "compare.variants has one entry and nothing to compare it with; put the baseline before it: [bf16,…]"
     except ConfigError as error:
         yield from error.problems
-
-
-def find_submission(source: Source, overrides: Sequence[str]) -> Submission | None:
-    """How runs are submitted to Slurm; None without `hydra/launcher=slurm`."""
-    launcher = Loader(source).compose(list(overrides)).hydra.launcher
-    return read_submission(launcher) if is_submission(launcher) else None
 
 
 def plan_runs(

@@ -22,13 +22,13 @@ from rich.text import Text
 from gpt_pretrain.benchmark.results import PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
-from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
+from gpt_pretrain.compare.planned import PlannedRun, plan_runs
 from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.run_dir import run_lock
-from gpt_pretrain.launch.slurm import Submission, has_job, submit
+from gpt_pretrain.launch.slurm import Submission, has_job, is_submission, read_submission, submit
 from gpt_pretrain.report.columns import format_duration, format_loss, format_rate
 from gpt_pretrain.report.console import print_line
 from gpt_pretrain.report.metrics_file import metrics_path
@@ -129,7 +129,8 @@ def train_variants(
         ConfigError: See `plan_runs`; or the rules or the machine refuse the baseline, or all other variants.
         UserError: A run was started with other values, its records are damaged, or another comparison trains here.
     """
-    submission = find_submission(source, overrides)
+    launcher = Loader(source).compose(list(overrides)).hydra.launcher
+    submission = read_submission(launcher) if is_submission(launcher) else None
     runs = plan_runs(config, source, overrides, run_dir, submission)
     with run_lock(run_dir) as note:
         if note is not None:
