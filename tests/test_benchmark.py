@@ -43,7 +43,7 @@ from gpt_pretrain.benchmark.results import (
     kernel_kind,
     with_ratios,
 )
-from gpt_pretrain.benchmark.variants import Loop, Variant, benchmark_variants, run_overrides
+from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
 from gpt_pretrain.benchmark.worker import forecast
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
 from gpt_pretrain.config.errors import UserError
@@ -82,12 +82,12 @@ MEASURED = Measured(
     kernels=(),
     parts=(),
 )
-APP = Variant(name="app", loop=Loop.app, overrides=())
+APP = Variant(name="app", loop="app", overrides=())
 
 
 def variants_of(compose_config, *entries, more=()):
     written = ",".join(f'"{entry}"' for entry in entries)
-    return benchmark_variants(compose_config(f"benchmark.variants=[{written}]", *more).benchmark)
+    return read_variants(compose_config(f"benchmark.variants=[{written}]", *more), "benchmark")
 
 
 def test_variants_are_names_overrides_and_the_bare_loop_of_either(compose_config):
@@ -96,11 +96,11 @@ def test_variants_are_names_overrides_and_the_bare_loop_of_either(compose_config
 
     assert variants_of(compose_config, *entries, more=[own]) == [
         APP,
-        Variant(name="fp8_delayed", loop=Loop.app, overrides=("fp8=delayed",)),
-        Variant(name="bare", loop=Loop.bare, overrides=()),
-        Variant(name="bare:lean", loop=Loop.bare, overrides=("fp8=delayed", "model.fp8_params=true")),
-        Variant(name=entries[4], loop=Loop.app, overrides=("model.micro_batch_size=2", "fp8=none")),
-        Variant(name=entries[5], loop=Loop.bare, overrides=("model.seed=7",)),
+        Variant(name="fp8_delayed", loop="app", overrides=("fp8=delayed",)),
+        Variant(name="bare", loop="bare", overrides=()),
+        Variant(name="bare:lean", loop="bare", overrides=("fp8=delayed", "model.fp8_params=true")),
+        Variant(name=entries[4], loop="app", overrides=("model.micro_batch_size=2", "fp8=none")),
+        Variant(name=entries[5], loop="bare", overrides=("model.seed=7",)),
     ]
 
 
@@ -260,15 +260,13 @@ def rows_of(compose_config):
     fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None, losses=())
     kernels = (Kernel(name="gemm|tn", calls=3.0, time_ms=1.5, share=0.75),)
     second = compute_figures([[replace(fast, kernels=kernels)]], run, H200)
-    bare = Variant(name="bare:lean", loop=Loop.bare, overrides=("fp8=delayed", "run_dir='a b'"))
+    bare = Variant(name="bare:lean", loop="bare", overrides=("fp8=delayed", "run_dir='a b'"))
     planned = Forecast(memory_gib=11.0, tokens_per_s_per_gpu=first.tokens_per_s_per_gpu / 2)
     return with_ratios(
         [
             build_row(APP, 1, first, None, planned),
             build_row(bare, 2, second, None, None),
-            build_row(
-                Variant(name="big", loop=Loop.app, overrides=()), 1, None, "out of memory | 80 GiB\nused: 79", None
-            ),
+            build_row(Variant(name="big", loop="app", overrides=()), 1, None, "out of memory | 80 GiB\nused: 79", None),
         ]
     )
 

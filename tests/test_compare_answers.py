@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from gpt_pretrain.compare.__main__ import print_comparison
 from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
 from gpt_pretrain.compare.comparability import IDENTITY
-from gpt_pretrain.compare.console import print_comparison
 from gpt_pretrain.compare.document import Comparison, Curve, Gate, Interval, Setting
 from gpt_pretrain.compare.statistics import t_quantile
 from gpt_pretrain.config.errors import UserError

@@ -137,9 +137,9 @@ def test_what_cannot_be_compared_is_told_before_the_numbers(tmp_path, capsys):
     ("arguments", "told"),
     [
         (["runs=[]"], "runs=[]"),
-        (["runs=[{place}]"], "one run, of one variant"),
-        (["runs=[{place},{place}]"], "stands twice"),
-        (["runs=[{place},{place}/../a]"], "are one place"),
+        (["runs=[{place}]"], "there is only one variant"),
+        (["runs=[{place},{place}]"], "is given twice"),
+        (["runs=[{place},{place}/../a]"], "are the same"),
         (["runs=[{place}*]"], "patterns are not expanded inside brackets"),
         (["runs=[{place}*]"], ": runs=[{place}]\n"),
         (["runs=[{place}?]"], "does not exist"),

@@ -184,7 +184,7 @@ def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_fini
         stopped = planned(run_dir, *three)[1].run_dir
         interrupt_at(stopped, 3)
         assert main([*SMALL, *three, f"run_dir={run_dir}"]) == 130
-        assert f"run_dir={run_dir} goes on" in capsys.readouterr().out
+        assert f"run_dir={run_dir} to continue" in capsys.readouterr().out
         first, second, *rest = places(planned(run_dir, *three))
         assert load_metrics(run_dir / RUNS / first).summary.end_reason == "max_steps"
         at = load_metrics(run_dir / RUNS / second).summary

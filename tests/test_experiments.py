@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gpt_pretrain.benchmark.variants import benchmark_problems, benchmark_variants
+from gpt_pretrain.benchmark.variants import benchmark_problems, read_variants
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.plan.forecast import build_plan
@@ -192,7 +192,7 @@ def test_every_layout_of_the_benchmark_is_legal_on_its_gpus(fp8):
     config = load_config([experiment])
     assert [*benchmark_problems(config)] == []
     layouts = []
-    for variant in benchmark_variants(config.benchmark):
+    for variant in read_variants(config, "benchmark"):
         config = load_config([experiment, *fp8, *variant.overrides])
         model, num_gpus = config.model, config.trainer.devices
         assert config_problems(config, rank_zero_of(num_gpus, local_world_size=num_gpus, launcher="torchrun")) == []

@@ -1,10 +1,10 @@
 r"""gpt_pretrain.benchmark: variants of a run, measured under the same knobs.
 
 It takes every argument of python -m gpt_pretrain and keeps nothing that it
-trains. Each of benchmark.variants runs in processes of its own, as many as
-trainer.devices says; what a variant adds to the command line wins. It prints
-step times, tokens/s, TFLOP/s, MFU against this machine's own matrix products,
-memory, loss and ratios, and writes benchmark.json and Markdown into run_dir.
+trains. Each of benchmark.variants runs in its own processes (trainer.devices);
+its overrides win over the command line. It prints step times, tokens/s,
+TFLOP/s, MFU against this machine's own matrix products, memory, loss and
+ratios, and writes benchmark.json and Markdown to run_dir.
 
 Exit codes: 0 all variants measured; 1 at least one failed, with its reason in
 the table; 2 a mistake in what was given; 130 Ctrl-C.
@@ -25,19 +25,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from gpt_pretrain.benchmark.document import (
-    WIDTH,
-    Benchmark,
-    facts,
-    format_step_time,
-    print_table,
-    problem_lines,
-    table_of_forecasts,
-    table_of_kernels,
-    table_of_parts,
-    table_of_rows,
-    write_documents,
-)
+from gpt_pretrain.benchmark.document import WIDTH, Benchmark, format_step_time, print_benchmark, write_documents
 from gpt_pretrain.benchmark.results import (
     Forecast,
     Machine,
@@ -51,9 +39,9 @@ from gpt_pretrain.benchmark.results import (
 from gpt_pretrain.benchmark.variants import (
     Variant,
     benchmark_problems,
-    benchmark_variants,
     load_variants,
     own_key_problems,
+    read_variants,
     run_overrides,
     variant_problems,
     variant_refusals,
@@ -65,7 +53,6 @@ from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.plan.machine import GPUS
@@ -75,90 +62,89 @@ from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.products import resolve
 
 FAILED = 1
-_MACHINE = "machine"
 
 
 @dataclass(kw_only=True, slots=True)
 class _Entry:
-    """A variant, and what has come of it so far."""
+    """A variant and its results so far."""
 
     variant: Variant
     config: Config
-    """What the variant makes of the command line."""
-    folder: str
-    """In the run directory; its number tells it from the others."""
+    folder: Path
     measured: list[tuple[Measured, ...]] = field(default_factory=list)
-    """What each rank measured, round by round."""
+    """By round and rank."""
     problem: str | None = None
-    """Why it is not measured any more."""
+    """Why it is no longer measured."""
     forecast: Forecast | None = None
 
     @property
     def num_processes(self) -> int:
         return self.config.trainer.devices or 1
 
+    def row(self, machine: Machine) -> Row:
+        figures = None
+        if self.problem is None:
+            figures = compute_figures(self.measured, resolve(self.config), machine.gemms)
+        return build_row(self.variant, self.num_processes, figures, self.problem, self.forecast)
+
 
 class Campaign:
-    """A checked command line, measured: the machine's ceiling, then the variants in turns, round after round.
+    """Measures a checked command line: the machine's ceiling, then the variants in turn, round after round.
 
-    Raises:
-        ConfigError: A variant adds unknown keys, wrong values, or keys that the benchmark sets itself.
+    Raises `UserError` if a variant has unknown keys, wrong values or keys that the benchmark sets itself, or the run
+    directory holds a benchmark.
     """
 
-    def __init__(self, config: Config, source: Source, overrides: Sequence[str], arguments: Sequence[str]) -> None:
-        self._config = config
-        self._overrides = tuple(overrides)
-        self._source = source
-        self._arguments = tuple(arguments)
+    def __init__(self, config: Config, request: Request) -> None:
+        self._config, self._source, self._overrides = config, request.loader.source, request.overrides
         self._console = console_of_width(WIDTH)
-        variants = benchmark_variants(config.benchmark)
-        configs = load_variants(variants, source, overrides, variant_problems, own_key_problems(overrides))
+        variants = read_variants(config, "benchmark")
+        own_problems = own_key_problems(self._overrides)
+        configs = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
+        self._run_dir = make_run_dir(config)
+        self._machine_folder = self._run_dir / "machine"
+        if self._machine_folder.exists():
+            raise UserError(f"run_dir={self._run_dir} holds a benchmark already; give another one, or leave it out")
         self._entries = [
-            _Entry(variant=variant, config=configs[variant], folder=f"{number}_{variant.file_name}")
+            _Entry(variant=variant, config=configs[variant], folder=self._run_dir / f"{number}_{variant.file_name}")
             for number, variant in enumerate(variants, start=1)
         ]
 
-    def run(self) -> bool:
+    def run(self, arguments: Sequence[str]) -> bool:
         """Measures everything, prints and writes it; returns whether all variants ran.
 
-        Raises:
-            UserError: The run directory, or `benchmark.markdown`, cannot be written.
-            RunError: The machine's own products could not be measured.
+        `arguments` is the command line that measures it again.
         """
-        run_dir = make_run_dir(self._config)
-        # The first folder that a benchmark makes.
-        if (run_dir / _MACHINE).exists():
-            raise UserError(f"run_dir={run_dir} holds a benchmark already; give another one, or leave it out")
-        write_file(run_dir / "config.yaml", config_to_yaml(self._config), wait_for_disk=False)
+        write_file(self._run_dir / "config.yaml", config_to_yaml(self._config), wait_for_disk=False)
         self._note("measuring the machine's matrix products")
-        outcome = run_task("gemm", MachineSeen, run_dir / _MACHINE, source=self._source, overrides=self._overrides)
+        outcome = run_task("gemm", MachineSeen, self._machine_folder, source=self._source, overrides=self._overrides)
         if outcome.problem is not None:
             raise RunError(f"the machine's matrix products could not be measured: {outcome.problem}")
         (seen,) = outcome.results
-        self._refuse(seen.platform, run_dir)
-        for number in range(self._config.benchmark.rounds):
-            # There and back, so that a machine that drifts steadily favours no variant.
-            for entry in self._entries if number % 2 == 0 else reversed(self._entries):
+        self._refuse(seen.platform)
+        for number in range(1, self._config.benchmark.rounds + 1):
+            # There and back, so that a steady drift of the machine favors no variant.
+            for entry in self._entries if number % 2 else reversed(self._entries):
                 if entry.problem is None:
-                    self._measure(entry, number, run_dir)
+                    self._measure(entry, number)
         if self._config.benchmark.forecast:
-            self._forecast(seen.machine, run_dir)
+            self._forecast(seen.machine)
         benchmark = Benchmark(
             config=self._config,
-            arguments=self._arguments,
+            arguments=tuple(arguments),
             date=date.today().isoformat(),
             machine=seen.machine,
-            rows=tuple(self._rows(seen.machine)),
+            rows=tuple(with_ratios([entry.row(seen.machine) for entry in self._entries])),
         )
-        self._print(benchmark)
-        for path in write_documents(benchmark, run_dir):
+        print_benchmark(benchmark, self._console)
+        for path in write_documents(benchmark, self._run_dir):
             self._note(f"written: {path}")
         return all(entry.problem is None for entry in self._entries)
 
-    def _refuse(self, platform: Platform, run_dir: Path) -> None:
-        """Says which variants will not be measured, and why, before the others take their time."""
+    def _refuse(self, platform: Platform) -> None:
+        """Says first which variants cannot be measured, and why."""
         for entry in self._entries:
-            overrides = self._run_overrides(entry, run_dir / entry.folder, profiled=False)
+            overrides = self._run_overrides(entry, entry.folder, profiled=False)
             if problems := variant_refusals(load_config(overrides, self._source), platform):
                 entry.problem = str(ConfigError(problems))
                 self._note(f"{entry.variant.name} is left out: {entry.problem}")
@@ -167,11 +153,11 @@ class Campaign:
         own = run_overrides(entry.config, folder / "run", profiled=profiled)
         return [*self._overrides, *entry.variant.overrides, *own]
 
-    def _measure(self, entry: _Entry, number: int, run_dir: Path) -> None:
-        folder = run_dir / entry.folder / f"round_{number + 1}"
-        profiled = self._config.benchmark.profile and number == 0
+    def _measure(self, entry: _Entry, number: int) -> None:
+        folder, place = entry.folder / f"round_{number}", f"round {number}, {entry.variant.name}"
+        profiled = self._config.benchmark.profile and number == 1
         outcome = run_task(
-            entry.variant.loop.name,
+            entry.variant.loop,
             Measured,
             folder,
             source=self._source,
@@ -181,54 +167,26 @@ class Campaign:
         )
         if outcome.problem is not None:
             entry.problem = outcome.problem
-            self._note(f"round {number + 1}, {entry.variant.name}: failed: {outcome.problem.partition('\n')[0]}")
+            self._note(f"{place}: failed: {outcome.problem.partition('\n')[0]}")
             return
         entry.measured.append(outcome.results)
-        times = ", ".join(map(format_step_time, outcome.results[0].step_times_s))
-        self._note(f"round {number + 1}, {entry.variant.name}: {times}")
+        self._note(f"{place}: {', '.join(map(format_step_time, outcome.results[0].step_times_s))}")
 
-    def _forecast(self, machine: Machine, run_dir: Path) -> None:
-        """Asks `plan` about the variants, if it knows this machine."""
+    def _forecast(self, machine: Machine) -> None:
+        """Plans the variants, if this machine's GPU is `plan.gpu`."""
         gpu = self._config.plan.gpu
         if machine.device != GPUS[gpu].name:
             self._note(f"no forecast: plan.gpu={gpu.name} is {GPUS[gpu].name}, and this machine has {machine.device}")
             return
         for entry in self._entries:
+            overrides = [*self._overrides, *entry.variant.overrides, f"plan.num_gpus={entry.num_processes}"]
             outcome = run_task(
-                "forecast",
-                Forecast,
-                run_dir / entry.folder / "forecast",
-                source=self._source,
-                overrides=[*self._overrides, *entry.variant.overrides, f"plan.num_gpus={entry.num_processes}"],
+                "forecast", Forecast, entry.folder / "forecast", source=self._source, overrides=overrides
             )
             if outcome.problem is None:
                 (entry.forecast,) = outcome.results
             else:
                 self._note(f"{entry.variant.name}: no forecast: {outcome.problem}")
-
-    def _rows(self, machine: Machine) -> list[Row]:
-        rows = []
-        for entry in self._entries:
-            figures = None
-            if entry.problem is None:
-                figures = compute_figures(entry.measured, resolve(entry.config), machine.gemms)
-            rows.append(build_row(entry.variant, entry.num_processes, figures, entry.problem, entry.forecast))
-        return with_ratios(rows)
-
-    def _print(self, benchmark: Benchmark) -> None:
-        for name, text in facts(benchmark).items():
-            self._note(f"{name}: {text}")
-        print_table(self._console, "Variants", *table_of_rows(benchmark.rows))
-        for line in problem_lines(benchmark.rows):
-            self._note(line)
-        forecasts = table_of_forecasts(benchmark.rows)
-        if forecasts is not None:
-            print_table(self._console, f"Forecast for {self._config.plan.gpu.name}", *forecasts)
-        for row in benchmark.rows:
-            if row.figures is not None and row.figures.parts:
-                print_table(self._console, f"What a step of {row.name} consists of", *table_of_parts(row.figures.parts))
-            if row.figures is not None and row.figures.kernels:
-                print_table(self._console, f"Where a step of {row.name} goes", *table_of_kernels(row.figures.kernels))
 
     def _note(self, line: str) -> None:
         print_line(self._console, line)
@@ -240,8 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measure(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
         check_run_dir(jobs[0].config, "a benchmark")
-        campaign = Campaign(jobs[0].config, request.loader.source, request.overrides, given)
-        return 0 if campaign.run() else FAILED
+        return 0 if Campaign(jobs[0].config, request).run(given) else FAILED
 
     def refuse(request: Request, launch: Launch) -> None:
         refuse_launcher_and_sweep(request, launch, "a benchmark", "benchmark.variants")

@@ -1,7 +1,4 @@
-"""What a benchmark shows and leaves: tables, `benchmark.json` for scripts and Markdown for people.
-
-Terminal and Markdown have the same columns and the same words.
-"""
+"""The output of a benchmark: tables on the terminal and in Markdown, and `benchmark.json` for scripts."""
 
 import json
 import shlex
@@ -22,12 +19,13 @@ from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent, format_rate
+from gpt_pretrain.report.console import print_line
 
 VERSION = 1
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
-# Longest name of a kernel in a table: templates of CUDA fill pages.
+# Of a kernel's name in a table: CUDA's templates fill pages.
 _KERNEL_WIDTH = 70
-# Columns of an output that is no terminal: enough for a whole table.
+# Columns of an output that is not a terminal, enough for a whole table.
 WIDTH = 160
 _DTYPES = {"bfloat16": "BF16", "float32": "FP32", "fp8": "FP8"}
 
@@ -39,9 +37,9 @@ class Benchmark:
     """Everything that was measured, and how to measure it again."""
 
     config: Config
-    """Of the command line, before the variants."""
+    """Without the variants' overrides."""
     arguments: tuple[str, ...]
-    """The command line itself."""
+    """The command line."""
     date: str
     """YYYY-MM-DD."""
     machine: Machine
@@ -49,17 +47,17 @@ class Benchmark:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the variant with the most."""
+        """Of the variant with the most."""
         return max(row.num_gpus for row in self.rows)
 
     @property
     def command(self) -> str:
-        """As one would type it again."""
+        """The command that measures it again."""
         return f"python -m gpt_pretrain.benchmark {shlex.join(self.arguments)}".rstrip()
 
 
 def benchmark_document(benchmark: Benchmark) -> dict[str, object]:
-    """The benchmark as JSON values; `version` grows when a name changes its meaning or goes away."""
+    """The benchmark as JSON values; `version` grows when a name changes its meaning or disappears."""
     return {
         "version": VERSION,
         "command": benchmark.command,
@@ -78,32 +76,31 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
     parts = [
         f"# {benchmark.config.name}: {', '.join(row.name for row in rows)}, "
         f"{benchmark.num_gpus} × {machine.device}, {benchmark.date}\n",
-        markdown_table(["", ""], [[name, text] for name, text in facts(benchmark).items()]),
+        _markdown_table(["", ""], [[name, text] for name, text in _facts(benchmark).items()]),
         f"    {benchmark.command}\n",
         f"Each variant in {settings.rounds} process(es) of its own; of each the median of "
         f"{settings.rounds * settings.steps // settings.interval} intervals of {settings.interval} steps after "
         f"{settings.warmup_steps}; "
         "spread: fastest and slowest interval; ratios: to the first variant.\n",
-        markdown_table(*table_of_rows(rows)),
-        "".join("- " + line.replace("\n", "\n  ") + "\n" for line in problem_lines(rows)),
+        _markdown_table(*table_of_rows(rows)),
+        "".join("- " + line.replace("\n", "\n  ") + "\n" for line in _problem_lines(rows)),
     ]
     added = [f"- {row.name}: `{shlex.join(row.overrides)}`\n" for row in rows if row.overrides]
     if added:
         parts.append("".join(["What a variant adds to the command line:\n\n", *added]))
     forecasts = table_of_forecasts(rows)
     if forecasts is not None:
-        parts += [f"Forecast by `plan` for {benchmark.config.plan.gpu.name}:\n", markdown_table(*forecasts)]
+        parts += [f"Forecast by `plan` for {benchmark.config.plan.gpu.name}:\n", _markdown_table(*forecasts)]
     for row in rows:
         if row.figures is not None and row.figures.kernels:
             parts.append(f"## Where a step of {row.name} goes\n\nThe trace: `{TRACE}`.\n")
             if row.figures.parts:
-                parts.append(markdown_table(*table_of_parts(row.figures.parts)))
-            parts.append(markdown_table(*table_of_kernels(row.figures.kernels)))
+                parts.append(_markdown_table(*table_of_parts(row.figures.parts)))
+            parts.append(_markdown_table(*_table_of_kernels(row.figures.kernels)))
     return "\n".join(part for part in parts if part)
 
 
-def facts(benchmark: Benchmark) -> dict[str, str]:
-    """Machine, configuration and formulas: name to a line."""
+def _facts(benchmark: Benchmark) -> dict[str, str]:
     machine, model = benchmark.machine, benchmark.config.model
     memory = "" if machine.memory_gib is None else f" ({machine.memory_gib:.1f} GiB)"
     driver = "" if machine.driver is None else f", driver {machine.driver}"
@@ -122,11 +119,7 @@ def facts(benchmark: Benchmark) -> dict[str, str]:
 
 
 def write_documents(benchmark: Benchmark, run_dir: Path) -> list[Path]:
-    """Writes both files and returns their paths.
-
-    Raises:
-        UserError: `benchmark.markdown` cannot be written.
-    """
+    """Writes both files and returns their paths; raises `UserError` if `benchmark.markdown` cannot be written."""
     json_path = run_dir / FILE_NAME
     document = json.dumps(benchmark_document(benchmark), indent=2, ensure_ascii=False, allow_nan=False)
     write_file(json_path, document + "\n", wait_for_disk=False)
@@ -147,7 +140,7 @@ def format_step_time(seconds: float) -> str:
 
 
 def _step_ms(seconds: float) -> str:
-    # From five digits on, the format with four digits writes an exponent.
+    # With five digits and more, .4g would write an exponent.
     return f"{seconds * 1e3:.4g}" if seconds < 9.9995 else f"{seconds * 1e3:,.0f}"
 
 
@@ -159,7 +152,7 @@ def _ratio(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
 
 
-# Title to the cell of a variant that has figures.
+# Title → cell of a variant that has figures.
 _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
     "step (median)": lambda _, figures: format_step_time(figures.step_time_s),
     "spread (ms)": lambda _, figures: f"{_step_ms(figures.fastest_step_s)}–{_step_ms(figures.slowest_step_s)}",
@@ -176,24 +169,22 @@ _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
 
 
 def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
-    """Titles, and one line of cells for each variant; `problem_lines` has the reason of one that failed."""
+    """Titles, and one line of cells per variant; `problem_lines` says why one failed."""
     lines = []
     for row in rows:
-        figures = row.figures
         cells = ["failed", *[UNKNOWN] * (len(_COLUMNS) - 1)]
-        if figures is not None:
-            cells = [cell(row, figures) for cell in _COLUMNS.values()]
+        if row.figures is not None:
+            cells = [cell(row, row.figures) for cell in _COLUMNS.values()]
         lines.append([row.name, str(row.num_gpus), *cells])
     return ["variant", "ranks", *_COLUMNS], lines
 
 
-def problem_lines(rows: Sequence[Row]) -> list[str]:
-    """A line for each variant that failed, with the reason."""
+def _problem_lines(rows: Sequence[Row]) -> list[str]:
     return [f"{row.name}: {row.problem}" for row in rows if row.problem is not None]
 
 
 def table_of_forecasts(rows: Sequence[Row]) -> tuple[Cells, list[Cells]] | None:
-    """Measured against planned; None where nothing was planned."""
+    """What was measured beside what was planned; None if nothing was planned."""
     if all(row.forecast is None for row in rows):
         return None
     titles = ["variant", "peak memory", "forecast", "off by", "tokens/s/GPU", "forecast", "off by"]
@@ -218,8 +209,7 @@ def table_of_forecasts(rows: Sequence[Row]) -> tuple[Cells, list[Cells]] | None:
     return titles, lines
 
 
-def table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
-    """What the time of a profiled step went to."""
+def _table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
     lines = [
         [
             kernel.name if len(kernel.name) <= _KERNEL_WIDTH else f"{kernel.name[: _KERNEL_WIDTH - 1]}…",
@@ -233,20 +223,36 @@ def table_of_kernels(kernels: Sequence[Kernel]) -> tuple[Cells, list[Cells]]:
 
 
 def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
-    """What kinds of work a profiled step consists of."""
+    """The kinds of work in a profiled step."""
     total = sum(part.time_ms for part in parts) or 1.0
     lines = [[part.kind, _format_ms(part.time_ms), format_percent(part.time_ms / total)] for part in parts]
     return ["kind", "ms/step", "share"], lines
 
 
-def markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
-    """A table in Markdown, bars in its cells escaped."""
+def _markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
     rows = [titles, ["---"] * len(titles), *lines]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
 
 
+def print_benchmark(benchmark: Benchmark, console: Console) -> None:
+    """Prints facts, tables and problems."""
+    for name, text in _facts(benchmark).items():
+        print_line(console, f"{name}: {text}")
+    print_table(console, "Variants", *table_of_rows(benchmark.rows))
+    for line in _problem_lines(benchmark.rows):
+        print_line(console, line)
+    forecasts = table_of_forecasts(benchmark.rows)
+    if forecasts is not None:
+        print_table(console, f"Forecast for {benchmark.config.plan.gpu.name}", *forecasts)
+    for row in benchmark.rows:
+        if row.figures is not None and row.figures.parts:
+            print_table(console, f"What a step of {row.name} consists of", *table_of_parts(row.figures.parts))
+        if row.figures is not None and row.figures.kernels:
+            print_table(console, f"Where a step of {row.name} goes", *_table_of_kernels(row.figures.kernels))
+
+
 def print_table(console: Console, title: str, titles: Cells, lines: Sequence[Cells]) -> None:
-    """A table on the terminal; where it is too narrow, cells are folded and none is lost."""
+    """A table on the terminal, with cells folded if it is too narrow."""
     table = Table(
         title=Text(title),
         title_justify="left",

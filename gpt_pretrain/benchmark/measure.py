@@ -2,15 +2,14 @@
 
 The bare loop is the yardstick: megatron-core's own pieces in the shortest loop that trains, built from the
 application's translated configuration, without data loading, logging, validation, schedule or signals. Optimizer and
-loss are megatron-core's own, so the comparison shows what the application's gain. The kernels are those that
-`spec.kernels` chooses, so it does not show what they gain. A key such as `model.activation_cast_fusion=false` leaves
-one out in both.
+loss are megatron-core's own, so the comparison shows what the application's gain. Both loops use the kernels that
+`spec.kernels` chooses, so it does not show what those gain.
 
-The clock is the same for both loops. The host waits for the device after the first step, after the warm-up and after
-each interval of timed steps, and at no other step; so kernels queue up within an interval as they do in a run.
+Both loops have the same clock. The host waits for the device after the first step, after the warm-up and after each
+interval of timed steps, and at no other step, so kernels queue up as they do in a run.
 
-A data sheet's peak is for a clock that no GPU keeps under load, so a run is measured against what square products reach
-here and now, in a process of their own like the runs.
+No GPU sustains the clock of its data sheet under load, so a run is measured against what square products reach on this
+machine, in a process of their own.
 """
 
 import platform as python_platform
@@ -47,10 +46,9 @@ from gpt_pretrain.training.step import mean_loss, memory_gib
 
 
 def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:
-    """Trains `trainer.max_steps` steps on this rank, and calls `after_step` with the number of each.
+    """Trains `trainer.max_steps` steps on this rank and calls `after_step` with the number of each.
 
-    Raises:
-        ConfigError: The configuration asks for what this loop lacks, or the machine does not allow it.
+    Raises `ConfigError` if the machine refuses the configuration or this loop lacks a feature.
     """
     platform = detect_platform()
     spec = build_run_spec(config, launch, platform)
@@ -63,11 +61,7 @@ def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], No
 
 
 def build_bare_step(spec: RunSpec) -> Callable[[], None]:
-    """Builds model and optimizer in open process groups, and returns what trains them for one step.
-
-    Raises:
-        ConfigError: See `run_bare_loop`.
-    """
+    """Builds model and optimizer in open process groups and returns a function that trains them for one step."""
     config, platform = spec.config, spec.platform
     lacks = {
         "virtual_pipeline_model_parallel_size": None,
@@ -118,18 +112,17 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
     return step
 
 
-# Large enough to fill a GPU; on a CPU small enough to be done in a second.
+# Large enough to fill a GPU; on a CPU small enough for a second.
 _SIDE_GPU, _SIDE_CPU = 8192, 512
-# Products between two readings of the clock, and readings, of which the first warms up.
+# Products between two readings of the clock, and readings including the warm-up.
 _PRODUCTS, _READINGS = 20, 6
-# Kernels that are listed.
-_MOST = 15
+_NUM_KERNELS = 15
 
 
 class StepProfiler:
-    """Profiles the steps between its first and its last call into a trace for https://ui.perfetto.dev; .gz packs it.
+    """Profiles the steps between its first and last call into a trace for https://ui.perfetto.dev.
 
-    Without `cuda`, operations of torch count rather than kernels of a GPU.
+    Without `cuda`, it counts torch's operations instead of a GPU's kernels.
     """
 
     def __init__(self, trace: Path, num_steps: int, *, cuda: bool) -> None:
@@ -142,7 +135,7 @@ class StepProfiler:
         self._profile = profile(activities=activities)
 
     def after_step(self, number: int) -> None:
-        """Starts after step 0; ends, and writes the trace, after step `num_steps`."""
+        """Starts after step 0; ends and writes the trace after step `num_steps`."""
         if number == 0:
             self._profile.start()
         elif number == self._num_steps:
@@ -155,7 +148,7 @@ class StepProfiler:
 
 
 class Stopwatch:
-    """Counts the steps of a run, times those after the warm-up, and hands the ones after these to the profiler."""
+    """Counts a run's steps, times those after the warm-up, and hands the rest to the profiler."""
 
     def __init__(
         self, benchmark: BenchmarkConfig, *, platform: Platform, launched_unix: float, profiler: StepProfiler | None
@@ -174,7 +167,7 @@ class Stopwatch:
         self._results: list[StepResult] = []
 
     def after_step(self, step: int, result: StepResult | None = None) -> None:
-        """Takes note of a step, the first of which is 1."""
+        """Takes note of a step; the first is 1."""
         if step == 1:
             torch.cuda.synchronize()
             self.first_step_s = time.time() - self._launched_unix
@@ -202,19 +195,19 @@ class Stopwatch:
 
 
 def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tuple[Kernel, ...]:
-    """The kernels that took longest, the longest first; without `cuda`, the processor's operations.
+    """The kernels, or without `cuda` the processor's operations, that took longest, longest first.
 
-    `events` are torch's averages by name over `num_steps` steps (`FunctionEventAvg`), with times in microseconds.
+    `events` are torch's averages by name over `num_steps` steps (`FunctionEventAvg`), in microseconds.
     """
     device = DeviceType.CUDA if cuda else DeviceType.CPU
     times = [
         (event, event.self_device_time_total if cuda else event.self_cpu_time_total)
         for event in events
-        # A GPU's annotations span kernels, which count themselves.
+        # Annotations span kernels, which are counted themselves.
         if event.device_type == device and not (cuda and event.is_user_annotation)
     ]
     total = sum(time for _, time in times)
-    longest = sorted(times, key=lambda entry: entry[1], reverse=True)[:_MOST]
+    longest = sorted(times, key=lambda entry: entry[1], reverse=True)[:_NUM_KERNELS]
     return tuple(
         Kernel(
             name=event.key, calls=event.count / num_steps, time_ms=time / num_steps / 1e3, share=time / (total or 1.0)
@@ -225,9 +218,9 @@ def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tup
 
 
 def parts_of_a_step(events: Sequence[Any], num_steps: int) -> tuple[Part, ...]:
-    """The time of a GPU's kernels by kind, and the time in which it had none, the longest first.
+    """The time of a GPU's kernels by kind, and its idle time, longest first.
 
-    `events` are torch's single events of `num_steps` steps (`FunctionEvent`), with times in microseconds.
+    `events` are torch's single events of `num_steps` steps (`FunctionEvent`), in microseconds.
     """
     kernels = sorted(
         (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
@@ -256,7 +249,7 @@ def _tflops(product: Callable[[], object], side: int, num_products: int) -> floa
 
 
 def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
-    """TFLOP/s of square products: BF16, and FP8 where the GPU has it; FP32 and BF16 on a CPU.
+    """TFLOP/s of square products: BF16 and, if the GPU has it, FP8; FP32 and BF16 on a CPU.
 
     FP8 is E4M3 times E4M3 with one scale per tensor and fast accumulation into BF16, as in a forward pass.
     """
@@ -271,7 +264,7 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
         one = torch.ones((), device=platform.device)
 
         def product() -> torch.Tensor:
-            # The second operand column by column, the only layout that Hopper multiplies.
+            # Hopper multiplies only if the second operand is column-major.
             return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
         ceilings.append(GemmCeiling(dtype="fp8", side=side, tflops=_tflops(product, side, num_products)))
@@ -279,7 +272,7 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
 
 
 def _processor() -> str:
-    """The processor's name, which Python knows on few systems."""
+    """The processor's name, which Python knows on few systems only."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith("model name"):
@@ -288,7 +281,7 @@ def _processor() -> str:
 
 
 def describe_machine(platform: Platform) -> Machine:
-    """Device, driver and versions, and the ceilings of its products."""
+    """Device, driver, versions, and the ceilings of its products."""
     driver = None
     # nvidia-smi may be missing, or fail.
     with suppress(OSError, RuntimeError):

@@ -1,11 +1,11 @@
-"""gpt_pretrain.benchmark.picture: one step of each variant, drawn.
+"""gpt_pretrain.benchmark.picture: draws one step of each variant.
 
 Examples:
     python -m gpt_pretrain.benchmark.picture RUN_DIR/benchmark.json step.svg
     python -m gpt_pretrain.benchmark.picture benchmark=RUN_DIR/benchmark.json picture=step.svg
 """
-# A bar is a step; its colours are the kinds of work, and the time in which the GPU was idle. It is drawn on any machine
-# that has matplotlib (the extra `plot`), from what a benchmark with `benchmark.profile=true` left behind.
+# A bar is a step; its colors are the kinds of work and the GPU's idle time. It needs matplotlib (the extra `plot`) and
+# the benchmark.json of a benchmark with `benchmark.profile=true`, but no GPU.
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,17 @@ from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.errors import UserError, how_to_install
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_json
 
-# The palette of Okabe and Ito (2008), which colour-blind people can tell apart; idle is grey.
-_COLOURS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#882255", "#F0E442", "#BBBBBB")
+# The palette of Okabe and Ito (2008) for color-blind readers; idle is gray.
+_COLORS = ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#009E73", "#882255", "#F0E442", "#BBBBBB")
 _DARK = ("#0072B2", "#D55E00", "#009E73", "#882255")
-# Narrower parts have no room for their number.
+# Narrower parts have no room for a number.
 _NARROWEST_WITH_TEXT = 0.04
-# A variant without a name of its own is labelled with its overrides, which are long.
+# Overrides as a variant's name are long.
 _LABEL_WIDTH = 32
 
 
 def read_steps(path: Path) -> dict[str, dict[str, float]]:
-    """Variant to kind to milliseconds per step, in the order of the benchmark.
-
-    Raises:
-        UserError: The file cannot be read, does not come from a benchmark, or has no profiled step of a GPU.
-    """
+    """Variant → kind → milliseconds per step; raises `UserError` if the file is not a benchmark with a profiled GPU."""
     try:
         document = read_foreign_json(path)
         variants = [(row["name"], row["figures"]) for row in document["variants"]]
@@ -56,10 +52,9 @@ def read_steps(path: Path) -> dict[str, dict[str, float]]:
 
 
 def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Draws the steps (variant to kind to milliseconds) into a file whose ending says the format (.svg, .png, .pdf).
+    """Draws the steps from `read_steps` into a file whose ending gives the format (.svg, .png, .pdf).
 
-    Raises:
-        UserError: matplotlib is missing or does not know the ending, or the file cannot be written.
+    Raises `UserError` if matplotlib is missing or does not know the ending, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -71,13 +66,13 @@ def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
     labels = [textwrap.fill(name, _LABEL_WIDTH, break_long_words=False, break_on_hyphens=False) for name in names]
     longest = max(sum(parts.values()) for parts in steps.values())
     left = dict.fromkeys(names, 0.0)
-    for kind, colour in zip(KINDS, _COLOURS, strict=True):
+    for kind, color in zip(KINDS, _COLORS, strict=True):
         times = [steps[name].get(kind, 0.0) for name in names]
         if not any(times):
             continue
-        bars = axes.barh(range(len(names)), times, left=list(left.values()), color=colour, label=kind, height=0.62)
+        bars = axes.barh(range(len(names)), times, left=list(left.values()), color=color, label=kind, height=0.62)
         texts = [f"{time:.0f}" if time > _NARROWEST_WITH_TEXT * longest else "" for time in times]
-        axes.bar_label(bars, texts, label_type="center", color="white" if colour in _DARK else "black")
+        axes.bar_label(bars, texts, label_type="center", color="white" if color in _DARK else "black")
         for name, time in zip(names, times, strict=True):
             left[name] += time
     axes.set_yticks(range(len(names)), labels)
@@ -95,12 +90,12 @@ def draw(steps: Mapping[str, Mapping[str, float]], path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureArguments:
-    """What the command takes, in this order also without the keys."""
+    """The command's arguments; in this order also without the keys."""
 
     benchmark: str
     """benchmark.json of a benchmark with benchmark.profile=true."""
     picture: str
-    """The file to draw into: .svg, .png or .pdf."""
+    """The picture to write: .svg, .png or .pdf."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

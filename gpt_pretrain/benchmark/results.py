@@ -1,7 +1,4 @@
-"""What the processes of a benchmark hand back, and a variant's figures computed from it: medians, rates, ratios.
-
-The processes write JSON files (see `worker`); the rest is arithmetic and needs no torch.
-"""
+"""What the processes of a benchmark return (as JSON files, see `worker`), and a variant's figures computed from it."""
 
 import json
 import math
@@ -20,8 +17,8 @@ from gpt_pretrain.spec.products import Resolved
 IDLE = "idle"
 OTHER = "norms, activations, loss"
 
-# What a GPU's kernel does, judged by its name: kind → pattern of its kernels; the first that matches counts. Names of
-# cuBLAS (`nvjet_sm90_` and a letter for each type: q and r are E4M3 and E5M2, t is BF16), CUTLASS, cuDNN, flash-attn,
+# Kinds of GPU kernels and the patterns of their names; the first match counts. The names are those of cuBLAS
+# (`nvjet_sm90_` and a letter per type: q and r are E4M3 and E5M2, t is BF16), CUTLASS, cuDNN, flash-attn,
 # Transformer Engine, PyTorch and NCCL.
 _PATTERNS = {
     "communication": r"nccl|userbuffers",
@@ -30,7 +27,7 @@ _PATTERNS = {
     "BF16 products": r"nvjet|gemm|cutlass|cublas",
     "FP8 casts": r"amax|cast_transpose|transpose_optimized_kernel|quantize|(unary|cast).*__nv_fp8|fp8_.*_kernel",
     "optimizer": r"multi_tensor|adam",
-    # Mostly of experts: what routes, permutes and pads their rows.
+    # Mostly of experts: routing, permuting and padding their rows.
     "gathers, scatters, sorts": r"permut|sort|top_?k|row_id_map|padding|index|gather|scatter|cumsum|CatArray",
 }
 _COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
@@ -57,17 +54,17 @@ class Machine(JsonObject):
     device: str
     """Name of the GPU, or of the processor."""
     memory_gib: float | None
-    """Memory of one GPU; null without one."""
+    """Of one GPU; null without one."""
     driver: str | None
-    """NVIDIA's driver; null without one."""
+    """NVIDIA's; null without one."""
     versions: tuple[str, ...]
-    """Of Python and of the libraries that matter."""
+    """Of Python and the libraries that matter."""
     gemms: tuple[GemmCeiling, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel(JsonObject):
-    """What a profiled step spends its time on: a kernel of the GPU, or an operation of torch on a CPU."""
+    """A GPU's kernel, or an operation of torch on a CPU, in a profiled step."""
 
     name: str
     calls: float
@@ -80,12 +77,12 @@ class Kernel(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part(JsonObject):
-    """What a profiled step of a GPU consists of: all kernels of a kind, or the time without any."""
+    """A part of a profiled GPU step: all kernels of a kind, or the time without any."""
 
     kind: str
     """One of `KINDS`."""
     time_ms: float
-    """Per step; of kernels that run side by side, each counts."""
+    """Per step; of overlapping kernels each counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +90,7 @@ class Measured(JsonObject):
     """What one rank of one process measured."""
 
     first_step_s: float
-    """Seconds from the start of the process to the end of its first step."""
+    """From the start of the process to the end of its first step."""
     step_times_s: tuple[float, ...]
     """Mean seconds per step of each interval."""
     memory_gib: float
@@ -101,42 +98,42 @@ class Measured(JsonObject):
     loss: float | None
     """Cross entropy in nats per token, mean of the last interval; null for the bare loop, which has other data."""
     losses: tuple[float, ...]
-    """Of every step, the first included; empty for the bare loop."""
+    """Of every step; empty for the bare loop."""
     dtype: str
-    """Type of parameters and of the products that are not in FP8: bfloat16 or float32."""
+    """Of parameters and of products that are not in FP8: bfloat16 or float32."""
     kernels: tuple[Kernel, ...]
-    """The longest, where the steps were profiled."""
+    """The longest, if steps were profiled."""
     parts: tuple[Part, ...]
-    """All of a GPU's step, where it was profiled, the longest part first."""
+    """The whole step of a GPU if it was profiled, the longest part first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast(JsonObject):
-    """What `plan` says of a run before it is measured."""
+    """What `plan` predicts for a run."""
 
     memory_gib: float
     """Peak of torch's allocator on the GPU that needs most."""
     tokens_per_s_per_gpu: float | None
-    """null where no speed is predicted."""
+    """null if no speed is predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingDone(JsonObject):
-    """What a rank hands back once it has trained to the end; the run directory has the rest."""
+    """What a rank returns after training to the end; the run directory has everything else."""
 
     max_steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlatformSeen(JsonObject):
-    """What a process saw of the machine: what decides whether it can run a variant."""
+    """The machine as a process sees it, which decides whether it can run a variant."""
 
     fields: str
     """The fields of `Platform`, as a JSON object."""
 
     @classmethod
     def of(cls, platform: Platform, **seen: Machine) -> Self:
-        """From the platform that `platform` gives back, and the fields of a subclass."""
+        """From what `platform` returns, and the fields of a subclass."""
         return cls(fields=json.dumps(asdict(platform)), **seen)
 
     @property
@@ -149,17 +146,17 @@ class PlatformSeen(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineSeen(PlatformSeen):
-    """The same with the machine's products measured."""
+    """The same with its products measured."""
 
     machine: Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure(JsonObject):
-    """Why one rank measured nothing."""
+    """Why one rank failed."""
 
     time_unix: float
-    """Seconds since 1970-01-01 UTC: the first rank that fails knows why, the others miss it."""
+    """Seconds since 1970-01-01 UTC: the rank that fails first knows why, the others only miss it."""
     problem: str
 
 
@@ -168,11 +165,11 @@ class Figures(JsonObject):
     """A variant's measurements."""
 
     dtype: str
-    """Type of parameters and of the products that are not in FP8."""
+    """Of parameters and of products that are not in FP8."""
     fp8_flops_share: float
-    """Share of the matrix operations that the machine does in FP8."""
+    """Share of the matrix operations that run in FP8."""
     step_times_s: tuple[float, ...]
-    """Mean seconds per step of each interval, all rounds."""
+    """Mean seconds per step of each interval of all rounds."""
     step_time_s: float
     """Their median."""
     fastest_step_s: float
@@ -182,19 +179,16 @@ class Figures(JsonObject):
     tflops_per_gpu: float
     """Model TFLOP/s of the median step, by `config.derived.flops_per_token`."""
     mfu: float | None
-    """Share of what the machine's own products reach in the same mix of types; null where one was not measured."""
+    """Share of what the machine's own products reach in the same mix of types; null if one was not measured."""
     memory_gib: float
     """Peak on the rank that needs most."""
     first_step_s: float
-    """Seconds from launch to the end of the first step, median over the rounds."""
+    """From launch to the end of the first step, median over the rounds."""
     loss: float | None
-    """Cross entropy in nats per token, mean of the last interval of the first round; null for the bare loop."""
+    """Like the fields below, rank 0's in the first round; see `Measured`."""
     losses: tuple[float, ...]
-    """Of every step of the first round; empty for the bare loop."""
     kernels: tuple[Kernel, ...]
-    """The longest, where steps were profiled."""
     parts: tuple[Part, ...]
-    """What a GPU's step consists of, where steps were profiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,26 +199,26 @@ class Row(JsonObject):
     loop: str
     overrides: tuple[str, ...]
     num_gpus: int
-    """Processes, each with a GPU where there are any."""
+    """Processes, with a GPU each if there are any."""
     problem: str | None
     """Why there are no figures."""
     figures: Figures | None
     speed_ratio: float | None = None
-    """Tokens per second and GPU over those of the first variant."""
+    """Tokens per second and GPU, over the first variant's."""
     memory_ratio: float | None = None
     loss_difference: float | None = None
-    """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN where one is."""
+    """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN if one is."""
     forecast: Forecast | None
-    """None where it was not asked for or not possible."""
+    """None if it was not requested or not possible."""
 
 
 def kernel_kind(name: str) -> str:
-    """One of `KINDS`; what no pattern knows is elementwise work or a reduction: norms, activations, the loss."""
+    """One of `KINDS`; unknown kernels are elementwise or reductions: norms, activations, the loss."""
     return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), OTHER)
 
 
 def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: float) -> float | None:
-    """TFLOP/s of a run whose products all reach the machine's ceilings; None where a ceiling is unknown."""
+    """TFLOP/s of a run whose products all reach the machine's ceilings; None if one is unknown."""
     by_dtype = {ceiling.dtype: ceiling.tflops for ceiling in ceilings}
     shares = {dtype: 1 - fp8_share, "fp8": fp8_share}
     if any(share and name not in by_dtype for name, share in shares.items()):
@@ -233,14 +227,14 @@ def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: fl
 
 
 def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceilings: Sequence[GemmCeiling]) -> Figures:
-    """The figures of a variant from what each rank measured in each round, rank 0's first."""
+    """A variant's figures from what each rank measured in each round, rank 0 first."""
     model = run.model
     first, num_gpus = rounds[0][0], len(rounds[0])
     times = tuple(time for ranks in rounds for time in ranks[0].step_times_s)
     step_time_s = statistics.median(times)
     tokens_per_s_per_gpu = model.global_batch_size * model.encoder_seq_length / step_time_s / num_gpus
     tflops = tokens_per_s_per_gpu * flops_per_token(model) / 1e12
-    # Emulated FP8 multiplies in the run's precision.
+    # Emulated FP8 multiplies in the run's own precision.
     fp8_share = 0.0 if model.fp8_emulate else run.fp8_flops_share
     attainable = attainable_tflops(ceilings, first.dtype, fp8_share)
     return Figures(
@@ -265,10 +259,10 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
 def build_row(
     variant: Variant, num_gpus: int, figures: Figures | None, problem: str | None, forecast: Forecast | None
 ) -> Row:
-    """A variant's row, without ratios yet."""
+    """A variant's row, still without ratios."""
     return Row(
         name=variant.name,
-        loop=variant.loop.name,
+        loop=variant.loop,
         overrides=variant.overrides,
         num_gpus=num_gpus,
         problem=problem,
@@ -278,7 +272,7 @@ def build_row(
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their ratios to the first and their differences from it, where both have figures."""
+    """The rows with ratios to the first and differences from it, if both have figures."""
     first = rows[0].figures
     if first is None:
         return list(rows)
@@ -299,7 +293,7 @@ def _largest_difference(losses: Sequence[float], first: Sequence[float]) -> floa
     if not losses or not first:
         return None
     differences = [_relative_difference(loss, other) for loss, other in zip(losses, first, strict=True)]
-    # max() of numbers with NaN among them depends on their order.
+    # max() depends on the order if NaN is among the numbers.
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 

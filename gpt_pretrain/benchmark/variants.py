@@ -1,21 +1,21 @@
 """Which runs are compared: entries of `benchmark.variants` or `compare.variants` become overrides.
 
-An entry is a name of `benchmark.overrides` or the overrides themselves. In a benchmark, `bare` and `bare:ENTRY` run
-megatron-core's own loop instead of the application's. Overrides that come later win, so a variant also changes what the
-command line has chosen. Needs no torch: what is misspelt, or refused by rules or machine, is told before anything runs.
+An entry is a name in `benchmark.overrides` or the overrides themselves. In a benchmark, `bare` and `bare:ENTRY` run
+megatron-core's own loop instead of the application's. A variant's overrides come last and win over the command line.
+Without torch, so that typos and refusals by rules or machine are reported before anything runs.
 """
 
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
-from gpt_pretrain.config.schema import BenchmarkConfig, Config
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
@@ -27,7 +27,7 @@ from gpt_pretrain.spec.platform import Platform
 
 PROFILED_STEPS = 3
 _BARE = "bare"
-# What a benchmark sets in a run beside its number of steps, so that it only trains.
+# What a benchmark sets in a run besides the number of steps, so that it only trains.
 _OWN_VALUES = {
     "trainer.limit_val_batches": "0",
     "trainer.max_time": "null",
@@ -45,39 +45,28 @@ _OWN_VALUES = {
 _OWN_KEYS = ("trainer.max_steps", *_OWN_VALUES)
 
 
-class Loop(Enum):
-    """Which loop trains: the application's, or megatron-core's pieces in the shortest one."""
-
-    app = "app"
-    bare = "bare"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """One of the runs that are compared."""
 
     name: str
-    """As written in the key that lists the variants."""
-    loop: Loop
+    """The entry in the list of variants."""
+    loop: Literal["app", "bare"]
+    """Which loop trains: the application's, or the shortest one from megatron-core's pieces."""
     overrides: tuple[str, ...]
     """What it adds to the command line."""
 
     @property
     def file_name(self) -> str:
-        """The name without what file systems dislike; two variants may share it."""
+        """The name without characters that file systems dislike; not unique."""
         return re.sub(r"[^\w.-]+", "_", self.name)[:60]
 
 
-def read_variants(
-    entries: Sequence[str], named: Mapping[str, str], key: str, *, repeats: str, with_bare: bool
-) -> list[Variant]:
-    """The variants, in their order.
-
-    `key` and `repeats` are the keys that hold the entries and that run them several times.
-
-    Raises:
-        ConfigError: There are none, a name is unknown, or an entry stands twice.
-    """
+def read_variants(config: Config, section: Literal["benchmark", "compare"]) -> list[Variant]:
+    """The variants in their order; raises `ConfigError` for none, unknown names and repeated entries."""
+    with_bare = section == "benchmark"
+    entries = config.benchmark.variants if with_bare else config.compare.variants
+    key, repeats = f"{section}.variants", "benchmark.rounds" if with_bare else "compare.seeds"
     problems: list[str] = []
     variants = []
     if not entries:
@@ -85,9 +74,9 @@ def read_variants(
         problems.append(f"{key}=[] compares nothing; give names, such as {example}")
     for entry in dict.fromkeys(entries):
         if entries.count(entry) > 1:
-            problems.append(f"{key} has {entry!r} twice; {repeats} runs all of them several times")
+            problems.append(f"{key} has {entry!r} twice; use {repeats} to repeat all variants")
         try:
-            variants.append(_read_variant(entry, named, key, with_bare=with_bare))
+            variants.append(_read_variant(entry, config.benchmark.overrides, key, with_bare=with_bare))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -95,17 +84,12 @@ def read_variants(
     return variants
 
 
-def benchmark_variants(benchmark: BenchmarkConfig) -> list[Variant]:
-    """The variants of a benchmark; raises what `read_variants` does."""
-    key, repeats = "benchmark.variants", "benchmark.rounds"
-    return read_variants(benchmark.variants, benchmark.overrides, key, repeats=repeats, with_bare=True)
-
-
 def _read_variant(entry: str, named: Mapping[str, str], key: str, *, with_bare: bool) -> Variant:
     prefix, colon, rest = entry.partition(":")
     if entry == _BARE and with_bare:
-        return Variant(name=entry, loop=Loop.bare, overrides=())
-    loop, what = (Loop.bare, rest) if with_bare and colon and prefix == _BARE else (Loop.app, entry)
+        return Variant(name=entry, loop="bare", overrides=())
+    is_bare = with_bare and colon and prefix == _BARE
+    what = rest if is_bare else entry
     text = named.get(what)
     if text is None and "=" not in what:
         bare = [_BARE] if with_bare else []
@@ -118,9 +102,10 @@ def _read_variant(entry: str, named: Mapping[str, str], key: str, *, with_bare: 
             ]
         )
     try:
-        return Variant(name=entry, loop=loop, overrides=tuple(shlex.split(what if text is None else text)))
+        overrides = tuple(shlex.split(what if text is None else text))
     except ValueError as error:
         raise ConfigError([f"{key}: the overrides of {entry!r} cannot be split: {error}"]) from None
+    return Variant(name=entry, loop="bare" if is_bare else "app", overrides=overrides)
 
 
 def load_variants(
@@ -130,12 +115,10 @@ def load_variants(
     refuse: Callable[[Variant, Config], Iterable[str]],
     problems: Sequence[str] = (),
 ) -> dict[Variant, Config]:
-    """What each variant makes of a command line; the rules about runs are not asked.
+    """Each variant's configuration, before the rules about runs.
 
-    `refuse` finds the problems of a variant; `problems` are those of the command line itself.
-
-    Raises:
-        ConfigError: Those problems; and unknown keys, wrong values and what `refuse` found, each with its variant.
+    Raises `ConfigError` with the `problems` of the command line itself, and with unknown keys, wrong values and what
+    `refuse` found, each with its variant.
     """
     all_problems, configs = list(problems), {}
     for variant in variants:
@@ -152,7 +135,7 @@ def load_variants(
 
 
 def benchmark_problems(config: Config) -> Iterator[str]:
-    """The rules about `benchmark` itself; each run checks the rules about runs."""
+    """The rules about the keys of `benchmark`; each run checks the rules about runs."""
     benchmark = config.benchmark
     for name in ("warmup_steps", "steps", "interval", "rounds"):
         if getattr(benchmark, name) < 1:
@@ -165,13 +148,13 @@ def benchmark_problems(config: Config) -> Iterator[str]:
         )
     yield from process_problems(config)
     try:
-        benchmark_variants(benchmark)
+        read_variants(config, "benchmark")
     except ConfigError as error:
         yield from error.problems
 
 
 def process_problems(config: Config) -> Iterator[str]:
-    """What is wrong with the processes that a variant is given on this machine."""
+    """Problems with a variant's number of processes on this machine."""
     trainer = config.trainer
     if trainer.num_nodes not in (None, 1):
         yield f"trainer.num_nodes={trainer.num_nodes}: variants run on one node; use 1 or null"
@@ -180,9 +163,9 @@ def process_problems(config: Config) -> Iterator[str]:
 
 
 def own_key_problems(overrides: Sequence[str]) -> list[str]:
-    """Problems of overrides of keys that the benchmark sets itself, which would have no effect."""
+    """Problems of overrides without effect, because the benchmark sets their keys."""
     return [
-        f"{key} has no effect: the benchmark sets it, and only trains, for benchmark.warmup_steps and benchmark.steps; "
+        f"{key} has no effect: the benchmark sets it to train for benchmark.warmup_steps and benchmark.steps only; "
         "leave it out"
         for key in override_keys(overrides)
         if key in _OWN_KEYS
@@ -190,15 +173,15 @@ def own_key_problems(overrides: Sequence[str]) -> list[str]:
 
 
 def variant_problems(variant: Variant, config: Config) -> list[str]:
-    """What a variant may not add; `config` is what it makes of the command line."""
+    """Why a variant of a benchmark with this configuration cannot run."""
     common = common_key_problems(variant, "benchmark")
     return [*own_key_problems(variant.overrides), *common, *process_problems(config)]
 
 
 def common_key_problems(variant: Variant, section: str, keys: Sequence[str] = ()) -> list[str]:
-    """Problems of a variant that sets keys which all variants share: `run_dir`, those of a section, and `keys`."""
+    """Problems of a variant that sets keys all variants share: `run_dir`, those of a section, and `keys`."""
     return [
-        f"{key} is the same for all variants; give it beside {section}.variants"
+        f"{key} must be the same for all variants; set it outside of {section}.variants"
         for key in override_keys(variant.overrides)
         if key in ("run_dir", *keys) or key.startswith(f"{section}.")
     ]
@@ -212,10 +195,10 @@ def launch_here(config: Config) -> Launch:
 
 
 def variant_refusals(config: Config, platform: Platform) -> list[str]:
-    """What the rules about runs, and if those are kept the machine, refuse of a run in processes here."""
+    """Why the rules about runs, or else this machine, refuse a run."""
     launch = launch_here(config)
+    # If a GPU is missing, the last rank finds none.
     last = launch.world_size - 1
-    # The last rank is the one that finds no GPU.
     return config_problems(config, launch) or machine_problems(
         config, replace(launch, rank=last, local_rank=last), platform
     )
@@ -228,20 +211,20 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]:
-    """The overrides that turn a run into the benchmark's: its first steps, and nothing else."""
+    """The overrides that reduce a run to the benchmark's: its first steps and nothing else."""
     benchmark = config.benchmark
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
     key = "model.optim.sched.decay_steps"
     return [
         run_dir_override(run_dir),
         f"trainer.max_steps={steps}",
-        # The learning rates stay as they are when the steps become fewer.
+        # Fewer steps must not change the learning rates.
         *([] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]),
         *(f"{key}={value}" for key, value in _OWN_VALUES.items()),
     ]
 
 
 def run_dir_override(run_dir: Path) -> str:
-    """`run_dir=…` in Hydra's quotes, where backslashes count only before a quote."""
+    """`run_dir=…` in Hydra's quotes, in which a backslash is special only before a quote."""
     quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
     return f"run_dir='{quoted}'"

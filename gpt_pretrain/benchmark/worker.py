@@ -1,7 +1,7 @@
-"""The processes of a benchmark or a comparison: `run_task` starts them, waits for them and reads what they left.
+"""The processes of a benchmark or a comparison: `run_task` starts them, waits for them and reads their results.
 
-Each process, or rank, is `python -m gpt_pretrain.benchmark.worker TASK.json`, never started by hand. It does what the
-task says and writes the result, or why there is none, beside the task; what it prints goes to a file.
+Each process, or rank, is `python -m gpt_pretrain.benchmark.worker TASK.json`, never started by hand. It writes its
+result, or why it failed, beside the task; what it prints goes to a file.
 """
 
 import json
@@ -36,8 +36,8 @@ class Task:
     """What a process is started for."""
 
     kind: str
-    """app or bare (see `variants.Loop`): train and measure; train: as `python -m gpt_pretrain` does; gemm: measure
-    the machine's products; platform: look the machine up; forecast: plan."""
+    """app or bare (see `Variant.loop`): train and measure; train: as `python -m gpt_pretrain` does; gemm: measure the
+    machine's products; platform: look up the machine; forecast: plan."""
     overrides: list[str]
     config_name: str
     config_path: str
@@ -47,25 +47,24 @@ class Task:
     """Seconds since 1970-01-01 UTC."""
 
     def load_config(self) -> Config:
-        """The configuration of the run."""
+        """The run's configuration."""
         config_dir = None if self.config_dir is None else Path(self.config_dir)
         source = Source(config_name=self.config_name, config_path=Path(self.config_path), config_dir=config_dir)
         return load_config(self.overrides, source)
 
 
 def _answer_path(task: Path, what: Literal["result", "failure"], rank: int) -> Path:
-    """Where a rank writes what it measured, or why it measured nothing."""
     return task.with_name(f"{what}.{rank}.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome[Result]:
-    """What came of a task."""
+    """The end of a task."""
 
     results: tuple[Result, ...] = ()
-    """One for each rank, rank 0's first; empty if it failed."""
+    """One per rank, rank 0 first; empty if the task failed."""
     problem: str | None = None
-    """Why it failed, from the rank that failed first; None otherwise."""
+    """Why it failed, from the rank that failed first."""
 
 
 def run_task[Result: JsonObject](
@@ -79,9 +78,9 @@ def run_task[Result: JsonObject](
     profiled: bool = False,
     watch: Callable[[], None] | None = None,
 ) -> Outcome[Result]:
-    """Runs one task in processes of its own and waits for them.
+    """Runs a task in processes of its own, with its files in a new `folder`, and waits for them.
 
-    `folder` is made for what the task writes and prints; `watch` is called every `WATCH_S` seconds meanwhile.
+    Meanwhile it calls `watch` every `WATCH_S` seconds.
     """
     folder.mkdir(parents=True)
     path = folder / TASK
@@ -106,7 +105,6 @@ def run_task[Result: JsonObject](
 
 
 def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> list[Result]:
-    """What the files hold that exist."""
     return [kind.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()]
 
 
@@ -130,7 +128,7 @@ def _run_processes(task: Path, output: Path, num_processes: int, watch: Callable
 
 
 def _train(config: Config, launch: Launch, after_step: Callable[..., None] | None = None) -> None:
-    """Trains to the last step, from the newest checkpoint of the run directory where it has one."""
+    """Trains to the last step, from the run directory's newest checkpoint if it has one."""
     from gpt_pretrain.training.run import train
 
     reason = train(config, launch, after_step)
@@ -168,11 +166,7 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
 
 
 def forecast(config: Config) -> Forecast:
-    """Plans a run on `plan.num_gpus` of `plan.gpu`.
-
-    Raises:
-        ConfigError: The planned machine refuses it.
-    """
+    """Plans a run on `plan.num_gpus` of `plan.gpu`; raises `ConfigError` if that machine refuses it."""
     from gpt_pretrain.plan.forecast import build_plan
     from gpt_pretrain.plan.machine import planned_launch, platform_problems
     from gpt_pretrain.plan.memory import GIB
@@ -224,7 +218,7 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
 
 
 def main(arguments: list[str]) -> int:
-    """Does a task and returns 0, or 1 where it failed."""
+    """Carries out a task and returns the exit code."""
     path = Path(arguments[0])
     launch = read_launch()
     try:

@@ -3,20 +3,20 @@ sooner does it reach the same loss?
 
 It takes every argument of python -m gpt_pretrain, trains each of
 compare.variants with compare.seeds seeds, and compares them with the first.
-trainer.devices says how many processes a run has; hydra/launcher=slurm makes
-each a job. Started again with the same run_dir it goes on: what is finished is
-not trained again.
+trainer.devices is the number of processes of each run; hydra/launcher=slurm
+submits each run as a job. Started again with the same run_dir, the command
+continues: finished runs are not trained again.
 
-runs=[…] trains nothing and reads finished or running runs: directories of ours,
+runs=[…] trains nothing and reads finished or running runs: our run directories,
 the output of Megatron-LM, NeMo or torchtitan, TensorBoard's event files, and
-tables that W&B or MLflow exported. The first is the baseline.
+tables exported by W&B or MLflow. The first is the baseline.
 
 It prints a table and a verdict on each variant, and writes compare.json and
-compare.html into run_dir.
+compare.html to run_dir.
 
 Exit codes: 0 compared; 1 a variant failed, and the others are compared;
 4 compare.max_loss_gap or compare.min_speedup is missed, or cannot be shown;
-75 jobs of Slurm are not done: start it again; 2 a mistake in what was given;
+75 Slurm jobs are not done: start it again; 2 a mistake in what was given;
 130 Ctrl-C.
 
 Examples:
@@ -31,7 +31,7 @@ Examples:
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,17 +45,29 @@ from gpt_pretrain.launch.environment import REQUEUE
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_directory, make_run_dir
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gpt_pretrain.commands.command_line import Request
     from gpt_pretrain.config.schema import Config
     from gpt_pretrain.launch.ranks import Launch
     from gpt_pretrain.rules.gate import Job
 
 FAILED, GATE_MISSED = 1, 4
+# Of a line in a log; a terminal has its own width.
+_WIDTH = 120
+_NUM_HURTS = 3
+_STYLES = {
+    "as_good": "bold green",
+    "better": "bold green",
+    "worse": "bold red",
+    "cannot_tell": "bold yellow",
+    "not_comparable": "bold red",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRuns:
-    """What the command takes where it trains nothing."""
+    """The command's arguments when it trains nothing."""
 
     runs: list[str]
     """Directories of runs, and logs; the first is the baseline."""
@@ -69,7 +81,7 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
     from gpt_pretrain.compare.sources import read_runs
 
     problems = [*gate_problems(arguments.compare)]
-    if len(arguments.runs) < 1:
+    if not arguments.runs:
         problems.append("runs=[] compares nothing; give directories of runs, or logs: runs=[outputs/a,outputs/b]")
     if problems:
         raise ConfigError(problems)
@@ -80,21 +92,16 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
 
 
 def train_and_compare(request: "Request", config: "Config", command: str) -> int:
-    """Trains the variants and compares what is finished; returns the exit code.
-
-    Raises:
-        UserError: The run directory holds what another command left.
-    """
-    from gpt_pretrain.compare.console import WIDTH
+    """Trains the variants and compares what is finished; returns the exit code."""
     from gpt_pretrain.compare.sources import read_run_dir
     from gpt_pretrain.compare.training import train_variants
     from gpt_pretrain.report.console import console_of_width
 
     check_run_dir(config, "a comparison")
     run_dir = make_run_dir(config)
-    trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(WIDTH))
+    trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(_WIDTH))
     runs = [
-        read_run_dir(run.run_dir, name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
+        replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
         for run, state in trained
         if state == "finished"
     ]
@@ -109,8 +116,59 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
     return code or published
 
 
+def _publish(comparison: Comparison, directory: Path) -> int:
+    """Prints and writes a comparison; returns 0, or 4 if the gate is missed."""
+    from gpt_pretrain.compare.page import write_page
+    from gpt_pretrain.report.console import console_of_width
+
+    print_comparison(comparison, console_of_width(_WIDTH))
+    for write in (save_comparison, write_page):
+        sys.stdout.write(f"written: {write(comparison, directory)}\n")
+    return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
+
+
+def print_comparison(comparison: Comparison, console: "Console") -> None:
+    """Prints a comparison: what cannot be compared, the table, the verdicts, the gate."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from gpt_pretrain.compare.page import table_of_variants
+    from gpt_pretrain.report.columns import format_share
+
+    def say(line: str, style: str) -> None:
+        # As text: the names of logs and variants may look like rich's markup.
+        console.print(Text(line, style=style))
+
+    for each in comparison.obstacles:
+        values = f"{each.key} is {each.value}, {comparison.baseline}'s is {each.baseline_value}"
+        say(f"{each.run} cannot be compared with {comparison.baseline}: {values}", "bold red")
+    for line in comparison.unchecked:
+        say(line, "yellow")
+    headings, rows = table_of_variants(comparison)
+    table = Table(title=Text(f"against {comparison.baseline}"), title_justify="left", show_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left", overflow="ellipsis" if index else "fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+    for figures in comparison.figures:
+        for hurt in figures.hurts[:_NUM_HURTS]:
+            shares = f"{format_share(hurt.saturated)} saturated, {format_share(hurt.flushed)} flushed to zero"
+            say(f"{figures.variant}: {hurt.layer} {hurt.tensor}: {shares}", "dim")
+    for answer in comparison.answers:
+        say(answer.sentence, _STYLES[answer.judgement])
+        for reason in answer.reasons:
+            if reason not in answer.sentence:
+                say(f"  {reason}", "dim")
+    if comparison.gate is not None:
+        for missed in comparison.gate.missed:
+            say(f"gate: {missed}", "bold red")
+        if not comparison.gate.missed:
+            say("gate: passed", "bold green")
+
+
 def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:
-    """Refuses runs that are given as other programs take files, or by a key that is nearly `runs`."""
+    """Refuses runs given without a key, or with one that only resembles `runs`."""
     problems = [
         f"{argument}: finished runs are given as runs={value or '[…]'}; write that, and nothing of training beside it"
         for argument in arguments
@@ -122,18 +180,6 @@ def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) ->
         problems.append(f"{' '.join(arguments)} stand without a key; write runs=[{','.join(arguments)}]")
     if problems:
         raise ConfigError(problems)
-
-
-def _publish(comparison: Comparison, directory: Path) -> int:
-    """Prints and writes a comparison; returns 0, or 4 where the gate is missed."""
-    from gpt_pretrain.compare.console import WIDTH, print_comparison
-    from gpt_pretrain.compare.page import write_page
-    from gpt_pretrain.report.console import console_of_width
-
-    print_comparison(comparison, console_of_width(WIDTH))
-    for write in (save_comparison, write_page):
-        sys.stdout.write(f"written: {write(comparison, directory)}\n")
-    return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,15 +1,14 @@
 """From runs to answers: what forbids a comparison, a verdict on each variant, the figures, and the gate.
 
-A verdict asks what the whole interval of the loss gap allows (a test of non-inferiority, Schuirmann 1987). A gap within
-the noise need not be zero: where the noise is larger than the gap that counts, nobody can tell.
+A verdict depends on the whole interval of the loss gap (a test of non-inferiority, Schuirmann 1987). A gap within the
+noise may still be real: if the noise exceeds the gap that counts, nobody can tell.
 
-The gate is what a comparison must show for a script to go on. A demand is met only by the whole confidence interval, so
-a demand that nobody can answer counts as missed.
+The gate is for scripts. Only the whole confidence interval meets a demand, so one that cannot be answered is missed.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
@@ -35,7 +34,7 @@ from gpt_pretrain.compare.statistics import CONFIDENCE, NUM_BATCHES
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import GateConfig
 
-# A gap that counts, where no compare.max_loss_gap says another.
+# The largest relative gap that is as good, unless compare.max_loss_gap is given.
 ALLOWED_GAP = 0.005
 _NUM_HURTS = 10
 
@@ -57,7 +56,7 @@ METHODS = (
 
 
 def judge(gap: Interval, allowed: float) -> Judgement:
-    """What the interval of the final relative gap allows one to say; above zero the variant's loss is higher."""
+    """The verdict that the interval of the final relative gap allows; above zero the variant's loss is higher."""
     if gap.low is None or gap.high is None:
         return "cannot_tell"
     if gap.high < 0:
@@ -68,20 +67,12 @@ def judge(gap: Interval, allowed: float) -> Judgement:
 
 
 def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) -> Comparison:
-    """Compares runs of several variants; the first run's variant is the baseline.
-
-    Raises:
-        UserError: All runs are of one variant.
-    """
+    """Compares runs of several variants, with the first run's as the baseline; raises `UserError` for one variant."""
     variants = list(dict.fromkeys(run.variant for run in runs))
     baseline = variants[0]
     if len(variants) == 1:
-        one = f"there is one run, of one variant, {baseline}"
-        several = f"all {len(runs)} runs are of one variant, {baseline}: they differ in seeds or microbatches alone"
-        raise UserError(
-            f"{one if len(runs) == 1 else several}, and nothing is there to compare it with; add a run with other "
-            "settings"
-        )
+        of_several = f", whose {len(runs)} runs differ only in seeds or microbatches" if len(runs) > 1 else ""
+        raise UserError(f"there is only one variant, {baseline}{of_several}; add a run with other settings")
     runs = sorted(runs, key=lambda run: variants.index(run.variant))
 
     def of(variant: str, role: str = "seed") -> list[RunRecord]:
@@ -92,14 +83,14 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
     found = {
         variant: [each for each in obstacles if each.run in {run.name for run in of(variant)}] for variant in variants
     }
+    repeats = of(baseline, "repeat")
     answers = []
     for variant in variants[1:]:
         if found[variant]:
             answers.append(_not_comparable(variant, baseline, found[variant]))
             continue
         beside = [of(each) for each in variants[1:] if each != variant and not found[each]]
-        repeats = of(baseline, "repeat")
-        answer = compare_variant(of(variant), of(baseline), repeats, beside, allowed=allowed)
+        answer = _compare_variant(of(variant), of(baseline), repeats, beside, allowed=allowed)
         unused = [*of(variant, "repeat"), *(repeats if answer.noise_from in ("paired seeds", "seeds") else ())]
         if unused:
             names = ", ".join(run.name for run in unused)
@@ -127,14 +118,13 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
 
 
 def _not_comparable(variant: str, baseline: str, found: Sequence[Obstacle]) -> Answer:
-    reasons = tuple(
-        dict.fromkeys(f"{each.key} is {each.value}, {baseline}'s is {each.baseline_value}" for each in found)
-    )
+    lines = (f"{each.key} is {each.value}, {baseline}'s is {each.baseline_value}" for each in found)
+    reasons = tuple(dict.fromkeys(lines))
     text = f"{variant} cannot be compared with {baseline}: {'; '.join(reasons)}"
     return Answer(variant=variant, judgement="not_comparable", sentence=text, reasons=reasons)
 
 
-def compare_variant(
+def _compare_variant(
     ours: Sequence[RunRecord],
     theirs: Sequence[RunRecord],
     repeats: Sequence[RunRecord],
@@ -142,10 +132,10 @@ def compare_variant(
     *,
     allowed: float,
 ) -> Answer:
-    """Compares the runs of a variant with the baseline's, where nothing forbids it.
+    """Compares a variant's runs with the baseline's.
 
-    `repeats` are the baseline's with other microbatches. `beside` are the runs of each other comparable variant; they
-    also tell the noise.
+    `repeats` are the baseline's runs with other microbatches. `beside` are the runs of each other comparable variant,
+    which help to estimate the noise.
     """
     variant, baseline = ours[0].variant, theirs[0].variant
     rates = [_mean([run.tokens_per_s_per_gpu for run in side]) for side in (ours, theirs)]
@@ -162,30 +152,26 @@ def compare_variant(
         pair = Pair(ours, theirs, [run for run in repeats if not diverged(run)], beside)
     except Incomparable as reason:
         return _unable(answer, baseline, str(reason), "run longer, or log more often")
-    silent = [run.name for run in (*ours, *theirs) if not run.training.gpu_seconds]
-    gap = relative(pair.gap_at(pair.end))
     reasons = []
-    if silent:
+    if silent := [run.name for run in (*ours, *theirs) if not run.training.gpu_seconds]:
         reasons.append(f"no time to loss: {', '.join(silent)} tells no times, or not on how many GPUs")
     if not pair.is_whole:
         reasons.append("the runs end at different steps: compared up to the end of the shortest")
+    gap = relative(pair.gap_at(pair.end))
     answer = replace(
         answer,
         judgement=judge(gap, allowed),
         reasons=tuple(reasons),
-        final_losses=tuple(pair.final_losses()),
+        final_losses=pair.final_losses(),
         loss_gap=gap,
         noise_from=pair.noise_from,
         gap_curve=pair.gap_curve(),
         times=() if silent else tuple(pair.times()),
     )
-    return _with_sentence(answer, baseline, allowed)
+    return _with_sentence(answer, gap, baseline, allowed)
 
 
-def _with_sentence(answer: Answer, baseline: str, allowed: float) -> Answer:
-    """The verdict of an answer whose gap is known."""
-    gap = answer.loss_gap
-    assert gap is not None
+def _with_sentence(answer: Answer, gap: Interval, baseline: str, allowed: float) -> Answer:
     pace = _pace(answer.times, baseline, answer.final_losses[1])
     loss = f"final loss {_gap_text(gap, answer.noise_from)}"
     if answer.judgement != "cannot_tell":
@@ -207,7 +193,7 @@ def _unable(answer: Answer, baseline: str, reason: str, way_out: str) -> Answer:
 
 
 def _percent(share: float) -> Decimal:
-    """A share as a percentage with two digits, which is never written with an exponent."""
+    # A Decimal's format f never writes an exponent.
     return Decimal(f"{round(100 * share, 4) + 0.0:.2g}")
 
 
@@ -224,11 +210,11 @@ def _gap_text(gap: Interval, source: NoiseSource) -> str:
 
 
 def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> str:
-    """When the lowest common loss is reached; empty where times are not known."""
+    """How soon the lowest common loss is reached; empty if times are unknown."""
     if not times:
         return ""
     ratio, loss = times[-1].speedup, times[-1].loss
-    # Of several seeds, the level is the loss that the last of them reached.
+    # With several seeds, the level is the highest of their final losses.
     what = f"{baseline}'s final loss, {loss:.4g}," if loss <= 1.001 * final_loss else f"a loss of {loss:.4g}"
     spread = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
     if ratio.value >= 1:
@@ -237,37 +223,33 @@ def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where one is not known."""
+    """None if one is unknown."""
     known = [value for value in values if value is not None]
     return fmean(known) if len(known) == len(values) else None
 
 
-def _known[Value: (int, float)](values: Sequence[Value | None], sum_up: Callable[[list[Value]], Value]) -> Value | None:
-    known = [value for value in values if value is not None]
-    return sum_up(known) if known else None
-
-
 def _figures(runs: Sequence[RunRecord]) -> Figures:
+    skipped = [run.skipped_steps for run in runs if run.skipped_steps is not None]
     return Figures(
         variant=runs[0].variant,
         num_runs=len(runs),
         last_loss=_mean([_last_loss(run) for run in runs]),
         tokens_per_s_per_gpu=_mean([run.tokens_per_s_per_gpu for run in runs]),
-        memory_gib=_known([run.memory_gib for run in runs], max),
-        skipped_steps=_known([run.skipped_steps for run in runs], sum),
+        memory_gib=max((run.memory_gib for run in runs if run.memory_gib is not None), default=None),
+        skipped_steps=sum(skipped) if skipped else None,
         fp8_share=_mean([run.fp8_share for run in runs]),
         hurts=tuple(find_hurts(runs)),
     )
 
 
 def _last_loss(run: RunRecord) -> float | None:
-    """Mean of the last losses, as many as a window of smoothing holds in this run; at least the last one."""
+    """Mean of the losses in this run's last window of smoothing; at least the last one."""
     losses = run.training.losses[-max(1, round(WINDOW * len(run.training.losses))) :]
     return fmean(losses) if losses else None
 
 
 def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
-    """The tensors that FP8 saturates most, and among equals flushes most, by means over steps and runs."""
+    """The tensors that saturate most, and among equals flush most, by their means over steps and runs."""
     by_tensor: dict[tuple[str, str], list[tuple[float | None, float]]] = {}
     for tensor in (tensor for run in runs for record in run.fp8 for tensor in record.tensors):
         by_tensor.setdefault((tensor.layer, tensor.tensor), []).append((tensor.saturated, tensor.flushed))
@@ -284,23 +266,22 @@ def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
 
 
 def gate_problems(config: GateConfig) -> Iterator[str]:
-    """What is wrong with the keys of the gate."""
+    """Problems of the gate's keys."""
     text = config.max_loss_gap
     if text is not None and not re.fullmatch(r"\d+(\.\d+)?%", text):
         number = re.fullmatch(r"\d+(\.\d+)?", text)
         meant = f"{text}%" if number else "0.5%"
         yield f"compare.max_loss_gap={text} is not a percentage; write compare.max_loss_gap={meant}"
     if config.min_speedup is not None and not (config.min_speedup > 0 and math.isfinite(config.min_speedup)):
-        yield f"compare.min_speedup={config.min_speedup:g} is no ratio of times; use a number above 0, such as 1.2"
+        yield f"compare.min_speedup={config.min_speedup:g} is not a ratio of times; use a number above 0, such as 1.2"
 
 
 def read_gate(config: GateConfig) -> Gate | None:
-    """What a configuration without `gate_problems` demands of every variant; None for nothing."""
-    text = config.max_loss_gap
-    if text is None and config.min_speedup is None:
+    """The demands of a configuration without `gate_problems`, if it has any."""
+    text, least = config.max_loss_gap, config.min_speedup
+    if text is None and least is None:
         return None
-    gap = None if text is None else float(text.removesuffix("%")) / 100
-    return Gate(max_loss_gap=gap, min_speedup=config.min_speedup)
+    return Gate(max_loss_gap=None if text is None else float(text.removesuffix("%")) / 100, min_speedup=least)
 
 
 def _missed(answer: Answer, gate: Gate) -> Iterator[str]:

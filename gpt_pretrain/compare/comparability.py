@@ -1,7 +1,7 @@
-"""What may be compared: the settings that two losses must share to mean the same, and those in which runs differ.
+"""What may be compared: the settings that must be equal for losses to mean the same, and those in which runs differ.
 
-Logs of other codes have some settings under their own names; their readers translate these into our keys, so that one
-table serves all. A setting that a log lacks is taken for equal, and the comparison says so.
+The readers of other codes' logs translate settings into our keys, so one table serves all. A setting that a log does
+not state counts as equal, and the comparison says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from gpt_pretrain.compare.document import Difference, Obstacle, RunRecord
 
-# Losses mean the same where these agree: what is learned, from how much at once, in which units, by which model.
+# Losses are comparable if these agree: the data, the batch, the unit of the loss, and the model.
 IDENTITY: Mapping[str, tuple[str, ...]] = {
     "data": (
         "model.data.data_impl",
@@ -50,38 +50,41 @@ IDENTITY: Mapping[str, tuple[str, ...]] = {
 }
 _PATHS = frozenset({"model.data.data_prefix", "model.data.text_files", "model.tokenizer.model"})
 SEED, MICROBATCH = "model.seed", "model.micro_batch_size"
-# Where a run writes and what it shows change nothing that is compared.
+# These change neither losses nor times.
 _PLACES = ("run_dir", "name", "benchmark.", "plan.", "compare.", "sample.", "logging.", "model.data.cache_dir")
 
 
 def _comparable(key: str, value: str) -> str:
-    """A value as it is compared: the same file may lie elsewhere on another machine."""
+    """The value without the directories of paths: the same file may lie elsewhere on another machine."""
     if key not in _PATHS:
         return value
     return ",".join(PurePath(part.strip(" '\"")).name for part in value.strip("[]").split(","))
 
 
-def settings_of(run: RunRecord) -> dict[str, str]:
-    """The settings that may matter, by key."""
+def _settings_of(run: RunRecord) -> dict[str, str]:
     return {each.key: each.value for each in run.configuration if not each.key.startswith(_PLACES)}
 
 
+def variant_settings(run: RunRecord) -> dict[str, str]:
+    """What makes one of our runs a variant: all settings except seed and microbatch size."""
+    return {key: value for key, value in _settings_of(run).items() if key not in (SEED, MICROBATCH)}
+
+
 def find_obstacles(runs: Sequence[RunRecord], baseline: RunRecord) -> list[Obstacle]:
-    """What keeps runs from being compared with the baseline."""
-    known = settings_of(baseline)
+    """What forbids comparing runs with the baseline."""
+    all_settings = _settings_of(baseline)
+    known = {key: all_settings[key] for keys in IDENTITY.values() for key in keys if key in all_settings}
     return [
         Obstacle(run=run.name, key=key, baseline_value=known[key], value=value)
         for run in runs
-        for key, value in settings_of(run).items()
-        if key in known
-        and any(key in keys for keys in IDENTITY.values())
-        and _comparable(key, value) != _comparable(key, known[key])
+        for key, value in _settings_of(run).items()
+        if key in known and _comparable(key, value) != _comparable(key, known[key])
     ]
 
 
 def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
-    """The settings that have several values among the runs that tell them, seeds left out."""
-    settings = [settings_of(run) for run in runs]
+    """The settings, except seeds, that have several values among the runs that state them."""
+    settings = [_settings_of(run) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if key != SEED]
     return [
         Difference(key=key, values=tuple(each.get(key, "") for each in settings))
@@ -91,19 +94,11 @@ def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
 
 
 def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
-    """What has to be equal, and some runs do not tell."""
-    told = {
-        what: [any(run.setting(key) is not None for key in keys) for run in runs] for what, keys in IDENTITY.items()
-    }
+    """What must be equal and some runs do not state."""
     silent: dict[str, list[str]] = {}
-    for index, run in enumerate(runs):
-        what = ", ".join(what for what, tells in told.items() if not tells[index])
-        if what:
-            silent.setdefault(what, []).append(run.name)
+    for run in runs:
+        missing = [what for what, keys in IDENTITY.items() if all(run.setting(key) is None for key in keys)]
+        if missing:
+            silent.setdefault(", ".join(missing), []).append(run.name)
     for what, names in silent.items():
         yield f"not told by {', '.join(names)}: {what}; taken for equal, check it yourself"
-
-
-def variant_settings(run: RunRecord) -> dict[str, str]:
-    """What makes one of our runs a variant: all settings but seed and microbatches."""
-    return {key: value for key, value in settings_of(run).items() if key not in (SEED, MICROBATCH)}

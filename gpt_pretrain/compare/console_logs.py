@@ -1,12 +1,12 @@
-"""What other codes print while they train: Megatron-LM, NeMo and torchtitan, recognised by their lines.
+"""What other codes print while they train: Megatron-LM, NeMo and torchtitan, recognized by their lines.
 
     Megatron-LM  megatron/training/training.py, training_log: ` iteration 10/ 500 | … | lm loss: 2.1E+00 | …`
     NeMo 1       Lightning's progress bar: `Epoch 0: … 40/40 […, reduced_train_loss=10.90, global_step=39.00, …]`
     NeMo 2       its progress printer: `Training epoch 0, iteration 28/99 | … | reduced_train_loss: 2.778 | …`
     torchtitan   components/metrics.py, MetricsProcessor.log: `step: 10  loss: 7.5  … tps: 7,034  …`, with colors
 
-Anything may stand between those lines. A line that begins like one of them and goes on otherwise is damaged, and an
-error rather than a gap in a curve. Only the last line of a file may be torn, as a running program leaves it.
+Other lines in between are ignored. A line that starts like one of them but continues differently is damaged: an error
+rather than a gap in a curve. Only the last line of a file may be incomplete, because the program may still be running.
 """
 
 import math
@@ -16,10 +16,10 @@ from math import prod
 from pathlib import Path
 
 from gpt_pretrain.compare.document import Format
-from gpt_pretrain.compare.series import Point, Series, check_size, first_known
+from gpt_pretrain.compare.series import Point, Series, check_size
 from gpt_pretrain.config.errors import UserError
 
-# No code prints longer ones; patterns may take the square of it.
+# No code prints longer lines; a pattern may take quadratic time.
 _MAX_LINE = 1 << 13
 _MAX_NUMBER = 60
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -29,13 +29,8 @@ _MEGATRON = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
 _NEMO_BAR = re.compile(r"\bEpoch \d+:.*\breduced_train_loss=")
 _NEMO_LINE = re.compile(r"\bTraining epoch \d+, iteration (\d+)/(\d+) \|")
 _TITAN = re.compile(r"(?<!validate )\bstep: +(\d+) +loss:")
-_EXPECTED: Mapping[Format, str] = {
-    "megatron": "` iteration N/ N | … | elapsed time per iteration (ms): N | … | lm loss: N | …`",
-    "nemo": "`… | global_step: N | … | reduced_train_loss: N | …` or `[…, reduced_train_loss=N, global_step=N, …]`",
-    "torchtitan": "`step: N  loss: N  … memory: NGiB(N%)  tps: N …`",
-}
 
-# Megatron-LM's arguments, and our keys for them.
+# Megatron-LM's arguments and our keys for them.
 _ARGUMENTS = {
     "num_layers": "model.num_layers",
     "hidden_size": "model.hidden_size",
@@ -61,7 +56,7 @@ _ARGUMENT = re.compile(r"^ *(?:\[[^\]]*\]:? *)?(\w+) \.{3,} (.+)$")
 
 
 class _Damaged(Exception):
-    """A line that begins like one of a format and goes on otherwise."""
+    """A line that starts like one of a format but continues differently."""
 
 
 def _number(text: str | None) -> float:
@@ -91,40 +86,31 @@ def _gpus(text: str) -> int:
     return number
 
 
-def _optional[Number](values: Mapping[str, str], name: str, read: Callable[[str | None], Number]) -> Number | None:
-    return read(values[name]) if name in values else None
+def _optional[Number](values: Mapping[str, str], read: Callable[[str], Number], *names: str) -> Number | None:
+    """The number under the first of several names; None without any of them."""
+    return next((read(values[name]) for name in names if name in values), None)
 
 
 def _pairs(text: str, between: str, assign: str) -> dict[str, str]:
-    """The `name: value` parts of a line."""
+    """The `name: value` pairs of a line."""
     parts = (part.partition(assign) for part in text.split(between))
     return {name.strip(): value.strip(" ]") for name, sign, value in parts if sign}
 
 
-def read_megatron_line(series: Series, line: str, place: str) -> None:
-    """Takes in a line that Megatron-LM printed; raises `_Damaged`."""
+def _read_megatron(series: Series, line: str, place: str) -> None:
     if match := _MEGATRON.search(line):
         values = _pairs(line[match.end() :], "|", ":")
-        loss = first_known(("lm loss", "loss"), values)
         milliseconds = _above_zero(values.get("elapsed time per iteration (ms)"))
-        if loss is None:
-            # There is no loss where every step of the interval was skipped.
-            if "number of skipped iterations" not in values:
-                raise _Damaged
-        else:
-            series.add(
-                Point(
-                    step=_whole(match[1]),
-                    loss=_number(values[loss]),
-                    samples=_optional(values, "consumed samples", _whole),
-                    step_s=milliseconds / 1000,
-                ),
-                place,
-            )
+        if (loss := _optional(values, _number, "lm loss", "loss")) is not None:
+            samples = _optional(values, _whole, "consumed samples")
+            series.add(Point(step=_whole(match[1]), loss=loss, samples=samples, step_s=milliseconds / 1000), place)
+        elif "number of skipped iterations" not in values:
+            # A loss is missing only if every step of the interval was skipped.
+            raise _Damaged
         if "global batch size" in values:
             series.settings["model.global_batch_size"] = str(_whole(values["global batch size"]))
         series.max_steps = _whole(match[2])
-        skipped = _optional(values, "number of skipped iterations", _whole)
+        skipped = _optional(values, _whole, "number of skipped iterations")
         if skipped is not None:
             series.skipped_steps = (series.skipped_steps or 0) + skipped
     elif match := re.search(rf"validation loss at iteration (\d+) .*?lm loss value: ({_NUMBER})", line):
@@ -140,8 +126,7 @@ def read_megatron_line(series: Series, line: str, place: str) -> None:
         series.num_gpus = _gpus(match[1])
 
 
-def read_nemo_line(series: Series, line: str, place: str) -> None:
-    """Takes in a line that NeMo printed, in either version; raises `_Damaged`."""
+def _read_nemo(series: Series, line: str, place: str) -> None:
     if match := _NEMO_LINE.search(line):
         values = _pairs(line[match.end() :], "|", ":")
         series.max_steps = _whole(match[2]) + 1
@@ -154,8 +139,7 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
         return
     else:
         return
-    seconds = first_known(("train_step_timing in s", "train_step_timing"), values)
-    # NeMo counts steps from zero, and draws a bar several times for each.
+    # NeMo counts steps from zero and draws each step's bar several times.
     done = _whole(step) + 1
     if series.points and series.points[-1].step == done:
         series.points.pop()
@@ -163,9 +147,9 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
         Point(
             step=done,
             loss=_number(values.get("reduced_train_loss")),
-            samples=_optional(values, "consumed_samples", _whole),
-            # Rounded to three digits, and so perhaps to zero.
-            step_s=None if seconds is None else _number(values[seconds]) or None,
+            samples=_optional(values, _whole, "consumed_samples"),
+            # Three digits may round to zero.
+            step_s=_optional(values, _number, "train_step_timing in s", "train_step_timing") or None,
         ),
         place,
     )
@@ -177,20 +161,16 @@ def read_nemo_line(series: Series, line: str, place: str) -> None:
         series.memory_gib = max(series.memory_gib or 0.0, _number(values["max_memory_allocated"]) / (1 << 30))
 
 
-def read_torchtitan_line(series: Series, line: str, place: str) -> None:
-    """Takes in a line that torchtitan printed; raises `_Damaged`."""
+def _read_torchtitan(series: Series, line: str, place: str) -> None:
     if match := _TITAN.search(line):
         values = dict(re.findall(r"(\w+): +(\S+)", line[match.start() :]))
         # Its first versions called tokens words.
-        rate = first_known(("tps", "wps"), values)
+        rate = _optional(values, _above_zero, "tps", "wps")
         memory = re.search(r"memory: *([\d.]+)GiB", line)
         if rate is None or memory is None:
             raise _Damaged
         series.memory_gib = max(series.memory_gib or 0.0, _number(memory[1]))
-        point = Point(
-            step=_whole(match[1]), loss=_number(values.get("loss")), tokens_per_s_per_gpu=_above_zero(values[rate])
-        )
-        series.add(point, place)
+        series.add(Point(step=_whole(match[1]), loss=_number(values.get("loss")), tokens_per_s_per_gpu=rate), place)
     elif match := re.search(rf"validate step: +(\d+) +loss: +({_NUMBER})", line):
         series.validation[_whole(match[1])] = _number(match[2])
     elif match := re.search(
@@ -208,41 +188,46 @@ def read_torchtitan_line(series: Series, line: str, place: str) -> None:
         series.settings["parameters"] = match[1].replace(",", "")
 
 
-# What begins a code's lines, and their reader.
-_CODES: Mapping[Format, tuple[re.Pattern[str], Callable[[Series, str, str], None]]] = {
-    "nemo": (re.compile(f"{_NEMO_LINE.pattern}|{_NEMO_BAR.pattern}"), read_nemo_line),
-    "megatron": (_MEGATRON, read_megatron_line),
-    "torchtitan": (_TITAN, read_torchtitan_line),
+# For each code: how its lines start, what takes a line into a series or raises `_Damaged`, and a whole line.
+_CODES: Mapping[Format, tuple[re.Pattern[str], Callable[[Series, str, str], None], str]] = {
+    "nemo": (
+        re.compile(f"{_NEMO_LINE.pattern}|{_NEMO_BAR.pattern}"),
+        _read_nemo,
+        "`… | global_step: N | … | reduced_train_loss: N | …` or `[…, reduced_train_loss=N, global_step=N, …]`",
+    ),
+    "megatron": (
+        _MEGATRON,
+        _read_megatron,
+        "` iteration N/ N | … | elapsed time per iteration (ms): N | … | lm loss: N | …`",
+    ),
+    "torchtitan": (_TITAN, _read_torchtitan, "`step: N  loss: N  … memory: NGiB(N%)  tps: N …`"),
 }
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines without colors; a carriage return also ends a line: a progress bar draws its lines over each other."""
+    """Lines without colors. A carriage return also ends a line: a progress bar overwrites its own."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             yield _COLORS.sub("", line[:_MAX_LINE].rstrip("\n"))
 
 
 def read_console_log(path: Path) -> Series | None:
-    """Reads what a code printed; None where no line is one of those that are known.
-
-    Raises:
-        UserError: A line is damaged; names the file, the line and what was expected.
-    """
+    """Reads what a code printed; None if no line is known, `UserError` if one is damaged."""
     check_size(path)
-    format_ = next((name for line in _lines(path) for name, (start, _) in _CODES.items() if start.search(line)), None)
+    starts = {name: start for name, (start, *_) in _CODES.items()}
+    format_ = next((name for line in _lines(path) for name, start in starts.items() if start.search(line)), None)
     if format_ is None:
         return None
-    read = _CODES[format_][1]
+    _, read, expected = _CODES[format_]
     series = Series(source=str(path), format=format_)
     torn = None
     for number, line in enumerate(_lines(path), start=1):
         if torn is not None and line.strip():
-            raise UserError(f"{torn}: damaged; expected {_EXPECTED[format_]}; remove the line, or restore the file")
+            raise UserError(f"{torn}: damaged; expected {expected}; remove the line, or restore the file")
         try:
             read(series, line, f"{path}:{number}")
         except _Damaged:
             torn = f"{path}:{number}"
     if not series.points:
-        raise UserError(f"{path} has no whole line of {format_}; expected {_EXPECTED[format_]}")
+        raise UserError(f"{path} has no whole line of {format_}; expected {expected}")
     return series

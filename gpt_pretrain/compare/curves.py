@@ -1,4 +1,4 @@
-"""Two variants on common ground: smoothed losses over the tokens that all runs have, gaps and times with noise."""
+"""Two variants compared: smoothed losses over the tokens that all runs have, gaps and times with their noise."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from gpt_pretrain.compare.statistics import (
 
 # Share of the compared tokens that a smoothed loss averages over.
 WINDOW = 0.05
-# Fewer logged losses than windows make no curve.
+# One per window; fewer make no curve.
 MIN_POINTS = 20
-# In nats; far above what any vocabulary gives, and far from what overflows.
+# In nats; far above any vocabulary's, and far from overflow.
 _MAX_LOSS = 1e6
-# At these shares of its training the baseline's loss gives the levels above the last.
+# The baseline's losses at these shares of training are the levels above the last.
 _LEVELS = (0.1, 0.25, 0.5, 0.75)
 _NUM_GRID, _NUM_GAPS = 400, 101
 
@@ -49,7 +49,7 @@ class _Curve:
 
 
 def diverged(run: RunRecord) -> bool:
-    """Whether none of the last losses is finite; no point includes the loss of a skipped step."""
+    """Whether none of the last losses is finite; skipped steps are not in them."""
     last = run.training.losses[-max(1, len(run.training.losses) // 20) :]
     return not any(math.isfinite(loss) for loss in last)
 
@@ -59,12 +59,9 @@ def _seeds(runs: Sequence[RunRecord]) -> list[str]:
 
 
 class Pair:
-    """A variant's runs and the baseline's, on common ground.
+    """A variant's runs and the baseline's over the range that all of them cover; raises `Incomparable` without one.
 
-    `beside` are the runs of further variants; those that share the seeds and the ground also tell the noise.
-
-    Raises:
-        Incomparable: There is no common ground.
+    `beside` are the runs of further variants. Those with the same seeds and range help to estimate the noise.
     """
 
     def __init__(
@@ -80,9 +77,8 @@ class Pair:
         def positions_of(run: RunRecord) -> tuple[int, ...]:
             return run.training.tokens if with_tokens else run.training.steps
 
-        positions = {run.name: positions_of(run) for run in everyone}
-        first = max(positions[run.name][0] for run in everyone)
-        last = min(positions[run.name][-1] for run in everyone)
+        first = max(positions_of(run)[0] for run in everyone)
+        last = min(positions_of(run)[-1] for run in everyone)
         if last <= first:
             raise Incomparable("the curves do not overlap")
 
@@ -108,7 +104,7 @@ class Pair:
         self.end = min(each.smoothed.end for each in curves)
         if self.end <= self.start:
             raise Incomparable("the curves overlap in less than a window of smoothing")
-        self.is_whole = last >= 0.98 * max(positions[run.name][-1] for run in everyone)
+        self.is_whole = last >= 0.98 * max(positions_of(run)[-1] for run in everyone)
         self.paired = len(ours) > 1 and all(run.seed is not None for run in ours) and _seeds(ours) == _seeds(theirs)
         if self.paired:
             self.ours.sort(key=_Curve.seed)
@@ -123,7 +119,7 @@ class Pair:
         self.noise = self._noise_of_repeat()
 
     def _noise_of_repeat(self) -> float | None:
-        """The noise of the baseline against itself; None where seeds tell the noise, or there is no repeat."""
+        """The baseline's noise against itself; None if there is no repeat, or seeds tell the noise."""
         if not self.repeats or len(self.ours) > 1 or len(self.theirs) > 1:
             return None
         again = self.repeats[0].smoothed
@@ -141,7 +137,7 @@ class Pair:
         return "none" if self.noise is None else "microbatches"
 
     def gap_at(self, x: float) -> Estimate:
-        """The logarithm of the ratio of losses."""
+        """The logarithm of the ratio of losses at a position."""
         ours, theirs, *beside = (
             [math.log(each.smoothed.at(x)) for each in side] for side in (self.ours, self.theirs, *self.beside)
         )
@@ -150,13 +146,14 @@ class Pair:
 
     def final_losses(self) -> tuple[float, float]:
         """Geometric means of ours and theirs at the end."""
-        ours, theirs = (
-            geometric_mean(each.smoothed.at(self.end) for each in side) for side in (self.ours, self.theirs)
-        )
-        return ours, theirs
+
+        def final_loss(side: Sequence[_Curve]) -> float:
+            return geometric_mean(each.smoothed.at(self.end) for each in side)
+
+        return final_loss(self.ours), final_loss(self.theirs)
 
     def gap_curve(self) -> GapCurve:
-        """The gap along the way."""
+        """The gap during training."""
         where = grid_between(self.start, self.end, _NUM_GAPS)
         gaps = [relative(self.gap_at(x)) for x in where]
         run = self.theirs[0].run.training
@@ -171,7 +168,7 @@ class Pair:
         )
 
     def times(self) -> list[TimeToLoss]:
-        """The times to each loss level that all runs come down to, the highest first."""
+        """The times to each loss level that all runs reach, the highest first."""
         lowest = max(each.smoothed.at(self.end) for each in (*self.ours, *self.theirs))
         first = self.theirs[0].smoothed
         span = self.end - self.start
@@ -182,7 +179,7 @@ class Pair:
 
     def _time_to(self, level: float, grid: Sequence[float]) -> TimeToLoss | None:
         def times(side: Sequence[_Curve]) -> list[float] | None:
-            """Logarithms; None where one of the runs does not come down to the level, or tells no times."""
+            """Logarithms; None if a run does not reach the level or tells no times."""
             known = [
                 math.log(each.gpu_seconds_at(x))
                 for each in side
@@ -205,7 +202,7 @@ class Pair:
         )
 
     def _noise_of_time(self, level: float, grid: Sequence[float]) -> float | None:
-        """The noise of the loss as noise of the time to it: by how much later a loss that much lower is reached."""
+        """The loss's noise as noise of the time: how much later a run reaches a loss that is lower by the noise."""
         curve = self.theirs[0]
         x = curve.smoothed.first_at(level, grid)
         assert self.noise is not None
@@ -220,7 +217,7 @@ def relative(gap: Estimate) -> Interval:
     """A difference of logarithms as a relative gap."""
 
     def expm1(log: float) -> float:
-        # Where a loss hardly falls, a little noise is any time at all: a ratio above half a billion is infinite.
+        # If a loss hardly falls, a little noise means any time at all: ratios above half a billion are infinite.
         return math.inf if log > 20 else math.expm1(log)
 
     if gap.half_width is None:

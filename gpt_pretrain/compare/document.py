@@ -1,10 +1,10 @@
-"""A comparison as data: the runs as they were read, the answers about them, the verdicts. `compare.json` is this.
+"""A comparison as data: the runs as they were read, the answers, the verdicts. `compare.json` is this.
 
-Everything that is shown (console, page) comes from a `Comparison`, so that a page can be made again from `compare.json`
-alone. Losses are in nats per token, gaps and shares are fractions (0.01 is 1%), times are GPU-seconds: seconds of
-training times GPUs, without validation, checkpoints and the warm-up of compilation.
+Console and page show a `Comparison` and nothing else. Losses are in nats per token, gaps and shares are fractions
+(0.01 is 1%). Times are GPU-seconds: seconds of training times GPUs, without validation, checkpoints and the warm-up of
+compilation.
 
-An empty tuple, or null, means that a run or a log does not tell. JSON has no NaN and no infinity: losses that diverged
+An empty tuple or null means that the run or log does not say. JSON has no NaN and no infinity: losses that diverged
 are the strings "nan", "inf" and "-inf", as in `metrics.jsonl`.
 """
 
@@ -22,31 +22,31 @@ VERSION = 1
 FILE_NAME = "compare.json"
 
 Format = Literal["gpt_pretrain", "megatron", "nemo", "torchtitan", "tensorboard", "wandb", "mlflow", "csv"]
-"""Whose metrics they are: a run directory of ours, console logs, event files, exported tables."""
+"""What wrote the metrics: this application, a code whose output was saved, event files, exported tables."""
 Role = Literal["seed", "repeat"]
-"""seed: a run that counts; repeat: the baseline again, with one of its seeds and other microbatches, for the noise."""
+"""seed: a run that counts; repeat: the baseline again with the same seed and other microbatches, for the noise."""
 Judgement = Literal["as_good", "better", "worse", "cannot_tell", "not_comparable"]
-"""About the loss at the end, against the baseline and the allowed gap."""
+"""Of the final loss, against the baseline and the allowed gap."""
 NoiseSource = Literal["paired seeds", "seeds", "microbatches", "none"]
-"""What an interval's width comes from; `statistics` says by which method."""
+"""What an interval's width comes from; `statistics` has the methods."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve(JsonObject):
-    """Losses over a run: rising steps, and in each tuple that is not empty an entry for each of them."""
+    """Losses over a run: rising steps, and in each tuple that is not empty one entry per step."""
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]
-    """Of the training batches since the point before, or of a validation."""
+    """Of the training batches since the previous point, or of a validation."""
     tokens: tuple[int, ...]
-    """Training tokens seen; empty where batch or sequence length are not known."""
+    """Training tokens seen; empty if batch size or sequence length is unknown."""
     gpu_seconds: tuple[float, ...]
-    """From the start of training; empty where times or the number of GPUs are not known."""
+    """Since the start of training; empty if times or the number of GPUs are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting(JsonObject):
-    """One key of a run's configuration, in our names where a log's name has one of ours."""
+    """One key of a run's configuration, under our name if we have one for it."""
 
     key: str
     value: str
@@ -57,16 +57,16 @@ class RunRecord(JsonObject):
     """One run, as it was read."""
 
     name: str
-    """Unique: the variant, and its seed where it has several runs."""
+    """Unique: the variant, and the seed if the variant has several runs."""
     variant: str
-    """Runs of the same variant differ in seeds (and a repeat in microbatches) alone."""
+    """Runs of one variant differ only in their seeds, and a repeat in its microbatches."""
     role: Role
     seed: int | None
     source: str
     """The directory or file."""
     format: Format
     state: str
-    """finished; running; or why it ended early, in words."""
+    """finished, running, or in words why it ended early."""
     num_gpus: int | None
     training: Curve
     validation: Curve
@@ -76,17 +76,17 @@ class RunRecord(JsonObject):
     """Peak of the GPU that was logged."""
     skipped_steps: int | None
     """Steps that updated nothing because loss, gradient or FP8 tensors were not finite."""
-    fp8_share: float | None
-    """Share of the matrix products' FLOPs that FP8 did, 0 to 1."""
+    fp8_share: float | None = None
+    """Share of the matrix products' FLOPs that ran in FP8, 0 to 1."""
     fp8: tuple[Fp8Record, ...]
-    """Statistics of FP8 tensors, layer by layer, at the steps at which they were logged."""
+    """Statistics of FP8 tensors at the steps that logged them."""
     configuration: tuple[Setting, ...]
-    versions: str | None
+    versions: str | None = None
     """Python and libraries."""
-    command: str | None
+    command: str | None = None
 
     def setting(self, key: str) -> str | None:
-        """The value of a key; None where the run does not tell it."""
+        """The value of a key, if known."""
         return next((setting.value for setting in self.configuration if setting.key == key), None)
 
     @property
@@ -107,16 +107,16 @@ class Obstacle(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference(JsonObject):
-    """A key in which configurations differ; obstacles are among them."""
+    """A key in which configurations differ, obstacles included."""
 
     key: str
     values: tuple[str, ...]
-    """One for each run, in the order of `Comparison.runs`; "" where a run does not tell it."""
+    """One per run, in the order of `Comparison.runs`; "" if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval(JsonObject):
-    """An estimate, and the confidence interval around it."""
+    """An estimate and its confidence interval."""
 
     value: float
     low: float | None
@@ -125,7 +125,7 @@ class Interval(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hurt(JsonObject):
-    """How FP8 treats one tensor: means over the logged steps of all of a variant's runs."""
+    """How FP8 treats one tensor: means over the logged steps of all runs of a variant."""
 
     layer: str
     tensor: str
@@ -143,34 +143,34 @@ class Figures(JsonObject):
     num_runs: int
     """Runs with role seed."""
     last_loss: float | None
-    """Mean of the last 5% of the logged losses of all runs; runs of other lengths end elsewhere (see `Answer`)."""
+    """Mean of the last 5% of the logged losses of all runs; runs of different lengths end at different steps."""
     tokens_per_s_per_gpu: float | None
     """Mean over the runs."""
     memory_gib: float | None
     """Largest of the runs."""
     skipped_steps: int | None
-    """Sum of the runs."""
+    """Sum over the runs."""
     fp8_share: float | None
     hurts: tuple[Hurt, ...]
-    """The tensors that FP8 treats worst, the worst first; empty without statistics."""
+    """The tensors that FP8 treats worst, worst first; empty without statistics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapCurve(JsonObject):
-    """The relative loss gap along the way, smoothed: above zero where the variant's loss is higher."""
+    """The relative gap between smoothed losses during training; positive if the variant's loss is higher."""
 
     steps: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    """Empty where they are not known."""
+    """Empty if unknown."""
     gaps: tuple[float, ...] = ()
     lows: tuple[float, ...] = ()
-    """Lower ends of the confidence interval; empty without an estimate of the noise."""
+    """Lower ends of the confidence interval; empty if the noise is unknown."""
     highs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeToLoss(JsonObject):
-    """GPU-seconds until the smoothed loss is at a level, geometric means over the runs."""
+    """GPU-seconds until the smoothed loss reaches a level, geometric means over the runs."""
 
     loss: float
     baseline_gpu_s: float
@@ -181,7 +181,7 @@ class TimeToLoss(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer(JsonObject):
-    """One variant against the baseline; the defaults stand for a variant of which nothing is known yet."""
+    """One variant against the baseline; the defaults mean that nothing is known yet."""
 
     variant: str
     judgement: Judgement
@@ -191,9 +191,9 @@ class Answer(JsonObject):
     """Why the answer says no more, and what to do about it."""
     final_losses: tuple[float, ...] = ()
     """The variant's and the baseline's smoothed losses at the last tokens that both have, geometric means over the
-    runs; empty where nothing could be compared."""
+    runs; empty if nothing could be compared."""
     loss_gap: Interval | None = None
-    """Between these: the variant's loss ÷ the baseline's − 1."""
+    """The variant's final loss ÷ the baseline's − 1."""
     noise_from: NoiseSource = "none"
     gap_curve: GapCurve = GapCurve()
     times: tuple[TimeToLoss, ...] = ()
@@ -209,13 +209,13 @@ class Answer(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate(JsonObject):
-    """What was demanded of every variant, and what was missed."""
+    """What every variant must show, and what was missed."""
 
     max_loss_gap: float | None
     """Relative: 0.005 is 0.5%."""
     min_speedup: float | None
     missed: tuple[str, ...] = ()
-    """One sentence for each demand that was missed; empty: passed."""
+    """One sentence per missed demand; empty if the gate is passed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,16 +235,16 @@ class Comparison(JsonObject):
     obstacles: tuple[Obstacle, ...]
     differences: tuple[Difference, ...]
     unchecked: tuple[str, ...]
-    """What a run does not tell of data, batch, tokenizer and model, in words."""
+    """What is unknown of data, batch, tokenizer and model, in words."""
     figures: tuple[Figures, ...]
-    """One for each variant, the baseline first."""
+    """One per variant, the baseline first."""
     answers: tuple[Answer, ...]
-    """One for each variant but the baseline."""
+    """One per variant except the baseline."""
     methods: tuple[str, ...]
     """How the figures were computed: smoothing, intervals and their assumptions."""
     gate: Gate | None
     verdict: str
-    """The answers' sentences, one a line."""
+    """The answers' sentences, one per line."""
 
 
 def save_comparison(comparison: Comparison, directory: Path) -> Path:
@@ -254,7 +254,7 @@ def save_comparison(comparison: Comparison, directory: Path) -> Path:
 
 
 def write_result(path: Path, text: str) -> Path:
-    """Writes a comparison's file in one piece and returns its path.
+    """Writes a file of a comparison and returns its path.
 
     Raises:
         UserError: It cannot be written.

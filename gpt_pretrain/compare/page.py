@@ -1,9 +1,9 @@
-"""`compare.html`: a comparison as one file that opens offline, on a phone and in print, to show to others.
+"""`compare.html`: a comparison as one file that opens offline, on a phone and in print.
 
-    Comparison → tables in HTML, readable without JavaScript → page.js draws the plots from the JSON beside them
+    Comparison → HTML tables that need no JavaScript → page.js draws the plots from the embedded JSON
 
-plotly.js, by far most of the bytes, is embedded compressed. All text of runs and logs is escaped. A Content Security
-Policy lets the browser load nothing from elsewhere and run these three scripts alone, whatever a log's line may say.
+plotly.js is embedded compressed and is most of the file. All text from runs and logs is escaped. A Content Security
+Policy lets the browser run these scripts only and load nothing, whatever a log contains.
 """
 
 import base64
@@ -16,16 +16,24 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from gpt_pretrain.compare.console import table_of_variants
-from gpt_pretrain.compare.document import FILE_NAME, Comparison, Difference, RunRecord, write_result
-from gpt_pretrain.report.columns import UNKNOWN, format_count, format_share
+from gpt_pretrain.compare.document import (
+    FILE_NAME,
+    Answer,
+    Comparison,
+    Difference,
+    Figures,
+    Interval,
+    RunRecord,
+    write_result,
+)
+from gpt_pretrain.report.columns import UNKNOWN, format_count, format_gib, format_loss, format_share
 from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.report.records import Fp8Tensor
 
 PAGE_NAME = "compare.html"
-# Of losses, times and shares: more than a plot can show, and a third of the bytes.
+# More than a plot can show, in a third of the bytes.
 _DIGITS = 6
-# Fields of an FP8 tensor, and what they are called.
+# Fields of an FP8 tensor and their names on the page.
 _QUANTITIES = {
     "saturated": "saturated",
     "flushed": "flushed to zero",
@@ -42,7 +50,7 @@ def write_page(comparison: Comparison, directory: Path) -> Path:
 
 def build_page(comparison: Comparison) -> str:
     """The page as HTML."""
-    # Takes half a second, and only the page needs it.
+    # Takes half a second.
     from plotly.offline import get_plotlyjs
 
     plotly, script = get_plotlyjs(), _resource("page.js")
@@ -50,7 +58,7 @@ def build_page(comparison: Comparison) -> str:
         f"default-src 'none'; script-src '{_hash(script)}' '{_hash(plotly)}'; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    # The same bytes each time: no time of day in gzip's header.
+    # Without mtime=0, gzip's header would hold the time of day.
     packed = base64.b64encode(gzip.compress(plotly.encode(), 9, mtime=0)).decode()
     title = f"{', '.join(figures.variant for figures in comparison.figures)}: trained side by side"
     return "".join(
@@ -80,13 +88,13 @@ def _hash(script: str) -> str:
 
 
 def _embedded(value: object) -> str:
-    """JSON that no HTML parser takes for the end of its script, or for the beginning of a comment."""
+    """JSON that cannot end its script element or open an HTML comment."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 def plot_data(comparison: Comparison) -> dict[str, object]:
-    """What page.js draws; numbers that are not finite are null: gaps in a line."""
+    """What page.js draws; numbers that are not finite become null, a gap in the line."""
     return {
         "baseline": comparison.baseline,
         "variants": list(dict.fromkeys(run.variant for run in comparison.runs)),
@@ -97,25 +105,24 @@ def plot_data(comparison: Comparison) -> dict[str, object]:
 
 
 def _shown(value: JsonObject, *names: str) -> dict[str, object]:
-    """Fields of an object, all unless some are named, as page.js reads them."""
-    return {name: _plain(getattr(value, name)) for name in names or value.__dataclass_fields__}
+    return {name: _plain(getattr(value, name)) for name in names}
 
 
 def _plain(value: object) -> object:
     if isinstance(value, JsonObject):
-        return _shown(value)
+        return _shown(value, *value.__dataclass_fields__)
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return _number(value) if isinstance(value, float) else value
 
 
 def _observed(comparison: Comparison) -> list[RunRecord]:
-    """The runs with statistics of FP8 tensors."""
+    """The runs with FP8 statistics."""
     return [run for run in comparison.runs if any(record.tensors for record in run.fp8)]
 
 
 def heat_map(run: RunRecord) -> dict[str, object]:
-    """Statistics by kind of tensor, layer and step; null where a step has none."""
+    """FP8 statistics by kind of tensor, layer and step; null for a step without them."""
     records = [record for record in run.fp8 if record.tensors]
     by_place: dict[tuple[str, str], list[Fp8Tensor | None]] = {}
     for index, record in enumerate(records):
@@ -259,6 +266,37 @@ def _appendix(comparison: Comparison) -> Iterator[str]:
 
 
 def _values(comparison: Comparison, difference: Difference, variant: str) -> str:
-    """The values that a variant's runs have, each once: they differ in seeds and microbatches alone."""
+    """The values that a variant's runs have, each once."""
     runs = zip(comparison.runs, difference.values, strict=True)
     return ", ".join(dict.fromkeys(value or UNKNOWN for run, value in runs if run.variant == variant))
+
+
+def table_of_variants(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """The table that console and page show: headings, and one row per variant, the baseline first."""
+    headings = ["variant", "runs", "loss", "gap", "time to loss", "tokens/s per GPU", "memory", "skipped", "FP8"]
+    # The baseline has no answer.
+    answers = (None, *comparison.answers)
+    return headings, [[*_cells(*row)] for row in zip(comparison.figures, answers, strict=True)]
+
+
+def _cells(figures: Figures, answer: Answer | None) -> Iterator[str]:
+    ratio = None if answer is None else answer.throughput_ratio
+    yield figures.variant
+    yield str(figures.num_runs)
+    yield format_loss(figures.last_loss)
+    yield UNKNOWN if answer is None or answer.loss_gap is None else _gap(answer.loss_gap)
+    yield UNKNOWN if answer is None or answer.speedup is None else _speedup(answer.speedup)
+    yield format_count(figures.tokens_per_s_per_gpu) + ("" if ratio is None else f" ({ratio:.2f}×)")
+    yield format_gib(figures.memory_gib)
+    yield UNKNOWN if figures.skipped_steps is None else str(figures.skipped_steps)
+    yield format_share(figures.fp8_share)
+
+
+def _gap(gap: Interval) -> str:
+    width = "" if gap.low is None or gap.high is None else f" ±{50 * (gap.high - gap.low):.2f}%"
+    return f"{100 * gap.value:+.2f}%{width}"
+
+
+def _speedup(ratio: Interval) -> str:
+    ends = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.value:.2f}×{ends}"

@@ -1,11 +1,11 @@
-"""Which runs a comparison trains: variants × seeds, each with a run directory that tells how far it has come.
+"""Which runs a comparison trains: variants × seeds, each in an ordinary run directory.
 
-Run k of every variant has `model.seed` + k, and so the same initial weights, data order and dropout as run k of the
-others: they differ only in the variant. With one seed the baseline runs once more with other microbatches, which only
-changes the order in which sums are rounded; that is the noise a single seed can tell.
+Run k of every variant has `model.seed` + k, hence the same initial weights, data order and dropout as run k of the
+others: they differ only in the variant. With one seed the baseline runs again with other microbatches, which changes
+only how sums are rounded; that is the noise a single seed can show.
 
-A run's directory is like that of any other run. It is finished when its records say so; an unfinished run goes on from
-its newest checkpoint. A directory that was trained with other values is refused rather than taken for an answer.
+A run is finished if its records say so; an unfinished one resumes from its newest checkpoint. A directory whose run had
+other values is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,16 +28,16 @@ from gpt_pretrain.config.derived import data_parallel_size
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
-from gpt_pretrain.config.schema import CompareConfig, Config
-from gpt_pretrain.config.source import Loader, Source
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
+from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.rules.check import config_problems
 
 RUNS = "runs"
-# Sections whose values make a run's losses and times; of the trainer's keys, those that change neither.
-_COUNTING, _IDLE = ("model", "trainer"), ("trainer.max_time", "trainer.hang_timeout")
+# The sections whose values change losses or times, and their keys that change neither.
+_COUNTING, _IDLE = ("model.", "trainer."), ("trainer.max_time", "trainer.hang_timeout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,80 +51,53 @@ class PlannedRun:
     overrides: tuple[str, ...]
     """The whole command line of the run."""
     config: Config
-    """What the variant makes of the command line; seed, microbatches and directory are the run's own."""
     problems: tuple[str, ...]
     """Why the rules about runs, or this machine, refuse to train it."""
 
     @property
     def name(self) -> str:
-        """What people read."""
+        """For people."""
         return f"{self.variant.name}, seed {self.seed}" + (", other microbatches" if self.role == "repeat" else "")
 
     @property
-    def max_steps(self) -> int:
-        """Steps of the whole run."""
-        return self.config.trainer.max_steps
-
-    @property
     def is_finished(self) -> bool:
-        """Whether all steps are done.
-
-        Raises:
-            UserError: The run's records are damaged.
-        """
+        """Whether all steps are done; raises `UserError` if the run's records are damaged."""
         if not metrics_path(self.run_dir).exists():
             return False
         metrics = load_metrics(self.run_dir)
         if metrics.summary is not None:
             return metrics.summary.end_reason == "max_steps"
-        # A run that was killed after its last step would, started again, do nothing and leave no summary either.
-        return bool(metrics.train) and metrics.train[-1].step >= self.max_steps
+        # A run that was killed after its last step would write no summary when started again either.
+        return bool(metrics.train) and metrics.train[-1].step >= self.config.trainer.max_steps
 
 
 def compare_problems(config: Config) -> Iterator[str]:
-    """The rules about `compare` itself; each run checks the rules about runs."""
+    """The rules about the keys of `compare`; `plan_runs` checks each run."""
     compare = config.compare
     if compare.seeds < 1:
         yield f"compare.seeds={compare.seeds} is too small; use 1 or more"
     yield from gate_problems(compare)
     try:
-        if len(_read_variants(compare, config)) == 1:
-            yield "compare.variants has one entry, and nothing to compare it with; put the baseline before it: [bf16,…]"
+        if len(read_variants(config, "compare")) == 1:
+            yield "compare.variants has one entry and nothing to compare it with; put the baseline before it: [bf16,…]"
     except ConfigError as error:
         yield from error.problems
-
-
-def _read_variants(compare: CompareConfig, config: Config) -> list[Variant]:
-    key, repeats = "compare.variants", "compare.seeds"
-    return read_variants(compare.variants, config.benchmark.overrides, key, repeats=repeats, with_bare=False)
-
-
-def find_submission(source: Source, overrides: Sequence[str]) -> Submission | None:
-    """How runs are handed to Slurm, where the command line says `hydra/launcher=slurm`.
-
-    Raises:
-        ConfigError: A key of the launcher is wrong.
-    """
-    launcher = Loader(source).compose(list(overrides)).hydra.launcher
-    return read_submission(launcher) if is_submission(launcher) else None
 
 
 def plan_runs(
     config: Config, source: Source, overrides: Sequence[str], run_dir: Path, submission: Submission | None = None
 ) -> list[PlannedRun]:
-    """The runs in the order of training: all variants of the first seed, then of the next.
+    """The runs in training order: all variants of the first seed, then of the next, to compare as early as possible.
 
-    A comparison that is cut short can then compare what it has. `submission` says how each run is handed to Slurm;
-    None: it runs in processes of this machine.
+    Without a `submission` to Slurm, they run on this machine.
 
     Raises:
-        ConfigError: A variant adds unknown keys, wrong values, or keys that all must share; it changes what losses must
-            share; the baseline breaks a rule about runs.
+        ConfigError: A variant has unknown keys, wrong values or keys that all must share, or makes losses incomparable;
+            or the baseline breaks a rule about runs.
         UserError: A run directory holds a run with other values.
     """
 
     def launch_of(config: Config) -> Launch:
-        """Rank 0 of a run, here or in its job."""
         return launch_here(config) if submission is None else submission.launch
 
     def refuse(variant: Variant, config: Config) -> Iterator[str]:
@@ -132,7 +105,7 @@ def plan_runs(
         if submission is None:
             yield from process_problems(config)
 
-    variants = _read_variants(config.compare, config)
+    variants = read_variants(config, "compare")
     configs = load_variants(variants, source, overrides, refuse)
     incomparable = [problem for variant in variants for problem in _obstacles(variant, configs, variants[0])]
     if incomparable:
@@ -151,7 +124,7 @@ def plan_runs(
             model = replace(model, micro_batch_size=micro_batch_size)
             own.append(f"model.micro_batch_size={micro_batch_size}")
         if not model.fp8 and logging.fp8_statistics_interval is not None:
-            # Meant for the other variants; a run without FP8 refuses it.
+            # Meant for the other variants; the rules refuse it without FP8.
             logging = replace(logging, fp8_statistics_interval=None)
             own.append("logging.fp8_statistics_interval=null")
         loaded = replace(whole, model=model, logging=logging, run_dir=str(path))
@@ -178,30 +151,28 @@ def plan_runs(
 
 
 def _obstacles(variant: Variant, configs: Mapping[Variant, Config], baseline: Variant) -> Iterator[str]:
-    """Settings that a variant must share with the baseline and changes: found here, not after days of training."""
+    """What a variant changes although it must share it with the baseline: found here, not after days of training."""
     ours, theirs = (dict(flatten(config_to_dict(configs[each]))) for each in (variant, baseline))
     for what, keys in IDENTITY.items():
         for key in keys:
             if ours[key] != theirs[key]:
                 yield (
-                    f"{key}={show(ours[key])} makes another {what} than {baseline.name}'s {show(theirs[key])}, and "
-                    f"losses cannot be compared; give it beside compare.variants [{variant.name}]"
+                    f"{key}={show(ours[key])} changes the {what}, so losses cannot be compared with those of "
+                    f"{baseline.name} at {show(theirs[key])}; set it outside of compare.variants [{variant.name}]"
                 )
 
 
 def _other_micro_batch_size(config: Config, world_size: int) -> int | None:
-    """About half the size of the run's microbatches, or twice where they are single samples; None where none fits."""
-    model = config.model
-    size = model.micro_batch_size
-    smaller = [divisor for divisor in range(1, size) if size % divisor == 0]
-    if smaller:
-        return smaller[-1]
-    samples = model.global_batch_size // data_parallel_size(model, world_size)
+    """The largest proper divisor of the microbatch size; for single samples 2, or None if 2 does not fit."""
+    size = config.model.micro_batch_size
+    if size > 1:
+        return max(divisor for divisor in range(1, size) if size % divisor == 0)
+    samples = config.model.global_batch_size // data_parallel_size(config.model, world_size)
     return 2 if samples % 2 == 0 else None
 
 
 def _check_same_values(run: PlannedRun) -> None:
-    """Refuses a directory whose run was trained with other values than this command line's, and names these."""
+    """Refuses a directory whose run has other values than this command line's."""
     saved_path = run.run_dir / "config.yaml"
     if not saved_path.exists():
         return
@@ -219,6 +190,5 @@ def _check_same_values(run: PlannedRun) -> None:
 
 
 def _counting_values(config: Config) -> dict[str, object]:
-    whole = config_to_dict(config)
-    values = dict(flatten({section: whole[section] for section in _COUNTING}))
-    return {key: value for key, value in values.items() if key not in _IDLE}
+    values = flatten(config_to_dict(config))
+    return {key: value for key, value in values if key.startswith(_COUNTING) and key not in _IDLE}

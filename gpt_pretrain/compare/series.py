@@ -1,66 +1,66 @@
-"""From what a log tells, point by point, to a run's record: tokens, GPU-seconds, rates, and bounds on what is read."""
+"""From a log's points to a run's record: tokens, GPU-seconds, rates, and bounds on what is read."""
 
 import math
 import stat
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from gpt_pretrain.compare.document import Curve, Format, RunRecord, Setting
 from gpt_pretrain.compare.statistics import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.report.columns import printable
 from gpt_pretrain.report.records import Fp8Record
 
-# Logs are not ours to trust: beyond these a file is refused, not read.
+# Logs are not to be trusted: files beyond these are refused, not read.
 MAX_BYTES = 1 << 29
 MAX_POINTS = 1_000_000
-# Points of a curve in the document; neighbours of longer ones are averaged.
+# Of a curve in the document; neighbors in longer ones are averaged.
 KEPT_POINTS = 5_000
 _MAX_TEXT = 1_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One logged step; None where the log does not tell."""
+    """One logged step; None is unknown."""
 
     step: int
     loss: float
     samples: int | None = None
     tokens: int | None = None
-    """Seen so far."""
+    """Seen so far, like samples."""
     step_s: float | None = None
-    """Seconds per step since the point before."""
+    """Seconds per step since the previous point."""
     tokens_per_s_per_gpu: float | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Series:
-    """What one log tells of one run, in the order of its lines."""
+    """What a log says about one run."""
 
     source: str
     format: Format
     label: str = ""
-    """What tells the run from the others of its file; empty where it is the only one."""
+    """Names the run in a file of several; otherwise empty."""
     points: list[Point] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
     """Step to loss."""
     settings: dict[str, str] = field(default_factory=dict)
-    """In our keys."""
+    """By our keys."""
     num_gpus: int | None = None
     memory_gib: float | None = None
     skipped_steps: int | None = None
     max_steps: int | None = None
     """Steps of the whole run."""
     starts: list[int] = field(default_factory=list)
-    """Steps after which a process started: the next point has its warm-up."""
+    """Steps after which a process started; the next point includes its warm-up."""
 
     def add(self, point: Point, place: str) -> None:
-        """Adds a point; one at an earlier step replaces all from there on, as a resumed run does.
+        """Adds a point; one at an earlier step, where a run resumed, replaces everything from there on.
 
-        Raises:
-            UserError: There are too many.
+        Raises `UserError` beyond `MAX_POINTS`.
         """
         if self.points and point.step <= self.points[-1].step:
             while self.points and self.points[-1].step >= point.step:
@@ -71,11 +71,10 @@ class Series:
             raise UserError(f"{place}: more than {MAX_POINTS:,} logged steps; log fewer, or cut the file")
 
     def build(self) -> RunRecord:
-        """The record; its name, variant and role follow later from what tells it from other runs."""
-        points = self.points
+        """The record; comparing it with other runs later gives it its name, variant and role."""
         tokens = self._tokens()
         rates = self._gpu_s_per_step(tokens)
-        steps = tuple(point.step for point in points)
+        steps = tuple(point.step for point in self.points)
         per_s = None
         if rates and tokens:
             # Tokens of a step over the GPU-seconds of the median step.
@@ -83,12 +82,12 @@ class Series:
             per_s = per_step / statistics.median(rates) * self.num_gpus if self.num_gpus else None
         training = Curve(
             steps=steps,
-            losses=tuple(point.loss for point in points),
+            losses=tuple(point.loss for point in self.points),
             tokens=tokens,
             gpu_seconds=accumulated(steps, rates),
         )
         return RunRecord(
-            name=printable(self.label),
+            name=_shown(self.label),
             variant="",
             role="seed",
             seed=read_seed(self.settings),
@@ -101,30 +100,25 @@ class Series:
             tokens_per_s=per_s,
             memory_gib=self.memory_gib,
             skipped_steps=self.skipped_steps,
-            fp8_share=None,
             fp8=(),
             configuration=as_settings(self.settings),
-            versions=None,
-            command=None,
         )
 
     def _tokens(self) -> tuple[int, ...]:
-        """Tokens at each point, as logged or from samples or steps; empty where some are not known."""
+        """Tokens at each point, as logged or from samples or steps; empty if some are unknown."""
         length = read_number(self.settings.get("model.encoder_seq_length"))
         batch = read_number(self.settings.get("model.global_batch_size"))
-        told = [
-            point.tokens
-            if point.tokens is not None
-            else _times(point.samples, length)
-            if point.samples is not None
-            else _times(_times(point.step, batch), length)
-            for point in self.points
-        ]
-        known = [each for each in told if each is not None]
-        return tuple(known) if len(known) == len(told) else ()
+        tokens = []
+        for point in self.points:
+            samples = _times(point.step, batch) if point.samples is None else point.samples
+            seen = _times(samples, length) if point.tokens is None else point.tokens
+            if seen is None:
+                return ()
+            tokens.append(seen)
+        return tuple(tokens)
 
     def _gpu_s_per_step(self, tokens: Sequence[int]) -> list[float]:
-        """GPU-seconds per step at each point, the warm-up of each start at the pace of the others; empty if unknown."""
+        """GPU-seconds per step at each point, with warm-ups at the median pace; empty if unknown."""
         rates: list[float | None] = []
         for index, (before, point) in enumerate(pairwise(self.points), start=1):
             if point.tokens_per_s_per_gpu and tokens:
@@ -140,7 +134,7 @@ class Series:
         if not usual or len(known) < len(rates):
             return []
         pace = statistics.median(usual)
-        # The first point has the warm-up of the first start.
+        # The first point includes the warm-up of the first start.
         return [pace, *(pace if index in warm_ups else rate for index, rate in enumerate(known, start=1))]
 
 
@@ -149,75 +143,68 @@ def _times[Number: (int, float)](value: Number | None, factor: Number | None) ->
 
 
 def read_number(text: str | None) -> int | None:
-    """A whole number above zero, if it is one."""
+    """A positive whole number; None if the text is not one."""
     # Python refuses to read very many digits.
     return int(text) if text is not None and text.isdecimal() and len(text) < 12 and int(text) > 0 else None
 
 
 def read_seed(settings: Mapping[str, str]) -> int | None:
-    """The seed, if it is known."""
+    """The seed, if known."""
     text = settings.get("model.seed", "")
     return int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
 
 
-def printable(text: str) -> str:
-    """A log's text as it may be shown: it must not steer the terminal, nor fill the screen."""
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:_MAX_TEXT])
-    return f"{shown}…" if len(text) > _MAX_TEXT else shown
+def _shown(text: str) -> str:
+    return printable(text[:_MAX_TEXT]) + ("…" if len(text) > _MAX_TEXT else "")
 
 
 def as_settings(values: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Key and value, as the document has them."""
-    return tuple(Setting(key=printable(key), value=printable(value)) for key, value in values.items())
+    """Settings in the document's form."""
+    return tuple(Setting(key=_shown(key), value=_shown(value)) for key, value in values.items())
 
 
 def previous_step(steps: Sequence[int]) -> int:
-    """The step before the first point's interval: as far back as the next point is ahead, and not before the start."""
+    """The step before the first point's interval: as far back as the next point is ahead, but at least step 0."""
     spacing = steps[1] - steps[0] if len(steps) > 1 else 1
-    # A log that begins at step 0 counts steps begun, not done.
+    # A log whose first step is 0 counts started steps, not finished ones.
     return max(steps[0] - spacing, min(0, steps[0] - 1))
 
 
 def accumulated(steps: Sequence[int], gpu_s_per_step: Sequence[float]) -> tuple[float, ...]:
-    """GPU-seconds from the start of training to each point."""
+    """GPU-seconds from the start of training to each point; empty without rates."""
     if not gpu_s_per_step:
         return ()
-    total, sums, before = 0.0, [], previous_step(steps)
-    for step, rate in zip(steps, gpu_s_per_step, strict=True):
-        total += (step - before) * rate
-        sums.append(total)
-        before = step
-    return tuple(sums)
+    intervals = pairwise([previous_step(steps), *steps])
+    seconds = ((step - before) * rate for (before, step), rate in zip(intervals, gpu_s_per_step, strict=True))
+    return tuple(accumulate(seconds))
 
 
 def validated(losses: Mapping[int, float], training: Curve) -> Curve:
-    """Validation losses by step, with the tokens and GPU-seconds that the training curve has at those steps."""
+    """Validation losses by step, with tokens and GPU-seconds interpolated from the training curve."""
     steps, begin = sorted(losses), previous_step(training.steps)
     positions = [begin, *training.steps]
-    tokens: list[float] = []
-    if training.tokens:
-        first = training.tokens[0] * begin / training.steps[0] if begin > 0 else 0
-        tokens = [interpolate(positions, [first, *training.tokens], step) for step in steps]
-    seconds: list[float] = []
-    if training.gpu_seconds:
-        seconds = [interpolate(positions, [0, *training.gpu_seconds], step) for step in steps]
+
+    def at_steps(first: float, values: Sequence[float]) -> list[float]:
+        return [interpolate(positions, [first, *values], step) for step in steps] if values else []
+
+    first_tokens = training.tokens[0] * begin / training.steps[0] if training.tokens and begin > 0 else 0
     return Curve(
         steps=tuple(steps),
         losses=tuple(losses[step] for step in steps),
-        tokens=tuple(map(round, tokens)),
-        gpu_seconds=tuple(seconds),
+        tokens=tuple(map(round, at_steps(first_tokens, training.tokens))),
+        gpu_seconds=tuple(at_steps(0, training.gpu_seconds)),
     )
 
 
 def thinned(curve: Curve) -> Curve:
-    """At most `KEPT_POINTS` points: the mean loss of as many neighbours, at the last one's place."""
+    """At most `KEPT_POINTS` points, each the mean loss of as many neighbors at the last one's step."""
     per_point = math.ceil(len(curve.steps) / KEPT_POINTS)
     if per_point <= 1:
         return curve
     ends = [*range(per_point, len(curve.steps), per_point), len(curve.steps)]
 
     def mean(losses: Sequence[float]) -> float:
-        """Of the finite losses: one skipped step does not spoil its neighbours. Not finite where none is."""
+        # One skipped step must not spoil its neighbors.
         finite = list(filter(math.isfinite, losses))
         return statistics.fmean(finite) if finite else losses[-1]
 
@@ -230,18 +217,14 @@ def thinned(curve: Curve) -> Curve:
 
 
 def thinned_records(records: Sequence[Fp8Record]) -> tuple[Fp8Record, ...]:
-    """At most 60 steps of FP8 statistics, evenly spread, the last among them."""
+    """At most 60 steps of FP8 statistics, evenly spread and including the last."""
     with_tensors = [record for record in records if record.tensors]
     every = math.ceil(len(with_tensors) / 60) or 1
     return tuple(reversed(with_tensors[::-1][::every]))
 
 
 def check_size(path: Path) -> None:
-    """Refuses a file that is too large to be read, and anything else than a file: reading a pipe would wait.
-
-    Raises:
-        UserError: It is one of these, or cannot be read at all.
-    """
+    """Raises `UserError` for what cannot be read, is too large, or is no regular file: reading a pipe would block."""
     try:
         status = path.stat()
         if stat.S_ISREG(status.st_mode):
@@ -253,8 +236,3 @@ def check_size(path: Path) -> None:
     if status.st_size > MAX_BYTES:
         size, most = format_bytes(status.st_size), format_bytes(MAX_BYTES)
         raise UserError(f"{path} has {size}; at most {most} are read, so cut it")
-
-
-def first_known(names: Iterable[str], values: Mapping[str, str]) -> str | None:
-    """The first of several names that a log uses."""
-    return next((name for name in names if name in values), None)

@@ -1,11 +1,11 @@
-"""Where runs come from: any directory or file, recognised by what it holds, never by its name.
+"""Where runs come from: any directory or file, recognized by its content, never by its name.
 
-    directory   metrics.jsonl: one of our runs; compare.json: those of a comparison; TensorBoard's files: a run a folder
-    file        a copy of metrics.jsonl or compare.json, one event file, what Megatron-LM, NeMo or torchtitan printed,
+    directory   metrics.jsonl: one of our runs; compare.json: a comparison's runs; event files: one run per folder
+    file        a copy of metrics.jsonl or compare.json, one event file, the output of Megatron-LM, NeMo or torchtitan,
                 an exported table
 
-Then each run gets a name, and our runs that differ only in seeds or microbatches become one variant. Our runs are read
-here, finished or not, from any machine. Their configuration is read as plain values: earlier versions had other keys.
+Then each run gets a name, and our runs that differ only in seed or microbatch size become one variant. Our own runs,
+finished or not, are read here. Their configuration is read as plain values because earlier versions had other keys.
 """
 
 import math
@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from gpt_pretrain.compare.comparability import variant_settings
 from gpt_pretrain.compare.console_logs import read_console_log
-from gpt_pretrain.compare.document import FILE_NAME, Curve, Role, RunRecord, load_comparison
+from gpt_pretrain.compare.document import FILE_NAME, Curve, RunRecord, load_comparison
 from gpt_pretrain.compare.series import (
     accumulated,
     as_settings,
@@ -35,7 +34,7 @@ from gpt_pretrain.compare.series import (
 )
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.files import check_yaml, read_foreign_text
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.launch.run_dir import check_run_lock
@@ -47,24 +46,21 @@ _FILES = (
     "that W&B or MLflow exported as CSV"
 )
 _METRICS = "metrics.jsonl"
-# Runs that a message names as the way out.
+# Runs that a message suggests.
 _SHOWN = 5
 
 
 def read_runs(places: Sequence[str]) -> list[RunRecord]:
-    """Reads every run of the directories and files, in their order, and names runs and variants.
+    """Reads the runs of directories and files, in this order, and names runs and variants.
 
-    Raises:
-        UserError: One is missing, damaged, given twice, or holds no run; says what was expected.
+    Raises `UserError` if a place is missing, damaged, given twice, or holds no run.
     """
     given: dict[Path, str] = {}
     for place in places:
         resolved = Path(place).resolve()
-        if resolved in given:
-            both = (
-                f"{place} stands twice" if given[resolved] == place else f"{given[resolved]} and {place} are one place"
-            )
-            raise UserError(f"runs: {both}, and a run differs in nothing from itself; give each run once")
+        if (other := given.get(resolved)) is not None:
+            what = f"{place} is given twice" if other == place else f"{other} and {place} are the same"
+            raise UserError(f"runs: {what}; give each run once")
         given[resolved] = place
     return _named([_read(Path(place)) for place in places])
 
@@ -83,9 +79,9 @@ def _read_directory(place: Path) -> list[RunRecord]:
         return [read_run_dir(place)]
     if (place / FILE_NAME).exists():
         return [*load_comparison(place / FILE_NAME).runs]
-    # Before event files, which our runs also have: read as those, a folder of runs would lose their configurations.
+    # Before event files, which our runs also have: read from those, the runs would lose their configurations.
     if below := sorted(path.parent for depth in range(1, MAX_DEPTH) for path in place.glob("*/" * depth + _METRICS)):
-        raise UserError(f"runs: {place} is a folder of runs, and no run; give the runs in it: {_as_argument(below)}")
+        raise UserError(f"runs: {place} is a folder of runs, not a run; give the runs in it: {_as_argument(below)}")
     if events := find_event_files(place):
         return [series.build() for series in read_event_files(place, events)]
     raise UserError(
@@ -94,7 +90,7 @@ def _read_directory(place: Path) -> list[RunRecord]:
 
 
 def _as_argument(places: Sequence[Path]) -> str:
-    """The first few places as the command line takes them."""
+    """The first few places in the command line's form."""
     shown = [f'"{place}"' if re.search(r"[^\w./+-]", str(place)) else str(place) for place in places[:_SHOWN]]
     more = len(places) - len(shown)
     return f"runs=[{','.join(shown)}]" + (f" and {more} more" if more else "")
@@ -113,46 +109,47 @@ def _read_file(place: Path) -> list[RunRecord]:
     # Every event file begins with this version.
     if b"brain.Event:" in start[:64]:
         found = read_event_files(place, [place])
-    elif (log := read_console_log(place)) is not None:
+    elif log := read_console_log(place):
         found = [log]
     else:
-        found = read_table(place) or []
+        found = read_table(place)
     if not found:
         raise UserError(f"runs: {place}:1: no run in it; expected {_FILES}")
     return [series.build() for series in found]
 
 
 def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
-    """Gives every run of every place its variant, its role, and a name that no other has."""
-    runs = [run for at_place in places for run in at_place]
-    groups: dict[tuple[object, ...], list[RunRecord]] = {}
+    """Gives every run of every place its variant, its role and a unique name."""
+    keyed: list[tuple[RunRecord, tuple[object, ...]]] = []
     for place, at_place in enumerate(places):
         for index, run in enumerate(at_place):
-            # Runs of a comparison have variants already, which mean other settings in another comparison.
-            first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
-            # Two logs with the same name are two variants: their places tell them apart.
+            # Two logs of the same name are two variants.
             key: tuple[object, ...] = (run.variant, place, None if run.variant else index)
             if run.format == "gpt_pretrain" and run.configuration:
+                # The runs of a comparison have variants; another comparison may use the same name for other settings.
+                first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
                 key = (run.variant, *sorted(variant_settings(first).items()))
-            groups.setdefault(key, []).append(run)
-    names = _variant_names([members[0] for members in groups.values()])
-    variants = {id(run): name for name, members in zip(names, groups.values(), strict=True) for run in members}
+            keyed.append((run, key))
+    firsts: dict[tuple[object, ...], RunRecord] = {}
+    for run, key in keyed:
+        firsts.setdefault(key, run)
+    variants = dict(zip(firsts, _variant_names([*firsts.values()]), strict=True))
+    sizes = Counter(variants[key] for _, key in keyed)
     seeds: set[tuple[str, int | None]] = set()
     named: list[RunRecord] = []
-    sizes = Counter(variants.values())
-    for run in runs:
-        variant = variants[id(run)]
+    for run, key in keyed:
+        variant = variants[key]
         repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
         seeds.add((variant, run.seed))
         name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}" + " again" * repeats
-        # Runs of a comparison have names and roles, too.
+        # The runs of a comparison have names and roles, too.
         given = run.name if run.variant == variant else name
         named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))
     return [replace(run, name=name) for run, name in zip(named, _numbered([run.name for run in named]), strict=True)]
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """The names, with a number behind one that was there before."""
+    """The names, numbered where they repeat."""
     taken: Counter[str] = Counter()
     unique = []
     for name in names:
@@ -162,7 +159,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
-    """What each variant is called, given its first run: its precision, and what else differs from its namesakes."""
+    """A name for each variant, given its first run: the precision, and what else distinguishes it from namesakes."""
     plain = [_plain_name(run) for run in firsts]
     names = []
     for run, name in zip(firsts, plain, strict=True):
@@ -188,63 +185,53 @@ def _plain_name(run: RunRecord) -> str:
 
 
 def _read_config(path: Path) -> dict[str, str]:
-    """Every dotted key with its value as YAML has it; nothing where there is no file. A damaged one is an error."""
+    """Every dotted key with its value as YAML text; empty if the file is missing."""
     try:
         check_yaml(path)
         content = yaml.safe_load(read_foreign_text(path))
         if not isinstance(content, dict):
             raise yaml.YAMLError("it holds no keys")
-        settings = {key: _written(value) for key, value in flatten(content)}
+        settings = {
+            key: show(value) if value is None or isinstance(value, bool) else str(value)
+            for key, value in flatten(content)
+        }
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not the configuration of a run: {error}; restore it, or remove it") from error
-    return _resolved(settings)
+    return _with_widths(settings)
 
 
-def _written(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _with_widths(settings: dict[str, str]) -> dict[str, str]:
+    """The settings with the widths that null stands for, because other codes log the numbers."""
+    hidden, heads = (read_number(settings.get(key)) for key in ("model.hidden_size", "model.num_attention_heads"))
+    if hidden is None or heads is None:
+        return settings
+    implied = {
+        "model.ffn_hidden_size": str(4 * hidden),
+        "model.num_query_groups": str(heads),
+        "model.kv_channels": str(hidden // heads),
+    }
+    return settings | {key: value for key, value in implied.items() if settings.get(key) == "null"}
 
 
-def _resolved(settings: dict[str, str]) -> dict[str, str]:
-    """The settings with the widths that null stands for, to compare them with a log that tells them."""
-    model = {key.removeprefix("model."): value for key, value in settings.items()}
-    hidden, heads = (read_number(model.get(key)) for key in ("hidden_size", "num_attention_heads"))
-    if hidden is not None and heads is not None:
-        implied = {
-            "ffn_hidden_size": str(4 * hidden),
-            "num_query_groups": str(heads),
-            "kv_channels": str(hidden // heads),
-        }
-        settings |= {f"model.{key}": value for key, value in implied.items() if model.get(key) == "null"}
-    return settings
+def read_run_dir(place: Path) -> RunRecord:
+    """Reads a run from its directory, or from a copy of its `metrics.jsonl`; name and variant are still empty.
 
-
-def read_run_dir(
-    place: Path, *, name: str = "", variant: str = "", role: Role = "seed", seed: int | None = None
-) -> RunRecord:
-    """Reads a run from its directory, or from a copy of its `metrics.jsonl` alone.
-
-    A name, variant or seed that is not given here follows later from what tells the runs apart.
-
-    Raises:
-        UserError: A file is missing or damaged, or no training step was logged.
+    Raises `UserError` if a file is missing or damaged, or no training step was logged.
     """
     path = metrics_path(place) if place.is_dir() else place
     check_size(path)
     metrics = load_records(path)
     if not metrics.train:
         raise UserError(f"{path} has no record of kind train; expected one every trainer.log_every_n_steps steps")
-    # Beside a copy under another name lie the files of other runs.
+    # The files beside a copy under another name belong to other runs.
     is_copy = metrics_path(path.parent) != path
     settings = {} if is_copy else _read_config(path.parent / "config.yaml")
     train = metrics.train
     gpus = max(1, round(train[-1].tokens_per_s / train[-1].tokens_per_s_per_gpu)) if _has_rates(metrics) else None
     steps = tuple(record.step for record in train)
     last = metrics.starts[-1] if metrics.starts else None
-    memory = [record.memory_gib for record in train if record.memory_gib is not None]
     training = Curve(
         steps=steps,
         losses=tuple(record.loss for record in train),
@@ -252,10 +239,10 @@ def read_run_dir(
         gpu_seconds=() if gpus is None else accumulated(steps, [gpus * s for s in _seconds_per_step(metrics)]),
     )
     return RunRecord(
-        name=name,
-        variant=variant,
-        role=role,
-        seed=read_seed(settings) if seed is None else seed,
+        name="",
+        variant="",
+        role="seed",
+        seed=read_seed(settings),
         source=str(place),
         format="gpt_pretrain",
         state=_state(path, metrics),
@@ -263,7 +250,7 @@ def read_run_dir(
         training=thinned(training),
         validation=validated({record.step: record.loss for record in metrics.validation}, training),
         tokens_per_s=mean_tokens_per_s(metrics) if gpus is not None else None,
-        memory_gib=max(memory, default=None),
+        memory_gib=max((record.memory_gib for record in train if record.memory_gib is not None), default=None),
         skipped_steps=len(metrics.skipped_steps),
         fp8_share=None if metrics.fp8_coverage is None else metrics.fp8_coverage.gemm_flops_share,
         fp8=thinned_records(metrics.fp8),
@@ -279,12 +266,11 @@ def _has_rates(metrics: Metrics) -> bool:
 
 
 def _seconds_per_step(metrics: Metrics) -> list[float]:
-    """At each record; the warm-up of a start, and a rewind, count at the pace of the other steps."""
-    restarts = [restart.step for restart in (*metrics.starts, *metrics.rewinds)]
-    first_after = {next((record.step for record in metrics.train if record.step > step), 0) for step in restarts}
-    usual = [record.step_time_s for record in metrics.train if record.step not in first_after]
+    """At each record; the first one after a start or rewind counts as the median of the others."""
+    warm_ups = metrics.warm_up_steps()
+    usual = [record.step_time_s for record in metrics.train if record.step not in warm_ups]
     pace = statistics.median(usual or [record.step_time_s for record in metrics.train])
-    return [pace if record.step in first_after else record.step_time_s for record in metrics.train]
+    return [pace if record.step in warm_ups else record.step_time_s for record in metrics.train]
 
 
 def _state(path: Path, metrics: Metrics) -> str:
@@ -292,9 +278,9 @@ def _state(path: Path, metrics: Metrics) -> str:
         reason = metrics.summary.end_reason
         return "finished" if reason == "max_steps" else f"ended early: {reason}"
     try:
-        # A run that was killed leaves its lock, but no living process that holds it.
+        # A killed run leaves its lock, but no living process that holds it.
         check_run_lock(path.parent)
     except (UserError, OSError):
-        # A directory that cannot be written, as another user's, does not tell how old its lock is.
+        # The age of a lock is unknown in a directory that we cannot write, such as another user's.
         return "running"
     return "ended without a summary"

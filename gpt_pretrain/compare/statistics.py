@@ -1,12 +1,12 @@
 """The statistics of a comparison: smoothing, Student's t intervals, and the noise of a run against itself.
 
-Losses and times are compared as logarithms: their difference is the logarithm of a ratio, so a gap of 1% means the same
-at a loss of 3 and at one of 9, and an interval of a ratio never reaches zero. All intervals are two-sided and assume
-that the logarithms of the runs' values are independent and normal; no p-value is computed.
+Losses and times are compared as logarithms. Their difference is the logarithm of a ratio, so a gap of 1% means the same
+at a loss of 3 and of 9, and the interval of a ratio never reaches zero. All intervals are two-sided and assume that the
+logarithms of the runs' values are independent and normal. No p-value is computed.
 
     several seeds on both sides, the same seeds   Student's paired t (Student 1908): seeds share weights and data order;
                                                   with further variants of these seeds, randomized blocks (Fisher 1935)
-    several seeds on both sides, others           Welch's t (Welch 1947), which lets both sides vary differently
+    several seeds on both sides, different ones   Welch's t (Welch 1947), which lets both sides vary differently
     several seeds on one side                     Student's t with that side's variance for both
     one seed, and a repeat of the baseline        batch means (Conway 1963) of the repeat's loss over the baseline's
 """
@@ -22,20 +22,20 @@ from statistics import NormalDist, fmean, variance
 CONFIDENCE = 0.95
 # Windows of a repeat's second half whose mean differences count as independent.
 NUM_BATCHES = 10
-# Parts of an integral, an even number.
+# Of Simpson's rule; even.
 _NUM_PARTS = 512
 
 
 @cache
 def t_quantile(confidence: float, freedom: float) -> float:
-    """How many standard errors a two-sided Student interval reaches, to nine digits.
+    """Half width of a two-sided Student interval in standard errors, to nine digits.
 
-    `confidence` is between 0 and 1; the degrees of `freedom` are 1 or more, whole or not.
+    The degrees of `freedom` are at least 1 and need not be whole.
     """
     # With T = √ν·tan θ the density of θ is a power of its cosine (Abramowitz & Stegun 26.7):
     # P(|T| ≤ t) = 2Γ((ν+1)/2) / (√π·Γ(ν/2)) · ∫ cos^(ν−1) θ dθ, from 0 to atan(t/√ν).
     front = 2 * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    # P is concave, so Newton's method rises to the quantile from the normal distribution's, which lies below.
+    # P is concave, so Newton's method rises to the quantile from the normal distribution's, which is below it.
     t, step = NormalDist().inv_cdf((1 + confidence) / 2), math.inf
     while step > 1e-12 * t:
         width = math.atan(t / math.sqrt(freedom)) / _NUM_PARTS
@@ -49,17 +49,17 @@ def t_quantile(confidence: float, freedom: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A difference of means, and the half width of its confidence interval; None where nothing tells the noise."""
+    """A difference of means and the half width of its confidence interval; None if the noise is unknown."""
 
     value: float
     half_width: float | None
 
 
 def _residual_variance(variants: Sequence[Sequence[float]]) -> tuple[float, int]:
-    """What neither the variant nor the seed explains, and its degrees of freedom: an analysis of variance in blocks.
+    """The variance that neither variant nor seed explains, and its degrees of freedom (randomized blocks).
 
-    Each of the two or more variants has one value for each of the same two or more seeds. All count as equally noisy.
-    For two of them, the variance is half that of their differences, seed by seed.
+    Each variant has one value per seed, all with the same seeds; all count as equally noisy. For two variants it is
+    half the variance of their differences, seed by seed.
     """
     seeds = list(map(fmean, zip(*variants, strict=True)))
     mean = fmean(seeds)
@@ -75,13 +75,10 @@ def _residual_variance(variants: Sequence[Sequence[float]]) -> tuple[float, int]
 def difference(
     ours: Sequence[float], theirs: Sequence[float], *, paired: bool, beside: Sequence[Sequence[float]] = ()
 ) -> Estimate:
-    """The mean of `ours` less that of `theirs`, with the interval of the module's table.
+    """The mean of `ours` minus that of `theirs`, one value per run, with the interval of the module's table.
 
-    Args:
-        ours: One value for each run, at least one.
-        theirs: Likewise; where `paired`, each shares its seed with that of ours in the same place.
-        paired: Whether they share their seeds.
-        beside: Values of further variants, in the same order of seeds; where `paired`, they tell the noise, too.
+    If `paired`, both have the same seeds in the same order, and so have the further variants in `beside`, which help
+    to estimate the noise.
     """
     value = fmean(ours) - fmean(theirs)
     if paired:
@@ -103,10 +100,10 @@ def difference(
 
 
 def noise_of(differences: Sequence[float]) -> float:
-    """How far a run lies from itself: the half width for one difference whose true value is zero.
+    """How far a run is from its repeat: the half width for one difference whose true value is zero.
 
-    The `differences` are between a run and its repeat, one for each window. They count as independent; where they last
-    longer than a window, the noise comes out too small.
+    `differences` has one per window and counts them as independent. If they last longer than a window, the noise comes
+    out too small.
     """
     return t_quantile(CONFIDENCE, len(differences)) * math.sqrt(fmean(each * each for each in differences))
 
@@ -114,9 +111,9 @@ def noise_of(differences: Sequence[float]) -> float:
 class Smoothed:
     """A loss curve averaged over a window: at x, the mean of the loss from x − window/2 to x + window/2.
 
-    A logged loss counts for everything since the point before, so curves that were logged at different intervals are
-    averaged over the same tokens. The two or more `points` are rising positions (tokens or steps) with their losses;
-    `window` has the unit of the positions.
+    A logged loss counts for everything since the previous point, so curves with different logging intervals average
+    over the same tokens. `points` are two or more rising positions (tokens or steps) with their losses; `window` has
+    the unit of the positions.
     """
 
     def __init__(self, points: Sequence[tuple[float, float]], window: float) -> None:
@@ -125,16 +122,8 @@ class Smoothed:
         for (before, x), (_, loss) in zip(pairwise(self._edges), points, strict=True):
             self._sums.append(self._sums[-1] + (x - before) * loss)
         self._half = window / 2
-
-    @property
-    def start(self) -> float:
-        """The first position around which there is a whole window."""
-        return self._edges[0] + self._half
-
-    @property
-    def end(self) -> float:
-        """The last one."""
-        return self._edges[-1] - self._half
+        # The positions with a whole window around them.
+        self.start, self.end = self._edges[0] + self._half, self._edges[-1] - self._half
 
     def at(self, x: float) -> float:
         """The smoothed loss at a position from `start` to `end`."""
@@ -144,10 +133,9 @@ class Smoothed:
         return interpolate(self._edges, self._sums, x)
 
     def first_at(self, level: float, grid: Sequence[float]) -> float | None:
-        """The first position at which the smoothed loss has come down to a level.
+        """The first position at which the smoothed loss is down to a level, by linear interpolation on a rising grid.
 
-        It looks at the rising positions of `grid`, and takes the loss between two of them as a line. None where the
-        loss stays above the level, or is below it from the beginning.
+        None if the loss stays above the level, or is not above it at the start.
         """
         above = self.at(grid[0])
         if above <= level:
@@ -161,7 +149,7 @@ class Smoothed:
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """The line through the points at `x`, level beyond the first and the last; where xs repeat, the later counts."""
+    """Linear interpolation at `x`, constant beyond both ends; of equal xs the last counts."""
     if x <= xs[0]:
         return ys[0] if x < xs[0] else ys[bisect_right(xs, x) - 1]
     if x >= xs[-1]:

@@ -1,25 +1,25 @@
-"""Metrics by name and step: TensorBoard's event files, and tables that W&B, MLflow or a script exported.
+"""Metrics by name and step: TensorBoard's event files, and tables exported by W&B, MLflow or a script.
 
     W&B      a chart's export: `"Step","RUN - train/loss","RUN - train/loss__MIN",…`, several runs side by side
-    MLflow   a chart's export: `"Run","Run ID","metric","step","timestamp","value"`, one row a value
-    others   one run: a column of steps, and columns that are named like a metric of a known code
+    MLflow   a chart's export: `"Run","Run ID","metric","step","timestamp","value"`, one value per row
+    others   one run: a column of steps, and columns with the names of known metrics
 
-Metrics are recognised by their names: `_NAMES` has those of our runs, Megatron-LM, NeMo, torchtitan, transformers and
-nanoGPT.
+`_NAMES` has the metrics' names in our runs, Megatron-LM, NeMo, torchtitan, transformers and nanoGPT.
 """
 
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
 from gpt_pretrain.compare.document import Format
-from gpt_pretrain.compare.series import MAX_BYTES, MAX_POINTS, Point, Series, check_size, first_known
+from gpt_pretrain.compare.series import MAX_BYTES, MAX_POINTS, Point, Series, check_size
 from gpt_pretrain.config.errors import UserError, format_bytes
 
 type Columns = dict[str, dict[int, float]]
-"""Metric to its values by step."""
+"""Metric → step → value."""
 type Rows = Iterator[tuple[int, list[str]]]
 """The number of a row's last line in the file, and its cells."""
 
@@ -54,15 +54,14 @@ _NAMES = {
 }
 _STEPS = ("step", "_step", "global_step", "trainer/global_step", "train/global_step", "iteration", "iter")
 _MAX_FILES, MAX_DEPTH, _MAX_COLUMNS = 1000, 4, 10_000
-EVENTS = "*tfevents*"
+_EVENTS = "*tfevents*"
 _EXPECTED = f"a column of steps ({', '.join(_STEPS[:3])}, …) and one of losses ({', '.join(_NAMES['loss'])})"
 
 
 def _column(columns: Columns, what: str) -> dict[int, float]:
-    """The column of a measurement, whatever it is called; empty where there is none."""
-    by_lower = {name.lower(): name for name in columns}
-    name = first_known((each.lower() for each in _NAMES[what]), by_lower)
-    return {} if name is None else columns[by_lower[name]]
+    """The column of a measurement under any of its names; empty without one."""
+    by_lower = {name.lower(): column for name, column in columns.items()}
+    return next((by_lower[name.lower()] for name in _NAMES[what] if name.lower() in by_lower), {})
 
 
 def _series(columns: Columns, source: Path, format_: Format, label: str = "") -> Series | None:
@@ -106,33 +105,23 @@ def _positive(value: float | None) -> float | None:
 
 
 def find_event_files(directory: Path) -> list[Path]:
-    """TensorBoard's files in a directory and the folders in it.
-
-    Raises:
-        UserError: There are too many.
-    """
-    found = []
-    for depth in range(MAX_DEPTH):
-        for path in directory.glob("*/" * depth + EVENTS):
-            found.append(path)
-            if len(found) > _MAX_FILES:
-                raise UserError(f"{directory} has more than {_MAX_FILES} event files; give one run's folder")
-    return sorted(found)
+    """TensorBoard's files in a directory and the folders in it; raises `UserError` if there are too many."""
+    paths = (path for depth in range(MAX_DEPTH) for path in directory.glob("*/" * depth + _EVENTS))
+    found = sorted(islice(paths, _MAX_FILES + 1))
+    if len(found) > _MAX_FILES:
+        raise UserError(f"{directory} has more than {_MAX_FILES} event files; give one run's folder")
+    return found
 
 
 def read_event_files(directory: Path, paths: Sequence[Path]) -> list[Series]:
-    """The runs of TensorBoard's files, one a folder, as TensorBoard itself sees them.
-
-    Raises:
-        UserError: A file is too large, or none has a loss.
-    """
+    """The runs of TensorBoard's files, one per folder; raises `UserError` if files are too large or none has a loss."""
     for path in paths:
         check_size(path)
     if sum(path.stat().st_size for path in paths) > MAX_BYTES:
         raise UserError(f"{directory}: its event files have more than {format_bytes(MAX_BYTES)}; give one run's folder")
     found = []
     names: set[str] = set()
-    # Writers such as add_scalars make a folder for each tag; those folders are no runs.
+    # Writers such as add_scalars create a folder per tag; those without a loss are not runs.
     for place in dict.fromkeys(path.parent for path in paths) if directory.is_dir() else paths:
         columns = _event_columns(place)
         names |= set(columns)
@@ -158,12 +147,12 @@ def _event_columns(place: Path) -> Columns:
         EventAccumulator,
     )
 
-    # 0 keeps all; of pictures and histograms one is enough.
+    # 0 keeps everything; one image or histogram is enough.
     events = EventAccumulator(str(place), {**dict.fromkeys(DEFAULT_SIZE_GUIDANCE, 1), SCALARS: 0, TENSORS: 0})
     events.Reload()
-    columns: Columns = {}
-    for tag in events.Tags()["scalars"]:
-        columns[tag] = {int(event.step): float(event.value) for event in events.Scalars(tag)}
+    columns: Columns = {
+        tag: {int(event.step): float(event.value) for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]
+    }
     # TensorFlow 2's writers store scalars as tensors of one number.
     for tag in events.Tags()["tensors"]:
         numbers = {}
@@ -177,28 +166,27 @@ def _event_columns(place: Path) -> Columns:
     return columns
 
 
-def read_table(path: Path) -> list[Series] | None:
-    """The runs of an exported table; None where the file's first line is no heading of one.
+def read_table(path: Path) -> list[Series]:
+    """The runs of an exported table; empty if the first line is not its heading.
 
-    Raises:
-        UserError: A row is damaged, or no column is a loss; names the file, the line and what was expected.
+    Raises `UserError` if a row is damaged or no column is a loss.
     """
     check_size(path)
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)
-        # A row spans several lines where a cell in quotes does.
+        # A quoted cell may span several lines.
         rows = ((reader.line_num, row) for row in reader)
         try:
             _, heading = next(rows, (0, []))
             lower = [name.strip().lower() for name in heading]
             if not 2 <= len(heading) <= _MAX_COLUMNS:
-                return None
+                return []
             if {"metric", "step", "value"} <= set(lower) or {"key", "step", "value"} <= set(lower):
                 return _mlflow(path, lower, rows)
             if not {*_STEPS} & set(lower):
                 if any(name.endswith("loss") for name in lower):
                     _refuse(path, 1, _EXPECTED)
-                return None
+                return []
             return _wide(path, [name.strip() for name in heading], rows)
         except csv.Error as error:
             _refuse(path, reader.line_num, f"a row of a table ({error})")
@@ -209,16 +197,13 @@ def _refuse(path: Path, line: int, expected: str) -> NoReturn:
 
 
 def _cell(path: Path, line: int, name: str, text: str) -> float | None:
-    """A number, None for an empty cell."""
+    """A number; None for an empty cell."""
     if not text.strip():
         return None
     try:
-        # JavaScript's spellings, among others.
         return float(text)
     except ValueError:
-        raise UserError(
-            f"{path}:{line}: {name!r} is {text[:40]!r}; expected a number; remove the line, or export the table again"
-        ) from None
+        _refuse(path, line, f"a number in {name!r}, not {text[:40]!r}")
 
 
 def _whole_rows(path: Path, width: int, rows: Rows) -> Rows:
@@ -233,7 +218,7 @@ def _whole_rows(path: Path, width: int, rows: Rows) -> Rows:
 
 
 def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
-    """A column a metric; where headings are `RUN - METRIC`, several runs side by side."""
+    """One metric per column; with headings `RUN - METRIC`, several runs side by side."""
     axis = next(index for index, name in enumerate(heading) if name.lower() in _STEPS)
     by_run: dict[str, dict[str, int]] = {}
     for index, name in enumerate(heading):
@@ -247,7 +232,7 @@ def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
             _refuse(path, line, f"a whole number in {heading[axis]!r}, not {row[axis][:40]!r}")
         for run, metrics in by_run.items():
             for name, index in metrics.items():
-                # Other columns are not read, and may hold anything.
+                # Unknown columns may hold anything.
                 if name.lower() in _KNOWN and (value := _cell(path, line, name, row[index])) is not None:
                     columns[run][name][int(step)] = value
     is_wandb = any(by_run) or "_step" in heading or "_runtime" in heading
@@ -258,7 +243,7 @@ _KNOWN = {name.lower() for names in _NAMES.values() for name in names}
 
 
 def _mlflow(path: Path, lower: Sequence[str], rows: Rows) -> list[Series]:
-    """A row a value."""
+    """One value per row."""
     place = {name: index for index, name in enumerate(lower)}
     metric = place.get("metric", place.get("key", 0))
     run = place.get("run", place.get("run_id", place.get("run id", place.get("group"))))

@@ -1,8 +1,8 @@
-"""Trains what a comparison compares: each run in processes of its own, here one after another or as jobs of Slurm.
+"""Trains the runs of a comparison, each in its own processes: here one after another, or as Slurm jobs.
 
-    planned.plan_runs → finished runs are left alone → benchmark.worker (torchrun) or sbatch → run directories
+    planned.plan_runs → runs that are not finished → benchmark.worker (torchrun) or sbatch → run directories
 
-Ctrl-C and SIGTERM reach the run, which saves a checkpoint and ends; the same command goes on from there. When a run
+Ctrl-C and SIGTERM reach the run, which saves a checkpoint and ends; the same command continues from there. If a run
 fails, the others are still trained.
 """
 
@@ -22,45 +22,41 @@ from rich.text import Text
 from gpt_pretrain.benchmark.results import PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
-from gpt_pretrain.compare.planned import PlannedRun, find_submission, plan_runs
+from gpt_pretrain.compare.planned import PlannedRun, plan_runs
 from gpt_pretrain.config.errors import ConfigError, RunError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.run_dir import run_lock
-from gpt_pretrain.launch.slurm import Submission, has_job, submit
+from gpt_pretrain.launch.slurm import Submission, has_job, is_submission, read_submission, submit
 from gpt_pretrain.report.columns import format_duration, format_loss, format_rate
 from gpt_pretrain.report.console import print_line
 from gpt_pretrain.report.metrics_file import metrics_path
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.rules.gate import check_command
 
-# Where each start of a run keeps its task and what it prints, and the number of its job.
+# Folders for the task and the output of each start, and the file with the number of a run's Slurm job.
 _STARTS, _JOB, _PLATFORM = "starts", "job", "platform"
-# The records of FP8 statistics between two of training: 5,000 tensors in 250 bytes each.
+# FP8 statistics between two training records: 5,000 tensors of 250 bytes each.
 _TAIL_BYTES = 5_000 * 250
-# Between two lines of a log.
 _LINE_EVERY_S = 60.0
 
 State = Literal["finished", "failed", "waiting"]
-"""What became of a run; waiting: a job of Slurm has it, running or in the queue."""
+"""What became of a run; waiting: its Slurm job runs or is queued."""
 
 
 class Progress:
-    """Says which of the runs trains, how far it is, and when it and all others will be done.
-
-    On a terminal it redraws a line; anywhere else it prints a line a minute.
-    """
+    """Shows which run trains and when it and all runs will be done: one redrawn line, in a log one line per minute."""
 
     def __init__(self, runs: Sequence[PlannedRun], console: Console) -> None:
         self._runs = runs
-        self._steps = [0 if run.problems or run.is_finished else run.max_steps for run in runs]
+        self._steps = [0 if run.problems or run.is_finished else run.config.trainer.max_steps for run in runs]
         self._console = console
         self._status: Status | None = None
         self._told_at, self._told_step = 0.0, -1
 
     def watch(self, number: int) -> None:
-        """Shows the newest record of a run, counted from 1."""
+        """Shows the newest record of a run; the first run has number 1."""
         if not self._console.is_terminal and time.monotonic() - self._told_at < _LINE_EVERY_S:
             return
         run = self._runs[number - 1]
@@ -69,12 +65,12 @@ class Progress:
             return
         self._told_at, self._told_step = time.monotonic(), record.step
         text = (
-            f"step {record.step}/{run.max_steps}, loss {format_loss(record.loss)}, "
+            f"step {record.step}/{run.config.trainer.max_steps}, loss {format_loss(record.loss)}, "
             f"{format_rate(1 / record.step_time_s)} steps/s, {format_duration(record.eta_s)} left"
         )
         steps_to_come = sum(self._steps[number:])
         if steps_to_come and record.eta_s is not None:
-            # As if all were as fast as this one, and none had begun.
+            # As if all were as fast as this one and had not begun.
             text += f", about {format_duration(record.eta_s + steps_to_come * record.step_time_s)} for all"
         if not self._console.is_terminal:
             self.tell(number, text)
@@ -86,7 +82,7 @@ class Progress:
         self._status.update(line)
 
     def tell(self, number: int, text: str) -> None:
-        """Prints what became of a run."""
+        """Prints a line about a run."""
         self.close()
         print_line(self._console, self._line(number, text))
 
@@ -101,17 +97,17 @@ class Progress:
 
 
 def _newest_record(run: PlannedRun) -> TrainRecord | None:
-    """The newest training record; None before the first one of the run's present process.
+    """The newest training record of the run's current process, read from the end of the file.
 
-    It is read from the end of the file: reading all of it every two seconds would keep a processor busy on a machine
-    that takes times. Damaged lines are reported when the run is compared.
+    Parsing the whole file every two seconds would disturb the run that is timed. Damaged lines are reported when the
+    run is compared.
     """
     path = metrics_path(run.run_dir)
     if not path.exists():
         return None
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-        # The last line may still be written to.
+        # The last line may be incomplete.
         lines = file.read().split(b"\n")[:-1]
     for line in reversed(lines):
         if line.startswith(b'{"kind": "start"'):
@@ -125,17 +121,16 @@ def _newest_record(run: PlannedRun) -> TrainRecord | None:
 def train_variants(
     config: Config, source: Source, overrides: Sequence[str], run_dir: Path, console: Console
 ) -> list[tuple[PlannedRun, State]]:
-    """Trains all runs that are not finished yet, or hands them to Slurm.
+    """Trains all runs that are not finished yet, or submits them to Slurm.
 
-    Returns:
-        The runs and what became of each, variant by variant with the baseline first, seeds rising.
+    Returns the runs and what became of each, variant by variant with the baseline first, seeds rising.
 
     Raises:
-        ConfigError: A variant has unknown keys, wrong values or keys that all share; the rules or the machine
-            refuse the baseline, or all but the baseline.
+        ConfigError: See `plan_runs`; or the rules or the machine refuse the baseline, or all other variants.
         UserError: A run was started with other values, its records are damaged, or another comparison trains here.
     """
-    submission = find_submission(source, overrides)
+    launcher = Loader(source).compose(list(overrides)).hydra.launcher
+    submission = read_submission(launcher) if is_submission(launcher) else None
     runs = plan_runs(config, source, overrides, run_dir, submission)
     with run_lock(run_dir) as note:
         if note is not None:
@@ -148,20 +143,20 @@ def train_variants(
             trained = _train(runs, source, run_dir, progress, submission)
         except (KeyboardInterrupt, SystemExit):
             progress.close()
-            print_line(console, f"stopped; the same command with run_dir={run_dir} goes on from here")
+            print_line(console, f"stopped; run the same command with run_dir={run_dir} to continue")
             raise
         finally:
             progress.close()
-    order = list(dict.fromkeys(run.variant.name for run in runs))
-    return sorted(trained, key=lambda each: (order.index(each[0].variant.name), each[0].role == "repeat", each[0].seed))
+    order = list(dict.fromkeys(run.variant for run in runs))
+    return sorted(trained, key=lambda each: order.index(each[0].variant))
 
 
 def _refused_here(
     runs: Sequence[PlannedRun], source: Source, overrides: Sequence[str], run_dir: Path
 ) -> list[PlannedRun]:
-    """The runs, and why this machine refuses those that it still has to train.
+    """The runs with the problems that this machine has with those still to be trained.
 
-    A process of its own looks at the machine: this one needs no torch, and holds no CUDA context beside the runs.
+    Another process looks up the machine, so that this one needs no torch and holds no CUDA context beside the runs.
     """
     if all(run.is_finished for run in runs):
         return list(runs)
@@ -176,7 +171,7 @@ def _refused_here(
 
 
 def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
-    """Says which variants are left out; refuses where no baseline is left, or nothing to compare with it."""
+    """Says which variants are left out; refuses if the baseline or all others are."""
     seeds = [run for run in runs if run.role == "seed"]
     left = {run.variant.name for run in seeds if not run.problems or run.is_finished}
     refused = {run.variant.name: run.problems for run in seeds if run.variant.name not in left}
@@ -187,7 +182,6 @@ def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
 
 
 def _next_folder(place: Path) -> Path:
-    """The folder of this start, beside those of earlier ones."""
     earlier = [int(path.name) for path in place.glob("*") if path.name.isdecimal()]
     return place / str(1 + max(earlier, default=0))
 
@@ -198,13 +192,13 @@ def _train(
     trained = []
     for number, run in enumerate(runs, start=1):
         state: State = "finished"
-        problem, starts = None, run_dir / _STARTS / run.run_dir.name
+        text, starts = "finished", run_dir / _STARTS / run.run_dir.name
         if run.problems:
-            state, problem = "failed", "\n".join(run.problems)
+            state, text = "failed", "failed: " + "\n".join(run.problems)
         elif run.is_finished:
-            progress.tell(number, "was finished before")
+            text = "was finished before"
         elif submission is not None:
-            state, problem = "waiting", _hand_over(run, source, starts)
+            state, text = "waiting", f"waiting: {_hand_over(run, source, starts)}"
         else:
             problem = run_task(
                 "train",
@@ -215,18 +209,15 @@ def _train(
                 num_processes=run.config.trainer.devices or 1,
                 watch=partial(progress.watch, number),
             ).problem
-            if problem is None:
-                progress.tell(number, "finished")
-            else:
-                state = "failed"
-        if problem is not None:
-            progress.tell(number, f"{state}: {problem}")
+            if problem is not None:
+                state, text = "failed", f"failed: {problem}"
+        progress.tell(number, text)
         trained.append((run, state))
     return trained
 
 
 def _hand_over(run: PlannedRun, source: Source, starts: Path) -> str:
-    """Submits a run to Slurm, unless a job has it already, and returns which job that is."""
+    """Submits a run to Slurm unless it has a job already; says which job it is."""
     job = starts / _JOB
     if job.exists() and has_job(number := job.read_text(encoding="utf-8").strip()):
         return f"job {number} has it"

@@ -1,8 +1,8 @@
-"""How records are shown: one table of columns, which log lines, terminals and TensorBoard's curves read.
+"""How records are shown: one table of columns for log lines, terminals and TensorBoard's curves.
 
-A column names a field of a record and says how a log writes its value and how a terminal does. A new measurement is a
-field in `records` and a line here. Logs keep every digit that scripts need, as `name value` pairs; terminals show a few
-significant digits, a unit, and `–` for what was not measured.
+A column says how logs and terminals show one field of a record. A new measurement is a field in `records` and a line
+here. Logs have `name value` pairs with all digits that scripts need; terminals show a few significant digits, a unit,
+and `–` for what was not measured.
 """
 
 import math
@@ -35,7 +35,7 @@ def format_count(value: float | None) -> str:
         return UNKNOWN
     if not math.isfinite(value):
         return str(value)
-    # A value that would round up to 1000 of a unit is written in the next one: 999,960 is 1M, not 1000k.
+    # A value that rounds up to 1000 of a unit takes the next one: 999,960 is 1M, not 1000k.
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit * 0.9995:
             return _three_digits(value / unit) + name
@@ -58,7 +58,7 @@ def _three_digits(value: float) -> str:
 
 
 def format_loss(value: float | None) -> str:
-    """A loss with four decimals: the noise between runs of the same seed shows in the fifth."""
+    """A loss with four decimals: the fifth is noise between runs of the same seed."""
     return UNKNOWN if value is None else f"{value:.4f}"
 
 
@@ -88,7 +88,7 @@ def format_gib(value: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, with days from the second day on: 0:01:23, 3d 04:05:06."""
+    """Hours, minutes, seconds, and days if there are any: 0:01:23, 3d 04:05:06."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     minutes, second = divmod(round(seconds), 60)
@@ -97,8 +97,13 @@ def format_duration(seconds: float | None) -> str:
     return f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Text without control characters except those in `keep`: logs and samples must not control the terminal."""
+    return "".join(char if char.isprintable() or char in keep else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 type _Form = str | Callable[[Any], str]
-"""A format specification, or what writes a value that was measured."""
+"""A format specification or a function; neither ever gets None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +113,19 @@ class Column:
     field: str
     _: KW_ONLY
     log: _Form | None = None
-    """In a log; None leaves it out."""
+    """The value in a log; None leaves the column out."""
     log_name: str = ""
-    """In a log, where it is not the field's name."""
+    """The name in a log, if it is not the field's."""
     title: str = ""
-    """On a terminal: a table's heading, or a phrase with `{}` for the value; without one it is not shown there."""
+    """On a terminal a table's heading, or a phrase with `{}` for the value; without one the column is not shown."""
     form: _Form = ""
-    """On a terminal."""
+    """The value on a terminal."""
     style: str = ""
-    """Of the value on a terminal; FP8 tensors have it only where the value is above zero."""
+    """Of the value on a terminal; for FP8 tensors only if the value is positive."""
     priority: int = 0
-    """Where a terminal is too narrow, the columns with the highest numbers go first."""
+    """If a terminal is too narrow, the columns with the highest numbers are dropped first."""
     curve: str = ""
-    """Name of an FP8 tensor's curve in TensorBoard and W&B; every number of another record has a curve anyway."""
-
-    def log_pair(self, record: JsonObject) -> str:
-        """`name value`, with `-` for what was not measured, so that every line of a kind has the same words."""
-        return f"{self.log_name or self.field} {_write(getattr(record, self.field), self.log or '', '-')}"
+    """An FP8 tensor's curve in TensorBoard and W&B; of other records every number has one."""
 
     def shown(self, record: JsonObject) -> str:
         """The value on a terminal."""
@@ -142,13 +143,13 @@ def _one_word(seconds: float) -> str:
 
 
 def _layer_and_linear(layer: str) -> str:
-    """The number of the transformer layer and the linear layer in it, for narrow terminals."""
+    """The transformer layer's number and the linear layer in it, for narrow terminals."""
     match = re.fullmatch(r"decoder\.layers\.(\d+)\..*?(\w+)", layer)
     return f"{match[1]} {match[2]}" if match else layer
 
 
 def _by_kind(layers: tuple[str, ...]) -> str:
-    """Linear layers, each kind once with their number: "mlp.linear_fc2×32"."""
+    """Linear layers by kind with their count: "mlp.linear_fc2×32"."""
     kinds = Counter(re.sub(r"^decoder\.layers\.\d+\.", "", layer) for layer in layers)
     return ",".join(f"{kind}×{count}" for kind, count in kinds.items()) or "none"
 
@@ -200,7 +201,7 @@ COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
         Column("flushed", log=".3g", title="flushed", form=format_share, curve="flushed"),
         Column("amax", log=".3e", title="amax", form=format_magnitude, curve="amax"),
         Column("scale_min", log=".3e"),
-        # Of a tensor with many scales the curve shows the largest; `metrics.jsonl` has the smallest, too.
+        # If a tensor has many scales, the curve shows the largest; `metrics.jsonl` has the smallest, too.
         Column("scale_max", log=".3e", curve="scale"),
         Column("scales", title="scale", form=_range),
         Column("amax_history_used", log="d"),
@@ -209,29 +210,33 @@ COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
 
 
 def screen_columns(kind: type[JsonObject]) -> list[Column]:
-    """The columns that a terminal shows of a kind of record."""
+    """The columns of a kind of record on a terminal."""
     return [column for column in COLUMNS[kind] if column.title]
 
 
 def log_pairs(record: JsonObject) -> str:
-    """All columns that a log has of a record, as `name value` pairs."""
-    return " ".join(column.log_pair(record) for column in COLUMNS[type(record)] if column.log is not None)
+    """A record's columns in a log, as `name value` pairs with `-` for what was not measured."""
+    return " ".join(
+        f"{column.log_name or column.field} {_write(getattr(record, column.field), column.log, '-')}"
+        for column in COLUMNS[type(record)]
+        if column.log is not None
+    )
 
 
 def place_of(record: Record, max_steps: int) -> str:
-    """The step that a record is about, and how many there are."""
+    """The step that a record is about, of how many."""
     step = record.saved_step if isinstance(record, CheckpointRecord) else record.step
     return f"step {step}/{max_steps}"
 
 
 def log_line(record: Record, max_steps: int) -> str:
-    """A record as one line of `name value` pairs; all but training records begin with their kind."""
+    """A record as one line of `name value` pairs, after its kind unless it is a training record."""
     kind = "" if isinstance(record, TrainRecord) else f"{record.kind} "
     return f"{kind}{place_of(record, max_steps)} {log_pairs(record)}"
 
 
 def screen_line(record: Record, max_steps: int) -> Text:
-    """The same for people, from columns whose titles are phrases."""
+    """A record as one line for people, from columns whose titles are phrases."""
     line = Text(place_of(record, max_steps), style="dim")
     for column in screen_columns(type(record)):
         before, after = column.title.split("{}")

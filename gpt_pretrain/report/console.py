@@ -1,9 +1,8 @@
 """What rank 0 shows: a header, the progress of the run, validations, and a summary with the loss curve.
 
-On a terminal the newest record stays at the bottom above a progress bar; anywhere else (a Slurm log, a pipe) each
-record is one plain line that grep and awk can read. `columns` says what of a record is shown and how. The console shows
-records only, so a finished run can be shown again. It redraws the screen when a record arrives and not in between: a
-redraw timer would wake up the thread that launches the GPU's kernels.
+On a terminal the newest record stays at the bottom above a progress bar; elsewhere (a Slurm log, a pipe) each record is
+one plain line for grep and awk. `columns` says what is shown of a record and how. The screen is redrawn only when a
+record arrives: a redraw timer would wake the thread that launches the GPU's kernels.
 """
 
 import math
@@ -35,37 +34,37 @@ from gpt_pretrain.report.records import (
 from gpt_pretrain.report.summary import plain_summary_lines, summary_panels
 
 MAX_WIDTH = 100
-# Tensors that FP8 treats worst: few enough to be read at every interval.
+# Of the tensors that FP8 treats worst, shown at every interval.
 _NUM_TENSORS = 3
 
 
 def console_of_width(width: int) -> Console:
-    """Standard output: as wide as its terminal, and `width` columns wide where there is none."""
+    """Standard output: as wide as its terminal, or `width` columns without one."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
 def print_line(out: Console, line: str) -> None:
-    """Prints a line neither wrapped nor interpreted: a record stays one line, and brackets in a path stay brackets."""
+    """Prints a line neither wrapped nor interpreted: a path may hold brackets."""
     out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
 class _Output(Console):
-    """Standard output; when nobody reads it any more, the run stops as it does when its terminal closes."""
+    """Standard output; when its reader is gone, the run stops as it does when its terminal closes."""
 
     def on_broken_pipe(self) -> None:
         """Called by rich when the reader is gone: Ctrl-C, for example, also ends the `tee` behind a run."""
         try:
             super().on_broken_pipe()
         except SystemExit:
-            # The output is silent from here on. Ending here would lose what was trained, unless nothing was.
+            # rich prints nothing from here on. Exiting now would lose what was trained, if anything was.
             if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
                 raise
             signal.raise_signal(signal.SIGHUP)
 
 
 class RunConsole:
-    """Everything that a run prints; as a context manager it restores the terminal however the run ends."""
+    """Everything that a run prints; a context manager, so that it always restores the terminal."""
 
     def __init__(self, *, max_steps: int, start_step: int = 0, output: Console | None = None) -> None:
         self._out = _Output(highlight=False, emoji=False) if output is None else output
@@ -87,19 +86,19 @@ class RunConsole:
         self.stop_live()
 
     def start_live(self) -> None:
-        """Shows the progress from here on; on a terminal only."""
+        """Starts showing the progress, on a terminal only."""
         if self.is_terminal and self._live is None:
             self._live = Live(self._status(), console=self._out, auto_refresh=False)
             self._live.start(refresh=True)
 
     def stop_live(self) -> None:
-        """Leaves the newest record on the screen and gives the terminal back."""
+        """Releases the terminal, with the newest record left on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def print_header(self, title: str, sections: Mapping[str, Mapping[str, str]]) -> None:
-        """Prints what the run is: section → name → value, in this order; empty sections are left out."""
+        """Prints what the run is: section → name → value, without empty sections."""
         sections = {name: entries for name, entries in sections.items() if entries}
         if not self.is_terminal:
             print_line(self._out, title)
@@ -120,7 +119,7 @@ class RunConsole:
         self._out.print(Panel(table, title=Text(title, style="bold"), title_align="left", width=self._width))
 
     def show(self, record: Record) -> None:
-        """Shows what a run logs while it trains."""
+        """Shows a record."""
         match record:
             case SkippedStepRecord() | LossSpikeRecord():
                 self.warning(_bad_step_sentence(record))
@@ -145,7 +144,7 @@ class RunConsole:
         self._refresh()
 
     def _show_worst_tensors(self, record: Fp8Record) -> None:
-        """The tensors with the largest share of saturated values, and among equals of flushed ones; then warnings."""
+        """The tensors that saturate most, and among equals flush most; then the warnings."""
         worst = sorted(record.tensors, key=lambda tensor: (-(tensor.saturated or 0.0), -tensor.flushed))[:_NUM_TENSORS]
         place = place_of(record, self._max_steps)
         if not self.is_terminal:
@@ -158,15 +157,15 @@ class RunConsole:
             self.warning(message)
 
     def note(self, message: str) -> None:
-        """Prints something good to know."""
+        """Prints information."""
         self._message("note", "cyan", message)
 
     def warning(self, message: str) -> None:
-        """Prints something that the user should act on."""
+        """Prints what the user should act on."""
         self._message("warning", "bold yellow", message)
 
     def print_summary(self, summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str]) -> None:
-        """Prints what the run reached, and the places of things: name → path or command."""
+        """Prints what the run reached, and places: name → path or command."""
         self.stop_live()
         if self.is_terminal:
             for panel in summary_panels(summary, metrics, places, max_steps=self._max_steps, width=self._width):
@@ -182,7 +181,7 @@ class RunConsole:
     def _status(self) -> Group:
         """A progress bar under the newest record, as far as the terminal has room for it."""
         width = self._width
-        # Room for the "^C" that a terminal echoes behind the bar: on a line of its own it would shift the redraw.
+        # Two columns for the "^C" that a terminal echoes after the bar: on a new line it would shift the redraw.
         bar = ProgressBar(total=self._max_steps, completed=self._step, width=min(width, self._out.width - 2))
         place = f"step {self._step}/{self._max_steps}"
         if self._record is None:
@@ -201,7 +200,7 @@ class RunConsole:
 
 
 def _newest_table(place: str, records: list[Record], width: int) -> Table:
-    """The step, and as many of the records' columns as fit side by side with two spaces between them."""
+    """The step, and as many of the records' columns as fit side by side, two spaces apart."""
     title, _, step = place.partition(" ")
     cells = [(-1, title, step, "")]
     for record in records:
@@ -217,7 +216,7 @@ def _newest_table(place: str, records: list[Record], width: int) -> Table:
 
 
 def _tensor_table(tensors: list[Fp8Tensor], title: Text, width: int) -> Table:
-    """FP8 tensors, one a line; a value above zero stands out where its column has a style."""
+    """FP8 tensors, one per line; a column's style highlights positive values."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", width=width)
     table.title, table.title_justify, table.title_style = title, "left", ""
     columns = screen_columns(Fp8Tensor)

@@ -1,8 +1,8 @@
 """Dataclasses written as JSON objects and read back, checked against their annotations.
 
-JSON has no NaN and no infinity, and a loss that diverged is the last value to lose: those values are written as the
-strings "nan", "inf" and "-inf". null means that the value was not measured. Readers ignore fields they do not know, so
-that the files of a newer version stay readable.
+JSON has no NaN and no infinity, but a loss that diverged must not get lost: such values become the strings "nan", "inf"
+and "-inf". null means that the value was not measured. Readers ignore unknown fields, so that they can read the files
+of newer versions.
 """
 
 import math
@@ -18,25 +18,20 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonObject:
-    """A dataclass that is written as a JSON object.
-
-    A field holds a string, a number, such an object, null, or a tuple of these.
-    """
+    """A dataclass whose fields hold strings, numbers, such objects, None, or tuples of these."""
 
     def to_json(self) -> dict[str, JsonValue]:
-        """Field → value."""
+        """The object as `json.dumps` takes it."""
         return {field.name: to_json_value(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, JsonValue]) -> Self:
-        """Builds the object from what `json.loads` gave; fields that this class does not know are ignored.
+        """Builds the object from what `json.loads` returned.
 
-        A field with a default may be missing: files of earlier versions are without it.
-
-        Raises:
-            ValueError: A field is missing or has another type than this class says.
+        Fields with a default may be missing, as in files of earlier versions. Raises `ValueError` if another field is
+        missing or a value has the wrong type.
         """
-        # mypy takes the class itself for unhashable.
+        # mypy considers the class itself unhashable.
         kind: type = cls
         arguments: dict[str, Any] = {}
         for name, hint in _hints(kind).items():
@@ -53,12 +48,12 @@ class JsonObject:
 
     @classmethod
     def described(cls) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"a {cls.__name__}"
 
 
 def to_json_value(value: Any) -> JsonValue:
-    """What JSON holds for a value: lists for tuples, objects for ours, strings for NaN and the infinities."""
+    """A value as `json.dumps` takes it: lists for tuples, dicts for our objects, strings for NaN and infinities."""
     if isinstance(value, JsonObject):
         return value.to_json()
     if isinstance(value, dict):
@@ -76,14 +71,14 @@ class _Shape:
     """What a field's annotation accepts in JSON."""
 
     item: Any
-    """Annotation of a tuple's elements; None for what is no tuple."""
+    """Annotation of a tuple's elements; None if it is not a tuple."""
     nested: type[JsonObject] | None
     """The class of an object."""
     accepted: tuple[type, ...]
     """Python types of anything else: `float | None` gives (float, NoneType), a Literal (str,)."""
 
 
-# Annotations are read once: a run's statistics of FP8 are hundreds of thousands of objects.
+# Cached because a run's FP8 statistics are hundreds of thousands of objects.
 @cache
 def _hints(cls: type) -> dict[str, Any]:
     hints = get_type_hints(cls)
@@ -100,7 +95,7 @@ def _shape(hint: Any) -> _Shape:
 
 
 def _from_json(value: Any, hint: Any) -> Any:
-    """Undoes `to_json_value`, and lets a whole number stand where a float is expected, as JSON writers do."""
+    """Undoes `to_json_value`; accepts whole numbers for floats, because JSON writers drop the point."""
     shape = _shape(hint)
     if shape.item is not None:
         if not isinstance(value, list):

@@ -1,11 +1,11 @@
-"""A run's records: `metrics.jsonl` always, TensorBoard and Weights & Biases when asked, and one history read back.
+"""A run's records: `metrics.jsonl` always, TensorBoard and Weights & Biases on request, and the history read back.
 
-A run may be killed at any byte and resumed from a checkpoint that is older than the last line. So the file is only
-ever appended to. Each process begins with a `start` record that names the step it continues from, and the reader drops
-what an earlier process wrote about later steps. It does the same where a `rewind` names an earlier step.
+A run may be killed at any byte and resumed from a checkpoint older than the last line, so the file is only appended to.
+Each process begins with a `start` record, which names the step it continues from. The reader drops what was written
+earlier about later steps; a `rewind` record has the same effect.
 
-Only rank 0 creates the sinks, once it knows that step. TensorBoard's hides what was written about later steps; W&B's
-cannot.
+Only rank 0 creates the sinks, once it knows that step. TensorBoard's sink hides what was written about later steps;
+W&B's cannot.
 """
 
 import json
@@ -45,7 +45,7 @@ def metrics_path(run_dir: str | Path) -> Path:
 
 
 class MetricsFile:
-    """Appends records and hands each to the operating system at once: a killed process loses none it has written."""
+    """Appends records, and flushes each at once so that a killed process loses none."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = metrics_path(run_dir)
@@ -60,7 +60,7 @@ class MetricsFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Forces what was written to the disk and closes the file."""
+        """Waits until the disk has the records and closes the file."""
         if not self._file.closed:
             with named(self.path):
                 os.fsync(self._file.fileno())
@@ -68,10 +68,7 @@ class MetricsFile:
 
 
 def _mend_last_line(path: Path) -> None:
-    """Completes or removes a last line that a killed process left without its newline.
-
-    Appending after a fragment would glue the next record to it, and both would be lost.
-    """
+    """Completes or removes a last line without a newline, to which the next record would be appended."""
     if not path.exists():
         return
     check_regular(path)
@@ -96,7 +93,7 @@ def _is_json_object(text: bytes) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Metrics:
-    """The history of a run, as if it had never been interrupted: steps rise, each has its newest record."""
+    """The history of a run as if it had never been interrupted: steps rise, and each has its newest record."""
 
     starts: list[StartRecord] = field(default_factory=list)
     train: list[TrainRecord] = field(default_factory=list)
@@ -104,16 +101,24 @@ class Metrics:
     skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
     loss_spikes: list[LossSpikeRecord] = field(default_factory=list)
     rewinds: list[RewindRecord] = field(default_factory=list)
-    """Rewinds that did go back."""
+    """Without those that failed."""
     fp8: list[Fp8Record] = field(default_factory=list)
     experts: list[ExpertsRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
-    """Of the newest start; None without FP8, and until its first step is done."""
+    """Of the newest start; None without FP8 and before its first step is done."""
     summary: SummaryRecord | None = None
-    """The newest summary; None while the run goes on and after a crash."""
+    """The newest summary; None during the run and after a crash."""
+
+    def warm_up_steps(self) -> set[int]:
+        """Steps of the first training record after each start and rewind, whose times are not typical.
+
+        After a start they include compilation, autotuning and allocation, after a rewind the samples passed over.
+        """
+        restarts = [restart.step for restart in (*self.starts, *self.rewinds)]
+        return {next((record.step for record in self.train if record.step > step), 0) for step in restarts}
 
 
-# The kinds that have at most one record for each step, and their lists in `Metrics`.
+# The kinds with at most one record per step, and their lists in `Metrics`.
 _BY_STEP: Mapping[type[Record], str] = {
     TrainRecord: "train",
     ValidationRecord: "validation",
@@ -125,16 +130,15 @@ _BY_STEP: Mapping[type[Record], str] = {
 
 
 def load_metrics(run_dir: str | Path) -> Metrics:
-    """Reads a run's records; works while the run goes on.
+    """Reads a run's records, also during the run: an incomplete last line is ignored.
 
-    Raises:
-        UserError: `metrics.jsonl` is missing, or one of its lines is not a record. A torn last line is ignored.
+    Raises `UserError` if `metrics.jsonl` is missing or another line is not a record.
     """
     return load_records(metrics_path(run_dir))
 
 
 def load_records(path: Path) -> Metrics:
-    """`load_metrics` of a file of any name."""
+    """`load_metrics` for a file of any name."""
     try:
         check_regular(path)
         lines = path.read_bytes().split(b"\n")
@@ -171,13 +175,13 @@ def _begin_again(metrics: Metrics, restart: StartRecord | RewindRecord) -> None:
     if isinstance(restart, RewindRecord):
         metrics.rewinds.append(restart)
         return
-    # A start followed by another one at the same step got nowhere.
+    # A start followed by another at the same step logged nothing.
     metrics.starts = [start for start in metrics.starts if start.step < restart.step] + [restart]
     metrics.fp8_coverage, metrics.summary = None, None
 
 
 def _parse(line: bytes, place: str) -> Record | None:
-    """The record of a line; None for a kind of a newer version."""
+    """The record of a line; None for a kind from a newer version."""
     try:
         values = json.loads(line)
         if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
@@ -188,12 +192,12 @@ def _parse(line: bytes, place: str) -> Record | None:
         raise UserError(f"{place} is not a record: {error}; remove the line, or restore the file") from None
 
 
-# Positions on the time axis rather than measurements.
+# Positions on the time axis, not measurements.
 _NOT_PLOTTED = {"step", "time_unix"}
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """A record's measured numbers under the names of the plots: `train/loss`, `validation/perplexity`."""
+    """A record's measurements by plot: `train/loss`, `validation/perplexity`."""
     if isinstance(record, Fp8Record):
         return _fp8_scalars(record)
     values = {each.name: getattr(record, each.name) for each in fields(record) if each.name not in _NOT_PLOTTED}
@@ -201,7 +205,7 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
-    """`fp8/amax/decoder.layers.0.mlp.linear_fc1/input`, …, and how full the amax histories are."""
+    """`fp8/amax/decoder.layers.0.mlp.linear_fc1/input`, …, and the lengths of the amax histories."""
     values: dict[str, float] = {
         f"{record.kind}/{column.curve}/{tensor.layer}/{tensor.tensor}": value
         for tensor in record.tensors
@@ -218,7 +222,7 @@ def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard events through tensorboard's own writer, which needs no torch.
 
-    It hides what was written about steps after `start_step`, the steps done before this start; at 0 it hides all.
+    It hides what was written about steps after `start_step`.
     """
 
     def __init__(self, directory: Path, *, start_step: int) -> None:
@@ -235,7 +239,7 @@ class TensorBoardSink:
         self._writer.add_event(purge)
 
     def write(self, record: Record) -> None:
-        """Writes the numbers of a record, each as a scalar."""
+        """Writes each number of a record as a scalar."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -253,11 +257,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run, continued under the same id when the run is resumed.
-
-    Raises:
-        UserError: The package wandb is not installed.
-    """
+    """A Weights & Biases run, continued under the same id after a resume; raises `UserError` without wandb."""
 
     def __init__(
         self, run_dir: Path, logging: LoggingConfig, run_name: str, config: Mapping[str, object] | None
@@ -281,29 +281,27 @@ class WandbSink:
             dir=str(run_dir),
             config=None if config is None else dict(config),
         )
-        # W&B's own step only ever rises; a resumed run goes back, so the step is a metric and the x axis.
+        # W&B's own step can only rise, but a resumed run goes back: our step is a metric and the x axis.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
-        """Logs the numbers of a record; the last record becomes W&B's summary."""
+        """Logs the numbers of a record; the summary record becomes W&B's summary."""
         if isinstance(record, SummaryRecord):
             self._run.summary.update({each.name: getattr(record, each.name) for each in fields(record)})
         elif not isinstance(record, StartRecord):
             self._run.log({"step": record.step, **scalars(record)})
 
     def close(self) -> None:
-        """Uploads what is left and ends the W&B run."""
+        """Uploads the rest and ends the W&B run."""
         self._run.finish()
 
 
 class MetricsSinks:
     """All sinks of a run as one; a context manager, so that an interrupted run keeps what it logged.
 
-    `start_step` counts the steps done before this start: 0, or the step of the checkpoint that it resumes from.
-
-    Raises:
-        UserError: W&B is asked for and not installed, or an earlier process's records are damaged.
+    `start_step` is 0, or the step of the checkpoint that this process resumes from. Raises `UserError` if W&B is
+    requested but not installed, or earlier records are damaged.
     """
 
     def __init__(
@@ -319,12 +317,12 @@ class MetricsSinks:
     ) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        # The summary needs all earlier records; after the training it would be too late to find them damaged.
+        # The summary needs all earlier records; after training it would be too late to find them damaged.
         if metrics_path(run_dir).exists():
             load_metrics(run_dir)
         self._sinks: list[MetricsFile | TensorBoardSink | WandbSink] = []
         with ExitStack() as opened:
-            # Sinks that may refuse to start come first: a refused start must not mark an earlier history as superseded.
+            # Sinks that may fail come first: a failed start must not mark earlier records as superseded.
             if logging.wandb:
                 self._sinks.append(opened.enter_context(closing(WandbSink(run_dir, logging, run_name, config))))
             if logging.tensorboard:
@@ -340,7 +338,7 @@ class MetricsSinks:
             sink.write(record)
 
     def close(self) -> None:
-        """Closes every sink, even where one of them fails; a second call does nothing."""
+        """Closes every sink, even if one of them fails; a second call does nothing."""
         self._opened.close()
 
     def __enter__(self) -> Self:

@@ -1,10 +1,10 @@
 """What a run writes to `metrics.jsonl`: one JSON object a line, each of a kind that this module defines.
 
-The records are the contract between a run and whatever looks at it later (the console, comparisons, plots, a user's
-own scripts), so they are plain data: no torch, no configuration. The string below a field is its documentation, which
-`make docs` prints on the page about metrics.
+The records are the contract between a run and everything that reads it later (the console, comparisons, plots, users'
+scripts), so they are plain data: no torch, no configuration. `make docs` prints the strings below the fields on its
+page about metrics.
 
-Numbers that are not finite are strings there (`json_objects`). Readers ignore kinds they do not know.
+Numbers that are not finite are written as strings (`json_objects`). Readers ignore unknown kinds.
 """
 
 import json
@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 from gpt_pretrain.report.json_objects import JsonObject
 
 EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
-"""Why a run ended: all steps done, the time used up, Ctrl-C, a SIGTERM or SIGHUP, a SIGUSR1 (Slurm's warning), too
-many steps in a row with a loss or gradient that is not finite, or more loss spikes than it may go back behind. A run
-that fails in another way leaves no summary."""
+"""Why a run ended: all steps done, the time used up, Ctrl-C, SIGTERM or SIGHUP, SIGUSR1 (Slurm's warning), too many
+consecutive steps whose loss or gradient was not finite, or more loss spikes than rewinds allowed. A run that fails in
+another way leaves no summary."""
 
 RECORD_KINDS: dict[str, type["Record"]] = {}
 """Kind → its class, in the order of this module."""
@@ -24,19 +24,19 @@ RECORD_KINDS: dict[str, type["Record"]] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record(JsonObject):
-    """One line of `metrics.jsonl`; `kind` tells which of the classes below it is."""
+    """One line of `metrics.jsonl`; `kind` names the class."""
 
     kind: ClassVar[str]
     step: int
     """Optimizer steps done, from the start of the whole run."""
 
     def __init_subclass__(cls) -> None:
-        # A dataclass with slots is made twice; the second class, the one that stays, replaces the first.
+        # A dataclass with slots is created twice; the second class, which stays, replaces the first.
         RECORD_KINDS[cls.kind] = cls
 
     @classmethod
     def described(cls) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f'a record of kind "{cls.kind}"'
 
     def to_line(self) -> str:
@@ -46,7 +46,7 @@ class Record(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartRecord(Record):
-    """A process started the run (step 0) or resumed it; what an earlier one wrote about later steps is superseded."""
+    """A process started the run (step 0) or resumed it; earlier records about later steps are superseded."""
 
     kind: ClassVar[str] = "start"
     time_unix: float
@@ -54,16 +54,16 @@ class StartRecord(Record):
     command: str | None = None
     """The process's command line; null in files of earlier versions, like `versions`."""
     versions: str | None = None
-    """Of Python and of the libraries that matter."""
+    """Of Python and the libraries that matter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRecord(Record):
-    """Training, every `trainer.log_every_n_steps` steps; times and rates are means over the steps since the last."""
+    """Training, every `trainer.log_every_n_steps` steps; times and rates are means since the last such record."""
 
     kind: ClassVar[str] = "train"
     consumed_samples: int
-    """Training samples seen up to this step, those passed over in rewinds included."""
+    """Training samples seen up to this step, including those passed over in rewinds."""
     consumed_tokens: int
     """Training tokens seen up to this step."""
     loss: float
@@ -73,8 +73,8 @@ class TrainRecord(Record):
     grad_norm: float | None
     """L2 norm of the gradient over all parameters, before clipping; null if the optimizer did not compute it."""
     skipped_steps: int | None
-    """Steps since the last record that updated nothing, because loss, gradient or FP8 tensors were not finite; they are
-    not in loss."""
+    """Steps since the last record that updated nothing because loss, gradient or FP8 tensors were not finite; loss does
+    not include them."""
     step_time_s: float
     """Seconds per step."""
     tokens_per_s: float
@@ -82,13 +82,13 @@ class TrainRecord(Record):
     tokens_per_s_per_gpu: float
     """Tokens per second and rank."""
     tflops_per_gpu: float | None
-    """Model TFLOP/s of one rank (the products a step needs, recomputation not counted); null if not computed."""
+    """Model TFLOP/s per rank (the matrix products of a step, without recomputation); null if not computed."""
     mfu: float | None
-    """tflops_per_gpu over the GPU's peak, 0 to 1; null where the peak is not known."""
+    """tflops_per_gpu over the GPU's peak, 0 to 1; null if the peak is unknown."""
     memory_gib: float | None
     """Peak memory allocated on rank 0's GPU; without a GPU, rank 0's resident memory."""
     eta_s: float | None
-    """Seconds left to the last step at this pace; null where it is not known."""
+    """Seconds to the last step at this pace; null if unknown."""
     time_unix: float
     """Seconds since 1970-01-01 UTC."""
 
@@ -110,7 +110,7 @@ class ValidationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedStepRecord(Record):
-    """A step whose loss or gradient was not finite: no rank changed weights or moments, and the run went on."""
+    """A step whose loss or gradient was not finite: no rank updated weights or moments, and the run continued."""
 
     kind: ClassVar[str] = "skipped_step"
     loss: float
@@ -118,33 +118,33 @@ class SkippedStepRecord(Record):
     grad_norm: float
     """L2 norm of the gradient over all parameters, before clipping."""
     in_a_row: int
-    """Consecutive skipped steps, this one included; `trainer.max_skipped_steps` of them end the run."""
+    """Consecutive skipped steps including this one; `trainer.max_skipped_steps` of them end the run."""
     first_sample: int
     """The first of its training samples, counted from the start of the whole run."""
     num_samples: int
-    """How many there are; they count as seen."""
+    """How many; they count as seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSpikeRecord(Record):
-    """A step whose loss leapt out of those before it (`trainer.spike_threshold`); trained on if no `rewind` follows."""
+    """A step whose loss spiked (`trainer.spike_threshold`); training went on unless a `rewind` follows."""
 
     kind: ClassVar[str] = "loss_spike"
     loss: float
     """Cross entropy in nats per token, over all ranks."""
     median: float
-    """Median of the losses before it, up to 64 of them."""
+    """Median of up to 64 losses before it."""
     limit: float
     """The largest loss that would not have been a spike."""
     first_sample: int
     """The first of its training samples, counted from the start of the whole run."""
     num_samples: int
-    """How many there are."""
+    """How many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewindRecord(Record):
-    """The run went back behind a loss spike, to this step: what was written of later steps is superseded."""
+    """The run went back to this step, before a loss spike; earlier records about later steps are superseded."""
 
     kind: ClassVar[str] = "rewind"
     spike_step: int
@@ -152,71 +152,71 @@ class RewindRecord(Record):
     first_sample: int
     """The first of the samples that were passed over, counted from the start of the whole run."""
     num_samples: int
-    """How many there are, up to the last of the spike's step; 0 with a problem."""
+    """How many, up to the last of the spike's step; 0 with a problem."""
     rewinds: int
-    """Rewinds of the whole run, this one included; after `trainer.max_spike_rewinds` of them the next spike ends it."""
+    """Rewinds of the whole run including this one; after `trainer.max_spike_rewinds` the next spike ends it."""
     time_s: float
-    """Seconds that it took to restore the checkpoint."""
+    """Seconds to restore the checkpoint."""
     problem: str | None
-    """Why the run did not go back, and trained on; null if it did."""
+    """Why the run did not go back but continued; null if it did."""
     warnings: tuple[str, ...]
-    """Later checkpoints that did not verify, so that the run went back to this one (`checkpoint.fall_back`)."""
+    """Later checkpoints that failed verification, so that the run went back to this one (`checkpoint.fall_back`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord(Record):
-    """A checkpoint was saved, or could not be; logged when the run knew it, which may be some steps later."""
+    """A checkpoint was saved or could not be; logged when that was known, possibly some steps later."""
 
     kind: ClassVar[str] = "checkpoint"
     saved_step: int
-    """The step whose checkpoint it is."""
+    """The checkpoint's step."""
     num_bytes: int
     """Bytes of all its files; 0 if it could not be saved."""
     stall_s: float
-    """Seconds that training stood still for it."""
+    """Seconds that training waited for it."""
     time_s: float
-    """Seconds until it was complete on the disk, or had failed."""
+    """Seconds until it was complete on the disk or had failed."""
     problem: str | None
     """Why it could not be saved; null if it was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8CoverageRecord(Record):
-    """How much of the model runs in FP8, written whenever a step has proven the plan from the layers."""
+    """How much of the model runs in FP8, written whenever a step has proven the plan on the layers."""
 
     kind: ClassVar[str] = "fp8_coverage"
     gemm_flops_share: float
-    """Share of the FLOPs of a step's matrix products, attention and LM head included, that FP8 did, 0 to 1."""
+    """Share of the FLOPs of a step's matrix products, attention and LM head included, that ran in FP8, 0 to 1."""
     parameter_bytes_share: float
-    """Share of the bytes of all parameters that is stored in FP8, 0 to 1; above 0 with model.fp8_params only."""
+    """Share of the bytes of all parameters that are stored in FP8, 0 to 1; above 0 only with model.fp8_params."""
     time_s: float
-    """Seconds that reading back and comparing took, the step itself left out."""
+    """Seconds for reading back and comparing, without the step itself."""
     first_scale_passes: int = 0
-    """Passes of this start over its first batch that updated nothing, for the first scales of delayed scaling."""
+    """Passes of this start over its first batch without updates, for the first scales of delayed scaling."""
     layers_kept_out: tuple[str, ...] = ()
-    """Linear layers that settings keep out of FP8 (`model.fp8_exclude`, `model.first_last_layers_bf16`), by name."""
+    """Names of linear layers that settings keep out of FP8 (`model.fp8_exclude`, `model.first_last_layers_bf16`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Tensor(JsonObject):
-    """An FP8 tensor of a linear layer in one step: over all its microbatches, and over the ranks that hold it."""
+    """An FP8 tensor of a linear layer in one step, over all microbatches and all ranks that hold it."""
 
     layer: str
     """Linear layer in the whole model: decoder.layers.3.mlp.linear_fc1."""
     tensor: str
     """input, weight, or output_gradient."""
     amax: float | None
-    """Largest magnitude before the cast; inf where a value was NaN, too. null where the layer does not tell it."""
+    """Largest magnitude before the cast; inf also stands for NaN; null if the layer does not expose it."""
     scale_min: float | None
-    """Smallest factor that values were multiplied by before they were rounded; inf also stands for NaN."""
+    """Smallest factor that values were multiplied by before rounding; inf also stands for NaN."""
     scale_max: float | None
-    """Largest such factor; the same as scale_min where one scale served the whole tensor in the whole step."""
+    """Largest such factor; equal to scale_min if one scale served the whole tensor for the whole step."""
     saturated: float | None
-    """Share of values at the format's largest magnitude in casts whose amax · scale is beyond it; null without amax."""
+    """Share of values at the format's largest magnitude in casts whose amax · scale exceeds it; null without amax."""
     flushed: float
     """Share of values that are zero in FP8, including those that were zero before the cast."""
     amax_history_used: int | None
-    """Amaxes that the tensor's next scale comes from, the next one included; null unless fp8_recipe=delayed."""
+    """Amaxes that determine the tensor's next scale, including the newest; null unless fp8_recipe=delayed."""
 
     @property
     def scales(self) -> tuple[float | None, float | None]:
@@ -226,35 +226,35 @@ class Fp8Tensor(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Record(Record):
-    """FP8 in one step: statistics every `logging.fp8_statistics_interval` steps, warnings where it is logged."""
+    """FP8 in one step: statistics every `logging.fp8_statistics_interval` steps, warnings at logged steps."""
 
     kind: ClassVar[str] = "fp8"
     tensors: tuple[Fp8Tensor, ...]
     """One object per tensor (see the next table), layers in forward order; empty in a record that only warns."""
     warnings: tuple[str, ...]
-    """What the console warned of at this step, and what to do about it."""
+    """The console's warnings at this step, and what to do about them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsRecord(Record):
-    """A mixture of experts, with every `train` record: over all its layers, and the steps since the last record."""
+    """A mixture of experts, with every `train` record: over all its layers and the steps since the last record."""
 
     kind: ClassVar[str] = "experts"
     load_balancing_loss: float | None
-    """Load-balancing loss before its coefficient, mean of layers: 1 where all experts fare alike; null without one."""
+    """Load-balancing loss before its coefficient, mean over layers: 1 if experts are balanced; null without one."""
     z_loss: float | None
-    """The routers' z-loss before its coefficient, mean of layers; null without one."""
+    """The routers' z-loss before its coefficient, mean over layers; null without one."""
     busiest_expert: float
-    """Tokens of the busiest expert of any layer, over the mean of the layer's experts; 1 where all get the same."""
+    """Tokens of the busiest expert of any layer, over the mean of that layer's experts; 1 if all get the same."""
     idlest_expert: float
-    """Tokens of the idlest expert of any layer, over the same mean; 0 where one got none."""
+    """Tokens of the least busy expert of any layer, over the same mean; 0 if one got none."""
     idle_experts: int | None = None
-    """Experts that got no token, of all layers together; null in files of earlier versions."""
+    """Experts without tokens in all layers together; null in files of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryRecord(Record):
-    """The end of a process of the run: what was reached, and why it stopped. A process that fails writes none."""
+    """The end of a process of the run: what it reached and why it stopped. A process that fails writes none."""
 
     kind: ClassVar[str] = "summary"
     consumed_samples: int
@@ -265,11 +265,11 @@ class SummaryRecord(Record):
     """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM, SIGHUP), warned (SIGUSR1),
     not_finite, loss_spike."""
     exit_code: int | None
-    """Exit code of the process: 0 done, 75 start it again for the steps that are left, 130 Ctrl-C, 1 given up."""
+    """Exit code of the process: 0 done, 75 start it again for the remaining steps, 130 Ctrl-C, 1 given up."""
     skipped_steps: int | None
-    """Steps of the whole run that updated nothing, as their loss or gradient was not finite."""
+    """Steps of the whole run that updated nothing because loss or gradient was not finite."""
     wall_time_s: float
-    """Seconds of training in this process, validation and checkpoints included."""
+    """Seconds of training in this process, including validation and checkpoints."""
     first_loss: float | None
     """First logged training loss of the run; null if none was logged."""
     last_loss: float | None
@@ -283,9 +283,9 @@ class SummaryRecord(Record):
     best_validation_loss: float | None
     """Lowest validation loss."""
     tokens_per_s: float | None
-    """Tokens per second over all logged steps but those up to the first record of each start or rewind."""
+    """Tokens per second over all logged steps except those up to the first record of each start or rewind."""
     tokens_per_s_per_gpu: float | None
-    """The same, per rank."""
+    """The same per rank."""
     checkpoint: str | None
     """The newest checkpoint; null if none was written."""
     sample_prompt: str | None

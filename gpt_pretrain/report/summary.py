@@ -1,11 +1,12 @@
-"""The end of a run: its last record, computed from its history, and what the console shows of it.
+"""The end of a run: its last record, computed from its history, and how the console shows it.
 
-The console shows what the run reached, where things are, the loss curve, which plotext draws as text (a line for
-training, points for validation), and the sample.
+The console shows what the run reached, where its files are, the loss curve, and the sample. plotext draws the curve as
+text: a line for training, points for validation.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean
 
 from rich.console import Group
@@ -13,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss
+from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss, printable
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import EndReason, SummaryRecord, TrainRecord, ValidationRecord
 
@@ -27,31 +28,24 @@ _END_REASONS: dict[EndReason, str] = {
     "not_finite": "stopped: loss or gradient is not finite",
     "loss_spike": "stopped: the loss spikes again and again",
 }
-# Columns that a panel's frame takes.
+# Columns of a panel's frame.
 _FRAME = 4
 
 type Point = tuple[float, float]
 
 
 def mean_tokens_per_s(metrics: Metrics) -> float | None:
-    """Tokens per second over all logged steps but the warm-up; None if nothing else was logged.
+    """Tokens per second over all logged steps except warm-ups; None if nothing else was logged.
 
-    The first record of each start covers compilation, autotuning and allocation; the first after a rewind counts the
-    samples that were passed over. The result is tokens divided by seconds: the mean of the rates would count a short
-    interval as much as a long one.
+    This is tokens divided by seconds; the mean of the rates would count a short interval as much as a long one.
     """
-    warm_up_steps = {
-        min(record.step for record in metrics.train if record.step > start.step)
-        for start in (*metrics.starts, *metrics.rewinds)
-        if any(record.step > start.step for record in metrics.train)
-    }
+    warm_ups = metrics.warm_up_steps()
     tokens, seconds = 0, 0.0
-    for previous, record in zip(metrics.train, metrics.train[1:], strict=False):
-        if record.step in warm_up_steps:
-            continue
-        interval = record.consumed_tokens - previous.consumed_tokens
-        tokens += interval
-        seconds += interval / record.tokens_per_s
+    for previous, record in pairwise(metrics.train):
+        if record.step not in warm_ups:
+            interval = record.consumed_tokens - previous.consumed_tokens
+            tokens += interval
+            seconds += interval / record.tokens_per_s
     return tokens / seconds if seconds > 0 else None
 
 
@@ -69,10 +63,7 @@ def build_summary(
     sample_prompt: str | None = None,
     sample_text: str | None = None,
 ) -> SummaryRecord:
-    """Sums up a run from its records, those before a resume included.
-
-    `metrics` is what `load_metrics` read, `num_gpus` counts the run's ranks; the rest are fields of `SummaryRecord`.
-    """
+    """Summarizes a run from its whole history; the keywords except `num_gpus` are fields of `SummaryRecord`."""
     losses = [record.loss for record in metrics.train]
     validation_losses = [record.loss for record in metrics.validation]
     tokens_per_s = mean_tokens_per_s(metrics)
@@ -99,14 +90,14 @@ def build_summary(
 
 
 def _lowest(losses: list[float]) -> float | None:
-    # min() would answer a NaN that comes first, and skip one that comes later: leave them out.
+    # min() of numbers with NaN among them depends on their order.
     return min((loss for loss in losses if not math.isnan(loss)), default=None)
 
 
 def plain_summary_lines(
     summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str], *, max_steps: int, width: int
 ) -> Iterator[str]:
-    """The summary as text, for a log."""
+    """The summary as the lines of a log."""
     yield f"end step {summary.step}/{max_steps}: {_END_REASONS[summary.end_reason]}"
     for key, value in (_facts(summary) | dict(places)).items():
         yield f"  {key}: {value}"
@@ -114,13 +105,13 @@ def plain_summary_lines(
     if chart is not None:
         yield f"loss over steps (line: train, {VALIDATION_MARKER}: validation)\n{chart}"
     if summary.sample_text is not None:
-        yield f"sample\n{_printable((summary.sample_prompt or '') + summary.sample_text)}"
+        yield f"sample\n{printable((summary.sample_prompt or '') + summary.sample_text, keep='\n\t')}"
 
 
 def summary_panels(
     summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str], *, max_steps: int, width: int
 ) -> Iterator[Panel]:
-    """The same for a terminal."""
+    """The summary for a terminal."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -139,21 +130,19 @@ def summary_panels(
         width=width,
     )
     if summary.sample_text is not None:
-        sample = Text.assemble(
-            (_printable(summary.sample_prompt or ""), "bold"), _printable(summary.sample_text), overflow="fold"
-        )
+        prompt, text = (printable(each, keep="\n\t") for each in (summary.sample_prompt or "", summary.sample_text))
+        sample = Text.assemble((prompt, "bold"), text, overflow="fold")
         yield Panel(sample, title=Text("sample", style="bold"), title_align="left", width=width)
 
 
 def _facts(summary: SummaryRecord) -> dict[str, str]:
-    facts = {
-        "train loss": f"{format_loss(summary.first_loss)} → {format_loss(summary.last_loss)}"
-        f"  (best {format_loss(summary.best_loss)})"
-    }
+    def losses(first: float | None, last: float | None, best: float | None) -> str:
+        return f"{format_loss(first)} → {format_loss(last)}  (best {format_loss(best)})"
+
+    facts = {"train loss": losses(summary.first_loss, summary.last_loss, summary.best_loss)}
     if summary.last_validation_loss is not None:
-        facts["validation loss"] = (
-            f"{format_loss(summary.first_validation_loss)} → {format_loss(summary.last_validation_loss)}"
-            f"  (best {format_loss(summary.best_validation_loss)})"
+        facts["validation loss"] = losses(
+            summary.first_validation_loss, summary.last_validation_loss, summary.best_validation_loss
         )
     per_gpu = summary.tokens_per_s_per_gpu
     rate = format_count(summary.tokens_per_s)
@@ -167,11 +156,6 @@ def _facts(summary: SummaryRecord) -> dict[str, str]:
     return facts
 
 
-def _printable(text: str) -> str:
-    """Text with control characters replaced: a model that writes an escape sequence must not steer the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def _colored(chart: str) -> Text:
     text = Text(chart, style="dim", no_wrap=True, overflow="crop")
     text.highlight_regex(r"[\u2801-\u28ff]+", "not dim cyan")
@@ -182,19 +166,15 @@ def _colored(chart: str) -> Text:
 def draw_loss_chart(
     train: Sequence[TrainRecord], validation: Sequence[ValidationRecord], *, width: int, height: int = 14
 ) -> str | None:
-    """Draws loss over steps, without colours.
-
-    Returns:
-        Lines of at most `width` columns; None with fewer than two finite training losses, which make no curve.
-    """
+    """Draws loss over steps in lines of at most `width` columns; None with fewer than two finite training losses."""
     line = [(record.step, record.loss) for record in train if math.isfinite(record.loss)]
     points = [(record.step, record.loss) for record in validation if math.isfinite(record.loss)]
     if len(line) < 2:
         return None
-    # Imported late: it loads a native library that only the end of a run needs.
+    # It loads a native library that only the end of a run needs.
     import plotext
 
-    # The console knows what it writes to, and so the width; plotext would ask the terminal itself.
+    # plotext would look up the terminal's width, but the console knows what it writes to.
     plotext.terminal.limit(False, False)
     figure = plotext.figure
     figure.clear()
@@ -202,7 +182,7 @@ def draw_loss_chart(
     figure.plot_size(width, height)
     for side_axis in ("x", "y"):
         figure.axes(False, axis=side_axis, side=1)
-    # A braille character is two dots wide: more points than that would turn noise into a band.
+    # A braille character is two dots wide: with more points, noise would become a band.
     steps, losses = zip(*_average_to(line, 2 * width), strict=True)
     figure.draw(figure.signal(list(steps), list(losses), marker="braille").lines())
     if points:
@@ -216,18 +196,17 @@ def draw_loss_chart(
 
 
 def _average_to(points: Sequence[Point], num_points: int) -> list[Point]:
-    """At most `num_points` points, each the mean of as many neighbours."""
+    """At most `num_points` points, each the mean of as many neighbors at the last one's step."""
     per_point = math.ceil(len(points) / num_points)
     groups = [points[start : start + per_point] for start in range(0, len(points), per_point)]
-    # The last step stays where it is, so that the axis ends where the run did.
     return [(group[-1][0], fmean(loss for _, loss in group)) for group in groups]
 
 
 def _step_ticks(first: int, last: int) -> list[int]:
-    """First and last step, and round numbers (1, 2 or 5 times a power of ten apart) that make about five intervals."""
+    """First and last step, and between them round numbers (1, 2 or 5 × 10ⁿ apart) for about five intervals."""
     span, num_intervals = max(last - first, 1), 5
     magnitude = 10 ** math.floor(math.log10(span / num_intervals)) if span > num_intervals else 1
     spacing = next(multiple * magnitude for multiple in (1, 2, 5, 10) if span <= multiple * magnitude * num_intervals)
     inner = range(math.ceil(first / spacing) * spacing, last, spacing)
-    # A tick closer to an end than half the spacing would print its number over the end's.
+    # A tick closer to an end than half the spacing would overlap the end's number.
     return [first, *(step for step in inner if min(step - first, last - step) >= spacing / 2), last]
