@@ -1,12 +1,8 @@
 """Kernels on FP8 codes: writing them, also transposed; counting them; searching for the infinities that they hide.
 
-**Casts** read a matrix twice: for its amaxes (`measure`), and to write its codes and their transpose (`cast`). Hopper's
-FP8 products sum along contiguous memory, so a matrix that is summed over its rows in one product and over its columns
-in another is needed twice, once transposed. What torch.compile makes of TorchAO's operations reads the values for each
-direction again and transposes codes in kernels of their own.
-
-**The search** looks for infinities, whose blocks have scale 1 (`fp8/infinities.py`). It reads all scales, a number for
-each 128 values, and the values of such blocks alone: a fraction of a cast's cost.
+A cast reads a matrix twice: for its amaxes (`measure`), and to write its codes and their transpose (`cast`). Hopper's
+FP8 products sum along contiguous memory, so a matrix that one product sums over its rows and another over its columns
+is needed both ways. torch.compile would read the values for each direction, and transpose codes in another kernel.
 """
 
 import torch
@@ -23,7 +19,7 @@ TILE_WARPS = 4
 
 _BLOCK = tl.constexpr(4096)
 _BLOCKS_PER_PROGRAM = tl.constexpr(16)
-# Values of a block that has one scale, and rows of blocks that a program searches.
+# Values that share a scale, and rows of such blocks that a program searches.
 _SCALED = tl.constexpr(128)
 _ROWS = tl.constexpr(64)
 
@@ -37,8 +33,7 @@ def tile_grid(rows: int, width: int) -> tuple[int, int]:
 def _word(even, odd, dtype: tl.constexpr):
     """The codes of two rows, one above the other, as one number: GPUs transpose numbers of two bytes, not of one.
 
-    They are not assembled from single codes: to shift the second one out of a conversion, ptxas 12.8 reads the wrong
-    register.
+    Not assembled from single codes: ptxas 12.8 reads the wrong register when it shifts the second one.
     """
     if ASSEMBLY:
         # Two values at a time.
@@ -77,7 +72,7 @@ def _fp8_amax_kernel(
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     places = values + rows.to(tl.int64)[:, None] * width + columns[None, :]
-    # As whole numbers magnitudes have the same order, and NaN comes out on top.
+    # The bits of magnitudes have their order, with NaN on top.
     magnitudes = tl.load(places, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if OF_ROWS:
         tl.atomic_max(of_rows + rows, tl.max(magnitudes, axis=1), mask=rows < num_rows, sem="relaxed")
@@ -144,10 +139,10 @@ def cast(
         values: [rows, columns], contiguous; an even number of rows.
         dtype: float8_e4m3fn or float8_e5m2.
         scales: Factors of the first result, fp32 [1] or [rows, 1].
-        transposed_scales: Factors of a second one, fp32 [1] or [1, columns].
+        transposed_scales: Factors of the second result, fp32 [1] or [1, columns].
 
     Returns:
-        Codes [rows, columns], contiguous; then those of the second factors, of which each column is contiguous.
+        Codes [rows, columns], contiguous; then those of the second factors, with contiguous columns.
     """
     rows, width = values.shape
     assert rows % 2 == 0, f"rows are transposed in pairs, and there are {rows}"
@@ -205,7 +200,8 @@ def _search(values, scale_inv, found, num_rows, num_columns, stride):
 def search_blocks(values: torch.Tensor, scale_inv: torch.Tensor, found: torch.Tensor) -> None:
     """Sets the flag `found`, fp32 [1], if values [..., columns] that were cast in blocks of 1×128 contain infinity.
 
-    `scale_inv` has the inverse scales of the blocks, fp32 [blocks of a row, at least the rows], contiguous.
+    Blocks with infinity have scale 1, so only the values of such blocks are read. `scale_inv` has the inverse scales,
+    fp32 [blocks of a row, at least the rows], contiguous.
     """
     values = values.contiguous()
     num_columns = values.shape[-1]
