@@ -75,7 +75,7 @@ class Training:
             name: module
             for chunk in self.chunks
             for name, module in whole_model_modules(chunk)
-            if hasattr(module, "product_listener") or is_te_linear(module)
+            if hasattr(module, "product_listeners") or is_te_linear(module)
         }
 
     def step(self) -> float:
