@@ -84,9 +84,11 @@ def largest_of_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Ten
 
 
 class Checks:
-    """The comparisons of one step."""
+    """The comparisons of one step; `turn` selects the part of a large tensor that is looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Fp8Settings, turn: int) -> None:
+        self._settings = settings
+        self._turn = turn
         # Differences whose texts have places for numbers, and fp64 [3]: above 0 or NaN if it differs, both numbers.
         self._checks: list[tuple[Difference, torch.Tensor]] = []
 
@@ -122,15 +124,6 @@ class Checks:
             if (off > 0 or math.isnan(off)) and (check.module, check.what) not in told:
                 told.add((check.module, check.what))
                 yield replace(check, planned=check.planned.format(*numbers), live=check.live.format(*numbers))
-
-
-class CastChecks:
-    """Checks the operands of products; `turn` selects the part of a large tensor that is looked at."""
-
-    def __init__(self, settings: Fp8Settings, checks: Checks, turn: int) -> None:
-        self._settings = settings
-        self._checks = checks
-        self._turn = turn
 
     def block(self, phase: Phase, operand: Operand) -> tuple[int, int] | None:
         """Rows and columns of the values that share a scale in a product; None if all do."""
@@ -180,12 +173,12 @@ class CastChecks:
         if operand.amax is not None and (self._settings.emulate or not keeps_history):
             found = operand.amax.max()
             off = (largest - found).abs() > operand.blur * largest
-            self._checks.add(module, f"amax of the {role_name(role)}", off, largest, found)
+            self.add(module, f"amax of the {role_name(role)}", off, largest, found)
         factors = window.factors(scale, block)
         off = other_codes(window.of(codes), part_of_values, operand.blur * largest, factors, format).sum()
         what, planned = f"codes of the {role_name(role)} in {phase.value}", "{0:,.0f} times round(value · scale) in "
         num_values, live = part_of_values.numel(), "others {1:,.0f} times"
-        self._checks.add(module, what, off, num_values, off, planned=planned + format, live=live)
+        self.add(module, what, off, num_values, off, planned=planned + format, live=live)
 
     def check_codes_alone(self, module: str, phase: Phase, operand: Operand, amax: torch.Tensor | None) -> None:
         """Checks that codes fill their format, where only the `amax` [1] of their values is known, or not even that."""
@@ -203,11 +196,11 @@ class CastChecks:
             ordinary = (of_blocks != 0) & (scales < _MOST)
             off = ordinary & (of_blocks < largest / 2)
             found = of_blocks.flatten()[off.flatten().int().argmax()]
-            self._checks.add(module, what, off.any(), largest / 2, found, planned="{0:.6g} or more")
+            self.add(module, what, off.any(), largest / 2, found, planned="{0:.6g} or more")
             off = torch.frexp(scales).mantissa != 0.5
             found = scales.flatten()[off.flatten().int().argmax()]
             what = f"scale of the {role_name(role)}"
-            self._checks.add(module, what, off.any(), 0.0, found, planned="a power of two")
+            self.add(module, what, off.any(), 0.0, found, planned="a power of two")
             return
         if amax is not None and not keeps_history:
             self._check_scales(module, role, format, amax, scale)
@@ -218,7 +211,7 @@ class CastChecks:
             low = high = torch.full_like(highest, largest)
         else:
             low, high = rounded_between(amax, torch.zeros_like(amax), scale, format)
-        self._checks.add(module, what, ~((highest >= low) & (highest <= high)), high, highest)
+        self.add(module, what, ~((highest >= low) & (highest <= high)), high, highest)
 
     def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:
         """Checks each scale of a recipe without history against the amax of its values."""
@@ -240,4 +233,4 @@ class CastChecks:
         off = ordinary & ~((scale >= low) & (scale <= high))
         worst = off.flatten().int().argmax()
         expected, found = rule(quotient).flatten()[worst], scale.flatten()[worst]
-        self._checks.add(module, f"scale of the {role_name(role)}", off.any(), expected, found)
+        self.add(module, f"scale of the {role_name(role)}", off.any(), expected, found)

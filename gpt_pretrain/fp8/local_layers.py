@@ -72,7 +72,7 @@ def live_linears(linears: Iterable[Linear], modules: Container[str], num_experts
             yield linear
 
 
-class _Fp8Linear(torch.nn.Module):
+class Fp8Linear(torch.nn.Module):
     """What column- and row-parallel layers in FP8 have in common, before megatron-core's class in the bases."""
 
     def __init__(
@@ -147,11 +147,11 @@ def _norm_in_fp32(norm: torch.nn.LayerNorm | torch.nn.RMSNorm, x: torch.Tensor) 
     return torch.nn.functional.layer_norm(x.float(), shape, weight, norm.bias.float(), norm.eps)
 
 
-class Fp8ColumnParallelLinear(_Fp8Linear, ColumnParallelLinear):  # type: ignore[misc]
+class Fp8ColumnParallelLinear(Fp8Linear, ColumnParallelLinear):  # type: ignore[misc]
     """A linear layer whose outputs are split over the tensor parallel ranks."""
 
 
-class Fp8RowParallelLinear(_Fp8Linear, RowParallelLinear):  # type: ignore[misc]
+class Fp8RowParallelLinear(Fp8Linear, RowParallelLinear):  # type: ignore[misc]
     """A linear layer whose inputs are split over the tensor parallel ranks."""
 
 
@@ -206,7 +206,7 @@ class Fp8Layers(LocalLayers):
                     norm.forward = partial(_norm_in_fp32, norm)
 
     def _build(
-        self, plain: type[torch.nn.Module], in_fp8: type[_Fp8Linear], *args: Any, name: str, **kwargs: Any
+        self, plain: type[torch.nn.Module], in_fp8: type[Fp8Linear], *args: Any, name: str, **kwargs: Any
     ) -> torch.nn.Module:
         if name not in self._modules:
             return plain(*args, name=name, **kwargs)

@@ -18,7 +18,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
-from gpt_pretrain.fp8.local_layers import planned_name
+from gpt_pretrain.fp8.local_layers import Fp8Linear, planned_name
 from gpt_pretrain.fp8.te_products import (
     Asks,
     IdleListener,
@@ -66,14 +66,13 @@ def observe_products(
             for name, module in whole_model_modules(chunk):
                 if is_te_linear(module):
                     transformer_engine[name] = module
-                elif hasattr(module, "product_listeners"):
-                    local: Any = module
+                elif isinstance(module, Fp8Linear):
                     tell = partial(listener, name)
-                    local.product_listeners.append(tell)
-                    stack.callback(local.product_listeners.remove, tell)
+                    module.product_listeners.append(tell)
+                    stack.callback(module.product_listeners.remove, tell)
                     if idle_listener is not None:
-                        local.idle_listener = partial(idle_listener, name)
-                        stack.callback(setattr, local, "idle_listener", None)
+                        module.idle_listener = partial(idle_listener, name)
+                        stack.callback(setattr, module, "idle_listener", None)
         if transformer_engine:
             watch = Watch(
                 modules=transformer_engine,

@@ -8,7 +8,7 @@ difference on any rank ends the run on all of them, with a table. Other steps ar
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 
-from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.fp8.gemms import Phase, Product
-from gpt_pretrain.fp8.local_layers import live_linears
+from gpt_pretrain.fp8.local_layers import Fp8Linear, live_linears
 from gpt_pretrain.fp8.observer import (
     Difference,
     WatchedProducts,
@@ -34,7 +33,7 @@ from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, sums_over_parameters
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import Fp8Settings, recipes_of
+from gpt_pretrain.spec.recipes import Fp8Settings
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
@@ -186,76 +185,53 @@ class Proof:
                 yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
                 continue
             # The settings of local layers are no evidence of what they do.
-            if not hasattr(module, "product_listeners"):
+            if not isinstance(module, Fp8Linear):
                 yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
             live = _weight_storage(module)
             if live != planned:
                 yield Difference(module=name, what="weight stored in", planned=planned, live=live)
-        yield from self._attention_differences()
+        if self._settings.dot_product_attention:
+            for phase, name in ((Phase.forward, "forward"), (Phase.dgrad, "backward")):
+                live = ", ".join(sorted(self._attention[phase])) or "none"
+                if live != "e4m3":
+                    yield Difference(module="core_attention", what=f"attention, {name}", planned="e4m3", live=live)
         if self._values is not None:
             yield from self._values.differences(parallel_state.get_amax_reduction_group(with_context_parallel=True))
         if self._masters is not None:
             yield from self._masters.problems(lr)
 
-    def _attention_differences(self) -> Iterator[Difference]:
-        if not self._settings.dot_product_attention:
-            return
-        for phase, name in ((Phase.forward, "forward"), (Phase.dgrad, "backward")):
-            live = ", ".join(sorted(self._attention[phase])) or "none"
-            if live != "e4m3":
-                yield Difference(module="core_attention", what=f"attention, {name}", planned="e4m3", live=live)
-
 
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
-    planned = _planned_recipe(settings) if linear.precision == "fp8" else {"recipe": "none"}
-    live = _live_recipe(module)
-    # The fields of another recipe do not matter.
-    same = planned["recipe"] == live["recipe"]
-    for what in sorted({*planned, *live}) if same else ["recipe"]:
-        if planned.get(what) != live.get(what):
-            yield Difference(
-                module=linear.module, what=what, planned=planned.get(what, "none"), live=live.get(what, "none")
-            )
+    """Compares the recipe of a layer's last forward pass with the plan's; both are "none" outside FP8."""
+    planned = settings.recipe.te_class if linear.precision == "fp8" else "none"
+    live, meta = "none", getattr(module, "fp8_meta", {})
+    if getattr(module, "fp8", False):
+        classes = type(meta["recipe"]).__mro__
+        live = next(cls.__name__ for cls in classes if cls.__module__.startswith("transformer_engine."))
+    facts = [("recipe", planned, live)]
+    if planned == live != "none":
+        facts = sorted(_recipe_facts(settings, meta))
+    for what, planned, live in facts:
+        if planned != live:
+            yield Difference(module=linear.module, what=what, planned=planned, live=live)
 
 
-def _planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
-    """The result of `_live_recipe` for a layer that follows the settings."""
-    recipe = settings.recipe
-    said = {"recipe": recipe.te_class, "format": "HYBRID" if settings.hybrid else "E4M3"}
+def _recipe_facts(settings: Fp8Settings, meta: Any) -> Iterator[tuple[str, str, str]]:
+    """What a recipe's fields are named, what they should be, and what they are in a layer."""
+    recipe, live = settings.recipe, meta["recipe"]
+    yield "format", "HYBRID" if settings.hybrid else "E4M3", live.fp8_format.name
+    yield "FP8 attention", str(settings.dot_product_attention), str(live.fp8_dpa)
     if recipe.keeps_history:
-        said |= {
-            "margin": str(settings.margin),
-            "amax history": str(settings.amax_history_len),
-            "amax of the history": settings.amax_compute_algo.value,
-            "amax reduced over ranks": "True",
-        }
+        # The layer's own history, whatever its recipe says.
+        length = meta["scaling_fwd"].amax_history.shape[0]
+        yield "margin", str(settings.margin), str(live.margin)
+        yield "amax history", str(settings.amax_history_len), str(length)
+        yield "amax of the history", settings.amax_compute_algo.value, str(live.amax_compute_algo)
+        yield "amax reduced over ranks", "True", str(live.reduce_amax)
     if recipe.scales_flag is not None:
-        said["scales"] = recipe.scales
-    return said | {"FP8 attention": str(settings.dot_product_attention)}
-
-
-def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
-    """The recipe of a layer's last forward pass: Transformer Engine's, or none."""
-    if not getattr(module, "fp8", False):
-        return {"recipe": "none"}
-    meta: Any = module.fp8_meta
-    recipe = meta["recipe"]
-    name = next(cls.__name__ for cls in type(recipe).__mro__ if cls.__module__.startswith("transformer_engine."))
-    said = {"recipe": name, "format": recipe.fp8_format.name}
-    known = next((each for each in recipes_of(Fp8Backend.transformer_engine) if each.te_class == name), None)
-    if known is not None and known.keeps_history:
-        # The history of the layer itself.
-        said |= {
-            "margin": str(recipe.margin),
-            "amax history": str(meta["scaling_fwd"].amax_history.shape[0]),
-            "amax of the history": str(recipe.amax_compute_algo),
-            "amax reduced over ranks": str(recipe.reduce_amax),
-        }
-    if known is not None and known.scales_flag is not None:
-        flag, if_true, if_false = known.scales_flag
-        said["scales"] = if_true if getattr(recipe, flag) else if_false
-    return said | {"FP8 attention": str(recipe.fp8_dpa)}
+        flag, if_true, if_false = recipe.scales_flag
+        yield "scales", recipe.scales, if_true if getattr(live, flag) else if_false
 
 
 def _weight_storage(module: torch.nn.Module) -> str:

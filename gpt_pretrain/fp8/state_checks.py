@@ -56,6 +56,8 @@ _RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
 _PIECE = 2**24
 
 type _Tensor = tuple[str, Role]
+# Amax history, fp32 [rows], and scale, fp32 [].
+type _State = tuple[torch.Tensor, torch.Tensor]
 
 
 def is_recomputed(phase: Phase) -> bool:
@@ -70,11 +72,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        settings: Fp8Settings,
-        modules: Mapping[str, torch.nn.Module],
-        names: Sequence[str],
-        num_microbatches: int,
+        self, settings: Fp8Settings, modules: Mapping[str, torch.nn.Module], names: Sequence[str], num_microbatches: int
     ) -> None:
         self._settings = settings
         self._modules = modules
@@ -84,10 +82,9 @@ class Replay:
         self._scales: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._reused: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._stored: set[_Tensor] = set()
-        self._begin = {(name, role): self._state((name, role)) for name in names for role in Role}
+        self._begin = {(name, role): self._copied_state((name, role)) for name in names for role in Role}
 
-    def _state(self, tensor: _Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Copies of amax history and scale, fp32 [rows] and []."""
+    def _copied_state(self, tensor: _Tensor) -> _State | None:
         name, role = tensor
         state = delayed_state(self._modules[name], role) if name in self._modules else None
         return None if state is None else (state[0].clone(), state[1].clone())
@@ -113,7 +110,7 @@ class Replay:
     def differences(self, group: torch.distributed.ProcessGroup) -> Iterator[Difference]:
         """All that differs from the replay; every rank of the amax reduction group calls it together."""
         tensors, device = list(self._begin), torch.cuda.current_device()
-        ends = {tensor: self._state(tensor) for tensor in tensors}
+        ends = {tensor: self._copied_state(tensor) for tensor in tensors}
         amaxes = torch.full((len(tensors), self._num_microbatches), -1.0, device=device)
         # Scale and history, the same on all ranks of the group.
         states = torch.full((2, len(tensors), 2), torch.nan, dtype=torch.float64, device=device)
@@ -149,24 +146,18 @@ class Replay:
                     if high != -low:
                         yield _difference(tensor, f"{what} on all ranks", high, -low if mine == high else mine)
 
-    def _compare(
-        self,
-        tensor: _Tensor,
-        begin: tuple[torch.Tensor, torch.Tensor],
-        seen: list[float],
-        end: tuple[torch.Tensor, ...],
-    ) -> Iterator[Difference]:
-        history, scale = begin[0].cpu(), begin[1].item()
+    def _compare(self, tensor: _Tensor, begin: _State, seen: list[float], end: _State) -> Iterator[Difference]:
+        history, found_history = begin[0].tolist(), end[0].tolist()
+        scale, found_scale = begin[1].item(), end[1].item()
         first = self._first_scale(tensor, history)
         if first is not None and not first[0] * (1 - QUOTIENT_ERROR) <= scale <= first[1] * (1 + QUOTIENT_ERROR):
             yield _difference(tensor, "first scale", first[1], scale)
         scales = [scale]
         for amax in seen:
-            history[0] = max(history[0].item(), amax)
-            newest = history[0].item()
+            newest = history[0] = max(history[0], amax)
             if newest:
-                scale = self._scale(tensor, history.max().item() if self._takes_maximum else newest)
-                history = history.roll(-1)
+                scale = self._scale(tensor, max(history) if self._takes_maximum else newest)
+                history = [*history[1:], newest]
                 history[0] = 0.0
             scales.append(scale)
         used = [float(each) for each in (*self._scales[tensor], *self._reused[tensor])]
@@ -177,7 +168,6 @@ class Replay:
             if not any(_is_near(found, each) for each in expected):
                 yield _difference(tensor, "scale", expected[0] if expected else scales[-1], found)
                 break
-        found_history, found_scale = end[0].cpu(), end[1].item()
         if tensor in self._stored:
             # The amax of the optimizer's cast waits here for the next pass.
             history[0] = found_history[0]
@@ -185,14 +175,12 @@ class Replay:
             used_scale = 1.0 / weight._scale_inv.item()
             if not _is_near(used_scale, found_scale):
                 yield _difference(tensor, "scale of the stored codes", found_scale, used_scale)
-        newest, found_newest = history[-1].item(), found_history[-1].item()
-        if newest != found_newest:
-            yield _difference(tensor, "newest amax of the history", newest, found_newest)
-        off = int((history != found_history).sum())
-        if off > (newest != found_newest):
-            yield _difference(
-                tensor, f"amax history after {len(seen)} passes", f"{len(history)} amaxes", f"{off} others"
-            )
+        if history[-1] != found_history[-1]:
+            yield _difference(tensor, "newest amax of the history", history[-1], found_history[-1])
+        off = sum(amax != found for amax, found in zip(history, found_history, strict=True))
+        if off > (history[-1] != found_history[-1]):
+            what = f"amax history after {len(seen)} passes"
+            yield _difference(tensor, what, f"{len(history)} amaxes", f"{off} others")
         if not _is_near(found_scale, scales[-1]):
             yield _difference(tensor, "next scale", scales[-1], found_scale)
 
@@ -204,21 +192,14 @@ class Replay:
         largest = FORMAT_MAX[role_format(self._settings, tensor[1])]
         return min(largest / amax * 2.0**-self._settings.margin, torch.finfo(torch.float32).max)
 
-    def _first_scale(self, tensor: _Tensor, history: torch.Tensor) -> tuple[float, float] | None:
-        """The least and the largest scale that a history can have led to; None if it does not say.
-
-        The scale comes from the history and one amax that was dropped since.
-        """
-        earlier = history[1:]
-        if not self._takes_maximum:
-            earlier = earlier[-1:]
-        num_used = int((earlier != 0).sum())
-        if num_used == 0:
-            return None
+    def _first_scale(self, tensor: _Tensor, history: list[float]) -> tuple[float, float] | None:
+        """The least and the largest scale that a history and one amax dropped since can have led to, if it says so."""
+        earlier = history[1:] if self._takes_maximum else history[1:][-1:]
+        num_used = sum(amax != 0 for amax in earlier)
         # A history is filled from its end. Gaps are amaxes that were not finite and were taken out.
-        if not bool((earlier[-num_used:] != 0).all()):
+        if num_used == 0 or 0.0 in earlier[-num_used:]:
             return None
-        largest = self._scale(tensor, earlier.max().item())
+        largest = self._scale(tensor, max(earlier))
         is_complete = not self._takes_maximum or num_used < len(earlier)
         return largest if is_complete else 0.0, largest
 

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.fp8.cast_checks import CAST_VALUES, CastChecks, Checks, Window, part
+from gpt_pretrain.fp8.cast_checks import CAST_VALUES, Checks, Window, part
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, multiply, role_format, role_name
+from gpt_pretrain.fp8.local_layers import Fp8Linear
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.fp8.state_checks import Replay, is_recomputed
 from gpt_pretrain.fp8.te_products import is_te_linear
@@ -57,11 +58,9 @@ class WatchedValues:
         turn: int,
     ) -> None:
         self._settings = settings
-        emulated = {name: modules[name] for name in linears if hasattr(modules.get(name), "product_listeners")}
-        own = {name: modules[name] for name in linears if name in modules and is_te_linear(modules[name])}
         # `WatchedProducts` reports layers of other kinds.
-        self._modules = {**emulated, **own}
-        self._emulated = frozenset(emulated)
+        held = {name: modules[name] for name in linears if name in modules}
+        self._modules = {name: each for name, each in held.items() if isinstance(each, Fp8Linear) or is_te_linear(each)}
         self._num_microbatches = num_microbatches
         self._turn = turn
         self._microbatch = turn % num_microbatches
@@ -69,8 +68,7 @@ class WatchedValues:
         for name, linear in linears.items():
             kinds[linear.kind].append(name)
         self._repeated = {names[turn % len(names)] for names in kinds.values()}
-        self._checks = Checks()
-        self._casts = CastChecks(settings, self._checks, turn)
+        self._checks = Checks(settings, turn)
         self._results: dict[str, torch.Tensor] = {}
         self._counts: Counter[tuple[str, Phase]] = Counter()
         self._multiplied: set[tuple[str, Phase]] = set()
@@ -149,12 +147,12 @@ class WatchedValues:
             self._checks.add_fault(module, what, format, str(codes.dtype).removeprefix("torch."))
             return False
         is_stored = role is Role.weight and self._settings.params
-        unknown = values is None and module in self._emulated and not is_stored
+        unknown = values is None and isinstance(self._modules[module], Fp8Linear) and not is_stored
         if unknown or scale is None or (values is not None and values.shape != codes.shape):
             planned = "none reported" if values is None else str(list(values.shape))
             self._checks.add_fault(module, what, f"of {planned} values", str(list(codes.shape)))
             return False
-        block = self._casts.block(phase, operand)
+        block = self._checks.block(phase, operand)
         rows, columns = codes.shape
         planned_shape = [1] if block is None else [-(-rows // block[0]), -(-columns // block[1])]
         if list(scale.shape) != planned_shape:
@@ -162,16 +160,16 @@ class WatchedValues:
             self._checks.add_fault(module, shape, str(planned_shape), str(list(scale.shape)))
             return False
         # Local layers report the amax with which the optimizer cast a weight; TE does not.
-        has_amax = not is_stored or module in self._emulated
-        amax = self._casts.amax(phase, operand) if has_amax else None
+        has_amax = not is_stored or isinstance(self._modules[module], Fp8Linear)
+        amax = self._checks.amax(phase, operand) if has_amax else None
         if self._replay is not None and is_stored:
             self._replay.note_stored(module, scale)
         elif self._replay is not None:
             self._replay.note((module, role), phase, amax, scale)
         if is_turn and values is not None:
-            self._casts.check_values(module, phase, operand)
+            self._checks.check_values(module, phase, operand)
         elif is_turn:
-            self._casts.check_codes_alone(module, phase, operand, amax)
+            self._checks.check_codes_alone(module, phase, operand, amax)
         return True
 
     def _multiply_values(self, module: str, product: Product, output: torch.Tensor) -> None:
@@ -199,7 +197,7 @@ class WatchedValues:
             assert operand.scale is not None
             whole = (0, operand.codes.shape[1 - own])
             window = Window(side, whole) if own == 0 else Window(whole, side)
-            factors = window.factors(operand.scale, self._casts.block(phase, operand))
+            factors = window.factors(operand.scale, self._checks.block(phase, operand))
             rounded.append(window.of(operand.codes).float() / factors)
             if operand.values is not None:
                 values = window.of(operand.values)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -33,31 +33,24 @@ _WARPS = 8
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Where tensors are, for kernels to read."""
-
-    addresses: torch.Tensor
-    """int64 [tensors], on their device."""
-    alignment: int
-    """Bytes that divide every address, at most the 16 that one access reads."""
-
-
 class Addresses:
-    """A table of the addresses of tensors, rewritten only when one of them has moved."""
+    """A table of the addresses of tensors, for kernels to read; rewritten only when one of them has moved."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []
-        self._table: Table | None = None
+        self.table = torch.empty(0)
+        """int64 [tensors], on their device."""
+        self.alignment = 16
+        """Bytes that divide every address, at most the 16 that one access reads."""
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> Table:
-        """The table of these tensors, which must be contiguous and outlive the kernels that read it."""
+    def of(self, tensors: Sequence[torch.Tensor]) -> Self:
+        """Holds these tensors, which must be contiguous and outlive the kernels that read the table."""
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if self._table is None or addresses != self._addresses:
+        if addresses != self._addresses:
             self._addresses = addresses
-            on_device = torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)
-            self._table = Table(addresses=on_device, alignment=math.gcd(16, *addresses))
-        return self._table
+            self.table = torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)
+            self.alignment = math.gcd(16, *addresses)
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +212,7 @@ def _stages(device: torch.device) -> int:
 
 
 def _multiply(
-    values: torch.Tensor, weights: Table, rows: ExpertRows, width: int, steps: tuple[int, int]
+    values: torch.Tensor, weights: Addresses, rows: ExpertRows, width: int, steps: tuple[int, int]
 ) -> torch.Tensor:
     """Each row of `values`, contiguous BF16 [rows, depth], times the matrix of its expert: BF16 [rows, width].
 
@@ -229,14 +222,14 @@ def _multiply(
     result = values.new_empty(values.shape[0], width)
     if num_tiles:
         _grouped_gemm_kernel[(num_tiles * triton.cdiv(width, _COLUMNS),)](
-            values, weights.addresses, result, rows.tiles, num_tiles, width, depth, *steps,
+            values, weights.table, result, rows.tiles, num_tiles, width, depth, *steps,
             ROWS, _COLUMNS, _DEPTH, _GROUP, weights.alignment, num_warps=_WARPS, num_stages=_stages(values.device),
         )  # fmt: skip
     return result
 
 
 def _accumulate_weight_gradients(
-    output_gradients: torch.Tensor, inputs: torch.Tensor, main_grads: Table, rows: ExpertRows
+    output_gradients: torch.Tensor, inputs: torch.Tensor, main_grads: Addresses, rows: ExpertRows
 ) -> None:
     """Adds the gradient of each weight to its main gradient, if the expert has rows.
 
@@ -247,7 +240,7 @@ def _accumulate_weight_gradients(
         return
     programs = triton.cdiv(height, ROWS) * triton.cdiv(width, _COLUMNS)
     _grouped_wgrad_gemm_kernel[(programs * (len(rows.starts) - 1),)](
-        output_gradients, inputs, main_grads.addresses, rows.starts, height, width,
+        output_gradients, inputs, main_grads.table, rows.starts, height, width,
         ROWS, _COLUMNS, _DEPTH, _GROUP, main_grads.alignment, num_warps=_WARPS, num_stages=_stages(inputs.device),
     )  # fmt: skip
 
