@@ -21,18 +21,15 @@ HARDWARE_ERROR = 1e-2
 
 
 class Phase(Enum):
-    """Which of a linear layer's three products."""
+    """A linear layer's products: y = x·wᵀ, dx = dy·w and dw = dyᵀ·x."""
 
     forward = "forward"
-    """y = x·wᵀ"""
     dgrad = "dgrad"
-    """dx = dy·w"""
     wgrad = "wgrad"
-    """dw = dyᵀ·x"""
 
 
 class Role(Enum):
-    """Which of a linear layer's three tensors."""
+    """A linear layer's tensors x, w and dy."""
 
     input = "input"
     weight = "weight"

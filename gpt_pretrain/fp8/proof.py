@@ -51,7 +51,6 @@ class Proven:
     fp8_flops_share: float
     """Share of FP8 in a step's matrix operations, attention and LM head included."""
     fp8_parameter_bytes_share: float
-    """Share of the model's parameter bytes in FP8."""
     kept_out: tuple[str, ...]
     """Linear layers that settings keep out of FP8; none of them computed in it."""
     time_s: float
@@ -89,7 +88,6 @@ def _table(differences: list[Difference]) -> str:
 
 
 def _listed_ranks(ranks: tuple[int, ...]) -> str:
-    """Like "0, 1, 2 and 5 more"."""
     rest = len(ranks) - _MOST_ROWS
     return ", ".join(map(str, ranks[:_MOST_ROWS])) + (f" and {rest} more" if rest > 0 else "")
 

@@ -98,8 +98,8 @@ class Moment:
     @property
     def saved_as(self) -> torch.dtype:
         """A plain type that holds the values exactly."""
-        scaled = SCALED.get(self.values.dtype)
-        return self.values.dtype if scaled is None else scaled.saved_as
+        dtype = self.values.dtype
+        return SCALED[dtype].saved_as if dtype in SCALED else dtype
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Values in fp32, [end - start]."""
@@ -166,10 +166,7 @@ class Master:
 
 
 class StoredValues(torch.Tensor):
-    """The values of a state, for saving: a tensor with shape and type but no storage.
-
-    It can be viewed, and sliced if flat. `dequantize` reads the values, which take memory only then.
-    """
+    """A tensor without storage for saving a state; it can be viewed, and sliced if flat. `dequantize` reads values."""
 
     _state: Moment | Master
     _start: int

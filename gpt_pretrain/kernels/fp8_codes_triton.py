@@ -56,8 +56,8 @@ def _word(even, odd, dtype: tl.constexpr):
 def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None:
     """Stores the codes of scaled values transposed: `into` is [all columns, 2 · num_pairs].
 
-    Rows come in pairs: `even` and `odd`, fp32 [pairs, columns], are even rows and the rows after them. `pairs` and
-    `columns` number them in the tensor; `inside` says which columns the tensor has.
+    `even` and `odd`, fp32 [pairs, columns], are even rows and the rows after them; `pairs` and `columns` are their
+    numbers in the tensor, which has the columns `inside`.
     """
     words = _word(even, odd, into.dtype.element_ty)
     places = into.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
@@ -113,10 +113,9 @@ def _fp8_codes_kernel(
 def measure(
     values: torch.Tensor, *, of_rows: bool, of_columns: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The largest magnitudes of a contiguous matrix [rows, columns], read once. NaN is larger than any number.
+    """The largest magnitudes, fp32, of a contiguous matrix [1], of its rows [rows, 1] and of its columns [1, columns].
 
-    Returns:
-        fp32: of the whole, [1], of rows, [rows, 1], and of columns, [1, columns]; None where nobody asked.
+    NaN is larger than any number.
     """
     rows, width = values.shape
     whole = values.new_zeros(1, dtype=torch.float32)
@@ -133,16 +132,10 @@ def measure(
 def cast(
     values: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor, transposed_scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The codes of a matrix: values times scale in fp32, saturated, rounded to nearest; NaN stays NaN.
+    """The codes of a contiguous matrix [rows, columns]; with `transposed_scales` also codes in contiguous columns.
 
-    Args:
-        values: [rows, columns], contiguous; an even number of rows.
-        dtype: float8_e4m3fn or float8_e5m2.
-        scales: Factors of the first result, fp32 [1] or [rows, 1].
-        transposed_scales: Factors of the second result, fp32 [1] or [1, columns].
-
-    Returns:
-        Codes [rows, columns], contiguous; then those of the second factors, with contiguous columns.
+    A code is value times scale in fp32, saturated and rounded to nearest; NaN stays NaN. `scales` are fp32 [1] or
+    [rows, 1], `transposed_scales` fp32 [1] or [1, columns]. The number of rows is even.
     """
     rows, width = values.shape
     assert rows % 2 == 0, f"rows are transposed in pairs, and there are {rows}"
