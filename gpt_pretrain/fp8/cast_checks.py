@@ -14,7 +14,7 @@ from gpt_pretrain.fp8.gemms import (
     CAST_IN,
     CODE_TYPES,
     QUOTIENT_ERROR,
-    Operand,
+    Fp8Operand,
     Phase,
     Role,
     count_codes,
@@ -125,7 +125,7 @@ class Checks:
                 told.add((check.module, check.what))
                 yield replace(check, planned=check.planned.format(*numbers), live=check.live.format(*numbers))
 
-    def block(self, phase: Phase, operand: Operand) -> tuple[int, int] | None:
+    def block(self, phase: Phase, operand: Fp8Operand) -> tuple[int, int] | None:
         """Rows and columns of the values that share a scale in a product; None if all do."""
         recipe, role = self._settings.recipe, operand.role
         is_dgrad_weight = (phase, role) == (Phase.dgrad, Role.weight)
@@ -137,11 +137,10 @@ class Checks:
             return recipe.block, recipe.block
         # Blocks and whole rows lie along the dimension that the product sums over.
         within_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
-        assert operand.codes is not None
         rows, columns = operand.codes.shape
         return (1, recipe.block or columns) if within_rows else (recipe.block or rows, 1)
 
-    def amax(self, phase: Phase, operand: Operand) -> torch.Tensor | None:
+    def amax(self, phase: Phase, operand: Fp8Operand) -> torch.Tensor | None:
         """fp32 [1], of a tensor that is cast for this product as a whole; None if unknown.
 
         If the values are known only up to `blur`, this is the reported amax, provided that it fits them.
@@ -156,11 +155,9 @@ class Checks:
             return torch.where((reported - amax).abs() <= operand.blur * amax, reported, amax)
         return amax
 
-    def check_values(self, module: str, phase: Phase, operand: Operand) -> None:
+    def check_values(self, module: str, phase: Phase, operand: Fp8Operand) -> None:
         """Computes an operand's codes and scales again from its values."""
         role, codes, scale, values = operand.role, operand.codes, operand.scale, operand.values
-        assert codes is not None
-        assert scale is not None
         assert values is not None
         keeps_history, block = self._settings.recipe.keeps_history, self.block(phase, operand)
         format = role_format(self._settings, role)
@@ -180,11 +177,9 @@ class Checks:
         num_values, live = part_of_values.numel(), "others {1:,.0f} times"
         self.add(module, what, off, num_values, off, planned=planned + format, live=live)
 
-    def check_codes_alone(self, module: str, phase: Phase, operand: Operand, amax: torch.Tensor | None) -> None:
+    def check_codes_alone(self, module: str, phase: Phase, operand: Fp8Operand, amax: torch.Tensor | None) -> None:
         """Checks that codes fill their format, where only the `amax` [1] of their values is known, or not even that."""
         role, codes, scale = operand.role, operand.codes, operand.scale
-        assert codes is not None
-        assert scale is not None
         if phase is not CAST_IN[role]:
             return
         format, block = role_format(self._settings, role), self.block(phase, operand)

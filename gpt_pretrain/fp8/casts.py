@@ -207,10 +207,7 @@ def _torchao_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
 
 
 def _cast_both_ways(x: torch.Tensor, format: str, length: int, rule: ScaleRule) -> Directions:
-    return Directions(
-        along_rows=cast_blocks(x, format, (1, length), rule),
-        along_columns=cast_blocks(x, format, (length, 1), rule),
-    )
+    return Directions(cast_blocks(x, format, (1, length), rule), cast_blocks(x, format, (length, 1), rule))
 
 
 def stateless_cast(settings: Fp8Settings) -> Cast:

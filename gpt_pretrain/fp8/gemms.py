@@ -69,14 +69,20 @@ class Operand:
     role: Role
     format: str
     """"e4m3" or "e5m2"; "bfloat16" or "float32" if it is not quantized."""
-    codes: torch.Tensor | None
-    """float8_e4m3fn or float8_e5m2, any shape; None if it is not quantized."""
-    scale: torch.Tensor | None
+    values: torch.Tensor | None = None
+    """What was rounded, of the shape of the codes, or is multiplied as it is; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Operand(Operand):
+    """A quantized operand."""
+
+    codes: torch.Tensor
+    """float8_e4m3fn or float8_e5m2, any shape."""
+    scale: torch.Tensor
     """fp32: the factor of the values before they were rounded, one for the tensor [1] or one per block."""
     amax: torch.Tensor | None
     """fp32 [1]: the largest magnitude before the rounding; None if unknown."""
-    values: torch.Tensor | None = None
-    """What was rounded, of the shape of the codes, or is multiplied as it is; None if unknown."""
     blur: float = 0.0
     """How far the values may be from what was rounded, relative to the largest of them."""
     is_gathered: bool = False

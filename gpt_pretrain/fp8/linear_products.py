@@ -20,6 +20,7 @@ from gpt_pretrain.fp8.gemms import (
     BF16_ROUNDING,
     HARDWARE_ERROR,
     OPERANDS,
+    Fp8Operand,
     Operand,
     Phase,
     Product,
@@ -161,8 +162,8 @@ class _Call:
 def _operand(role: Role, data: Quantised | torch.Tensor, values: torch.Tensor | None) -> Operand:
     if isinstance(data, torch.Tensor):
         format = str(data.dtype).removeprefix("torch.")
-        return Operand(role=role, format=format, codes=None, scale=None, amax=None, values=data)
-    return Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax, values=values)
+        return Operand(role=role, format=format, values=data)
+    return Fp8Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax, values=values)
 
 
 class _Linear(torch.autograd.Function):

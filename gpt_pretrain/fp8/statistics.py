@@ -32,7 +32,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.delayed import delayed_state
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role, count_codes, other_codes
+from gpt_pretrain.fp8.gemms import OPERANDS, Fp8Operand, Phase, Product, Role, count_codes, other_codes
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.megatron.layers import whole_model_modules
@@ -143,19 +143,17 @@ class StatisticsCollector:
             return
         for operand in product.operands:
             row = self._rows.get((planned_name(layer), operand.role))
-            if row is None or operand.codes is None:
+            if row is None or not isinstance(operand, Fp8Operand):
                 continue
             is_first = (layer, operand.role) not in self._counted_in
             is_in_phase = self._counted_in.setdefault((layer, operand.role), product.phase) is product.phase
             counts_again = is_in_phase and operand.role is not Role.weight and not self._sampled
             if is_first or counts_again:
                 module = self._modules.get(layer)
-                self._seen.append(self._look_at(row, operand, operand.codes, module, is_first=is_first))
+                self._seen.append(self._look_at(row, operand, module, is_first=is_first))
 
-    def _look_at(
-        self, row: int, operand: Operand, codes: torch.Tensor, module: torch.nn.Module | None, *, is_first: bool
-    ) -> "_Seen":
-        assert operand.scale is not None, "FP8 codes have a scale"
+    def _look_at(self, row: int, operand: Fp8Operand, module: torch.nn.Module | None, *, is_first: bool) -> "_Seen":
+        codes = operand.codes
         scale_min, scale_max = _extremes(operand.scale)
         sample = self._sample(codes).reshape(-1).view(torch.uint8) if is_first else None
         return _Seen(
@@ -164,7 +162,7 @@ class StatisticsCollector:
             num_values=sample.numel() if self._sampled and sample is not None else codes.numel(),
             counts=None if self._sampled else count_codes(codes, _LARGEST_CODE[operand.format]),
             sample=sample,
-            weight=self._sample_weight(operand, codes, module) if is_first and operand.role is Role.weight else None,
+            weight=self._sample_weight(operand, module) if is_first and operand.role is Role.weight else None,
             # Delayed scaling writes the next pass's amax into the same place.
             amax=None if operand.amax is None else operand.amax.detach().view(-1).amax(),
             scale_min=scale_min,
@@ -180,16 +178,12 @@ class StatisticsCollector:
         # Small tensors are copied, too, because the optimizer's step comes before they are counted.
         return part.clone(memory_format=torch.contiguous_format)
 
-    def _sample_weight(
-        self, operand: Operand, codes: torch.Tensor, module: torch.nn.Module | None
-    ) -> torch.Tensor | None:
+    def _sample_weight(self, operand: Fp8Operand, module: torch.nn.Module | None) -> torch.Tensor | None:
         """The sample's weights as they are now; None if stored in FP8 or cast in blocks, which the proof compares."""
         weight: Any = getattr(module, "weight", None)
-        if weight is None or hasattr(weight, "_quantizer") or weight.shape != codes.shape:
+        if weight is None or hasattr(weight, "_quantizer") or weight.shape != operand.codes.shape:
             return None
-        if operand.scale is None or operand.scale.numel() != 1:
-            return None
-        return self._sample(weight).reshape(-1)
+        return self._sample(weight).reshape(-1) if operand.scale.numel() == 1 else None
 
     @torch.no_grad()
     def _count_seen(self) -> None:

@@ -16,7 +16,17 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.fp8.gemms import CAST_IN, CODE_TYPES, HARDWARE_ERROR, OPERANDS, Operand, Phase, Product, Role
+from gpt_pretrain.fp8.gemms import (
+    CAST_IN,
+    CODE_TYPES,
+    HARDWARE_ERROR,
+    OPERANDS,
+    Fp8Operand,
+    Operand,
+    Phase,
+    Product,
+    Role,
+)
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patched
 
@@ -190,23 +200,13 @@ class Watch:
         if self.asks is not None and not self.asks(self._name, phase):
             return
         given = dict(zip(_ARGUMENTS[phase], (a, b), strict=True))
-        values = {role: self._values_of(role, expert, rows) for role in given} if self.asks_result else {}
-        operands = [
-            _operand(
-                role,
-                phase,
-                given[role],
-                values.get(role),
-                blur=self._blur if role is Role.input else 0.0,
-                measure_amax=self.measure_amax,
-            )
-            for role in OPERANDS[phase]
-        ]
+        first, second = (
+            self._operand(role, phase, given[role], self._values_of(role, expert, rows)) for role in OPERANDS[phase]
+        )
         if output is not None:
             output = output.detach().reshape(-1, output.shape[-1])
-        first, second = operands
         # Products of blocks are always split (pytorch/cpp_extensions/gemm.py).
-        has_blocks = first.scale is not None and first.scale.dim() > 1
+        has_blocks = isinstance(first, Fp8Operand) and first.scale.dim() > 1
         product = Product(
             phase=phase,
             operands=(first, second),
@@ -218,7 +218,39 @@ class Watch:
         )
         self.listener(self._name, product)
 
+    def _operand(self, role: Role, phase: Phase, tensor: Any, values: torch.Tensor | None) -> Operand:
+        """An operand of cuBLAS: a plain tensor, or one of TE's quantized storages (TE 2.12, pytorch/tensor/storage)."""
+        name = format_of(tensor)
+        if name not in CODE_TYPES:
+            return Operand(role=role, format=name)
+        sums_over_rows = phase is Phase.wgrad or (phase, role) == (Phase.dgrad, Role.weight)
+        codes, scale_inv = _stored(tensor, columnwise=sums_over_rows)
+        # E8M0 is an exponent with a bias of 127.
+        scale = torch.exp2(127.0 - scale_inv.float()) if scale_inv.dtype is torch.uint8 else scale_inv.reciprocal()
+        if scale.numel() > 1:
+            # Padding of the array of scales is zero.
+            scale = torch.where(scale_inv > 0, scale, torch.nan)
+        amax = None
+        if phase is CAST_IN[role]:
+            amax = getattr(tensor._quantizer, "amax", None)
+            if amax is None and self.measure_amax:
+                amax = tensor.dequantize(dtype=torch.float32).abs().max().view(1)
+        # Ranks that split a sequence cast their parts and gather the codes.
+        is_gathered = values is not None and values.shape != codes.shape
+        return Fp8Operand(
+            role=role,
+            format=name,
+            codes=codes.view(CODE_TYPES[name]),
+            scale=scale,
+            amax=amax,
+            values=None if is_gathered else values,
+            blur=self._blur if role is Role.input else 0.0,
+            is_gathered=is_gathered,
+        )
+
     def _values_of(self, role: Role, expert: int | None, rows: Sequence[int]) -> torch.Tensor | None:
+        if self.asks_result is None:
+            return None
         if role is Role.weight:
             weight: Any = getattr(self.modules.get(self._name), f"weight{'' if expert is None else expert}", None)
             return None if weight is None or hasattr(weight, "_fp8_dtype") else weight.detach()
@@ -271,38 +303,6 @@ def format_of(tensor: Any) -> str:
     if dtype is None:
         return str(tensor.dtype).removeprefix("torch.")
     return "e4m3" if str(dtype).endswith("kFloat8E4M3") else "e5m2"
-
-
-def _operand(
-    role: Role, phase: Phase, tensor: Any, values: torch.Tensor | None, *, blur: float, measure_amax: bool
-) -> Operand:
-    """An operand of cuBLAS: a plain tensor, or one of TE's quantized storages (TE 2.12, pytorch/tensor/storage)."""
-    name = format_of(tensor)
-    if name not in CODE_TYPES:
-        return Operand(role=role, format=name, codes=None, scale=None, amax=None)
-    codes, scale_inv = _stored(tensor, columnwise=phase is Phase.wgrad or (phase, role) == (Phase.dgrad, Role.weight))
-    # E8M0 is an exponent with a bias of 127.
-    scale = torch.exp2(127.0 - scale_inv.float()) if scale_inv.dtype is torch.uint8 else scale_inv.reciprocal()
-    if scale.numel() > 1:
-        # Padding of the array of scales is zero.
-        scale = torch.where(scale_inv > 0, scale, torch.nan)
-    amax = None
-    if phase is CAST_IN[role]:
-        amax = getattr(tensor._quantizer, "amax", None)
-        if amax is None and measure_amax:
-            amax = tensor.dequantize(dtype=torch.float32).abs().max().view(1)
-    # Ranks that split a sequence cast their parts and gather the codes.
-    is_gathered = values is not None and values.shape != codes.shape
-    return Operand(
-        role=role,
-        format=name,
-        codes=codes.view(CODE_TYPES[name]),
-        scale=scale,
-        amax=amax,
-        values=None if is_gathered else values,
-        blur=blur,
-        is_gathered=is_gathered,
-    )
 
 
 def _stored(tensor: Any, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ Nothing here waits for the device before `differences`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from megatron.core import parallel_state
 
 from gpt_pretrain.fp8.cast_checks import CAST_VALUES, Checks, Window, part
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Operand, Phase, Product, Role, multiply, role_format, role_name
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Fp8Operand, Phase, Product, Role, multiply, role_format, role_name
 from gpt_pretrain.fp8.local_layers import Fp8Linear
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.fp8.state_checks import Replay, is_recomputed
@@ -123,7 +123,7 @@ class WatchedValues:
         self._counts[module, phase] += is_first_pass and product.part == 0
         is_turn = is_first_pass and self._counts[module, phase] - 1 == self._microbatch
         # `WatchedProducts` reports operands without codes.
-        operands = [operand for operand in product.operands if operand.codes is not None]
+        operands = [operand for operand in product.operands if isinstance(operand, Fp8Operand)]
         are_whole = [self._check_cast(module, phase, operand, is_turn=is_turn) for operand in operands]
         if product.output is None or module not in self._repeated:
             return
@@ -134,21 +134,20 @@ class WatchedValues:
             if phase is Phase.forward and values is not None:
                 columns = part(values.shape[1], _RESULT_SIDE, self._turn)
                 self._inputs[module] = values[:, slice(*columns)].clone()
-            self._multiply(module, product, product.output)
+            self._multiply(module, product, operands, product.output)
         elif is_turn and not operands and not self._settings.wgrad and phase is Phase.wgrad:
             self._multiply_values(module, product, product.output)
 
-    def _check_cast(self, module: str, phase: Phase, operand: Operand, *, is_turn: bool) -> bool:
+    def _check_cast(self, module: str, phase: Phase, operand: Fp8Operand, *, is_turn: bool) -> bool:
         """Checks an operand's codes, scale and amax; False if their shapes are wrong, so that nothing else can be."""
         role, codes, values, scale = operand.role, operand.codes, operand.values, operand.scale
-        assert codes is not None
         what, format = f"codes of the {role_name(role)} in {phase.value}", role_format(self._settings, role)
         if codes.dtype is not CODE_TYPES[format]:
             self._checks.add_fault(module, what, format, str(codes.dtype).removeprefix("torch."))
             return False
         is_stored = role is Role.weight and self._settings.params
         unknown = values is None and isinstance(self._modules[module], Fp8Linear) and not is_stored
-        if unknown or scale is None or (values is not None and values.shape != codes.shape):
+        if unknown or (values is not None and values.shape != codes.shape):
             planned = "none reported" if values is None else str(list(values.shape))
             self._checks.add_fault(module, what, f"of {planned} values", str(list(codes.shape)))
             return False
@@ -186,15 +185,13 @@ class WatchedValues:
         planned, tolerance = "within {0:.3g} of the product of its values", product.result_error
         self._checks.add(module, what, away > tolerance, tolerance, away, planned=planned, live="{1:.3g} away")
 
-    def _multiply(self, module: str, product: Product, output: torch.Tensor) -> None:
+    def _multiply(self, module: str, product: Product, operands: Sequence[Fp8Operand], output: torch.Tensor) -> None:
         """Computes a part of a product again, from the codes and from the values that were rounded."""
         phase = product.phase
         self._multiplied.add((module, phase))
         rows, columns = (part(size, _RESULT_SIDE, self._turn) for size in output.shape)
         exact, rounded = [], []
-        for operand, side, own in zip(product.operands, (rows, columns), _OWN_DIMENSION[phase], strict=True):
-            assert operand.codes is not None
-            assert operand.scale is not None
+        for operand, side, own in zip(operands, (rows, columns), _OWN_DIMENSION[phase], strict=True):
             whole = (0, operand.codes.shape[1 - own])
             window = Window(side, whole) if own == 0 else Window(whole, side)
             factors = window.factors(operand.scale, self._checks.block(phase, operand))
