@@ -31,7 +31,7 @@ from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 # Scales and amaxes beyond these limits follow other rules, for zeros and for numbers that fp32 cannot hold.
 _LEAST, _MOST = 2.0**-100, 2.0**100
 # Values of a tensor that are rounded again.
-CAST_VALUES = 2**22
+_WINDOW_VALUES = 2**22
 
 
 def part(size: int, most: int, turn: int) -> tuple[int, int]:
@@ -48,13 +48,13 @@ class Window:
     columns: tuple[int, int]
 
     @classmethod
-    def of_size(cls, shape: torch.Size, block: tuple[int, int] | None, most: int, turn: int) -> Self:
-        """At most this many values, or one block, of whole rows; of whole columns if blocks lie along columns."""
+    def of_turn(cls, turn: int, shape: torch.Size, block: tuple[int, int] | None = None) -> Self:
+        """About `_WINDOW_VALUES`, or one block, in whole rows; in whole columns if blocks lie along columns."""
         height, width = shape
         if block is not None and block[0] > block[1]:
-            return cls((0, height), part(width, max(1, most // height), turn))
+            return cls((0, height), part(width, max(1, _WINDOW_VALUES // height), turn))
         # A multiple of any block's height.
-        return cls(part(height, max(128, most // width // 128 * 128), turn), (0, width))
+        return cls(part(height, max(128, _WINDOW_VALUES // width // 128 * 128), turn), (0, width))
 
     def of(self, matrix: torch.Tensor) -> torch.Tensor:
         """The window's values."""
@@ -161,7 +161,7 @@ class Checks:
         assert values is not None
         keeps_history, block = self._settings.recipe.keeps_history, self.block(phase, operand)
         format = role_format(self._settings, role)
-        window = Window.of_size(codes.shape, block, CAST_VALUES, self._turn)
+        window = Window.of_turn(self._turn, codes.shape, block)
         part_of_values, largest = window.of(values), largest_magnitude(values)
         amaxes = largest if block is None else largest_of_blocks(part_of_values, block)
         if not keeps_history:
@@ -186,7 +186,7 @@ class Checks:
         largest, keeps_history = FORMAT_MAX[format], self._settings.recipe.keeps_history
         what = f"largest code of the {role_name(role)} in {phase.value}"
         if block is not None:
-            window = Window.of_size(codes.shape, block, CAST_VALUES, self._turn)
+            window = Window.of_turn(self._turn, codes.shape, block)
             of_blocks, scales = largest_of_blocks(window.of(codes), block), window.scales(scale, block)
             ordinary = (of_blocks != 0) & (scales < _MOST)
             off = ordinary & (of_blocks < largest / 2)

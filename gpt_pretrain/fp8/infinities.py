@@ -10,7 +10,7 @@ The result of a norm that is fused with its cast is not searched: an infinity wo
 blocks: an update that would make one infinite is skipped.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -47,8 +47,7 @@ class StepCasts:
         # megatron-core's configuration does not know the FP8 of local layers.
         shown_in = {RECIPES[chunk.config.fp8_recipe].infinity_in for chunk in chunks if chunk.config.fp8}
         self._searches_blocks = InfinityIn.blocks in shown_in
-        self._reads_amaxes = InfinityIn.amax in shown_in
-        self._own_layers = [module for module in modules if is_te_linear(module)] if self._reads_amaxes else []
+        self._own_layers = [each for each in modules if is_te_linear(each)] if InfinityIn.amax in shown_in else []
         self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *_amaxes(self._own_layers, "bwd")]
         for amaxes in (self._amaxes, self._own_amaxes):
             _write(torch.zeros_like(_flat(amaxes)), amaxes)
@@ -62,7 +61,7 @@ class StepCasts:
     @torch.no_grad()
     def look(self) -> None:
         """Called before each pass, forward and backward, which may overwrite the amaxes of the one before."""
-        if self._reads_amaxes and not self._own_amaxes:
+        if self._own_layers and not self._own_amaxes:
             # Quantizers are created in the first forward pass. Those of gradients have cast nothing yet.
             self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *(unused := _amaxes(self._own_layers, "bwd"))]
             _write(torch.zeros_like(_flat(unused)), unused)
@@ -99,30 +98,25 @@ def _search_blocks(found: torch.Tensor) -> Iterator[None]:
     """Searches tensors that are cast in blocks inside; sets `found`, fp32 [1], to 1 if they contain an infinity."""
     from gpt_pretrain.kernels.fp8_codes_triton import search_blocks
 
-    def search(values: torch.Tensor, cast: Any) -> None:
-        if not cast._is_2D_scaled and cast._rowwise_scale_inv is not None and values.numel():
-            search_blocks(values, cast._rowwise_scale_inv, found)
-
-    def watched_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
-        def run(quantizer: Any, values: torch.Tensor) -> Any:
-            result = cast(quantizer, values)
-            search(values, result)
-            return result
-
-        return run
-
-    def watched_split(split: Callable[..., Any]) -> Callable[..., Any]:
-        def run(values: torch.Tensor, rows: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-            results = split(values, rows, *args, **kwargs)
-            for part, result in zip(values.split(list(rows)), results, strict=True):
-                search(part, result)
-            return results
-
-        return run
+    def search(values: torch.Tensor, result: Any) -> None:
+        if not result._is_2D_scaled and result._rowwise_scale_inv is not None and values.numel():
+            search_blocks(values, result._rowwise_scale_inv, found)
 
     casts, splits = patches.BLOCK_CASTS, patches.SPLIT_CASTS
-    quantize, split = casts.owner().quantize_impl, splits.owner().split_quantize
-    with patched(casts, quantize_impl=watched_cast(quantize)), patched(splits, split_quantize=watched_split(split)):
+    cast, split = casts.owner().quantize_impl, splits.owner().split_quantize
+
+    def watched_cast(quantizer: Any, values: torch.Tensor) -> Any:
+        result = cast(quantizer, values)
+        search(values, result)
+        return result
+
+    def watched_split(values: torch.Tensor, rows: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        results = split(values, rows, *args, **kwargs)
+        for part, result in zip(values.split(list(rows)), results, strict=True):
+            search(part, result)
+        return results
+
+    with patched(casts, quantize_impl=watched_cast), patched(splits, split_quantize=watched_split):
         yield
 
 

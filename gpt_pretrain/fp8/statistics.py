@@ -260,14 +260,11 @@ class StatisticsCollector:
         return on_host.to(self._device, non_blocking=True)
 
     def _add_histories(self) -> None:
-        for chunk in self._chunks:
-            for name, module in whole_model_modules(chunk):
-                for role in Role:
-                    state = delayed_state(module, role)
-                    if state is not None and (name, role) in self._rows:
-                        # Row 0 belongs to the present pass; between passes it is zero.
-                        used = torch.count_nonzero(state[0][1:]) + 1
-                        self._maxima[self._rows[name, role], _HISTORY] = used
+        for (name, role), row in self._rows.items():
+            state = delayed_state(self._modules[name], role) if name in self._modules else None
+            if state is not None:
+                # Row 0 belongs to the present pass; between passes it is zero.
+                self._maxima[row, _HISTORY] = torch.count_nonzero(state[0][1:]) + 1
 
     def read(self) -> list[StepStatistics]:
         """Statistics of the steps observed since the last call; waits for the device if there were any."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.fp8.cast_checks import CAST_VALUES, Checks, Window, part
+from gpt_pretrain.fp8.cast_checks import Checks, Window, part
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Fp8Operand, Phase, Product, Role, multiply, role_format, role_name
 from gpt_pretrain.fp8.local_layers import Fp8Linear
 from gpt_pretrain.fp8.observer import Difference
@@ -96,7 +96,7 @@ class WatchedValues:
         output = returned[0] if isinstance(returned, tuple) else returned
         result = self._results.pop(name, None)
         if result is not None:
-            window = Window.of_size(result.shape, None, CAST_VALUES, self._turn)
+            window = Window.of_turn(self._turn, result.shape)
             given, expected = window.of(output.detach().reshape(result.shape)), window.of(result)
             off = (given != expected).sum()
             planned, live = "{0:,.0f} values of the product", "{1:,.0f} others"
