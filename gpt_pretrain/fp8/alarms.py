@@ -81,7 +81,7 @@ class Alarms:
             )
         if tensor.scale_min == 0.0:
             return (
-                "its scale is 0, so that all its values become zero; it came from an infinite amax: lower "
+                "its scale is 0, which makes all its values zero and comes from an infinite amax: lower "
                 f"model.optim.lr, or keep the layer out of FP8 with {_without(tensor)}"
             )
         # A single block of (nearly) zeros is not unusual.
@@ -132,7 +132,7 @@ class Alarms:
         choice = self._settings.recipe.finer
         return (
             f"{100 * tensor.flushed:.2g}% of its values became zero (amax {_number(tensor.amax)} at scale "
-            f"{_number(tensor.scale_max)}), and those next to zero are coarse; "
+            f"{_number(tensor.scale_max)}), and values near zero are coarse; "
             + (f"choose {choice}, or " if choice else "")
             + f"keep it out of FP8 with {_without(tensor)}"
         )
@@ -171,16 +171,16 @@ class Alarms:
         if 0.5 < FORMAT_MAX[self._format(tensor)] * 2.0**-self._settings.margin / tensor.amax < 2.0:
             return None
         return (
-            f"its scale is still 1 at amax {_number(tensor.amax)}: no pass has set it; if a checkpoint brought it, "
-            "start scales anew with checkpoint.reset_fp8_state=true, or choose fp8=tensorwise, which keeps none"
+            f"its scale is still 1 at amax {_number(tensor.amax)}: no pass has set it; if it came from a checkpoint, "
+            "reset scales with checkpoint.reset_fp8_state=true, or choose fp8=tensorwise, which keeps none"
         )
 
     def _lagging(self, tensor: TensorStatistics) -> str | None:
         if tensor.lagging is None or tensor.lagging <= LAGGING_SHARE:
             return None
         return (
-            f"{100 * tensor.lagging:.2g}% of its codes are not those of the weight as it is: the layer computes with "
-            f"an older one, which no setting asks for; keep it out of FP8 with {_without(tensor)}"
+            f"{100 * tensor.lagging:.2g}% of its codes are not those of the weight now: the layer computes with an "
+            f"older one, which no setting asks for; keep it out of FP8 with {_without(tensor)}"
         )
 
 
