@@ -95,15 +95,12 @@ def observe_attention(listener: Callable[[Phase, str], None]) -> Iterator[None]:
     # The position of the queries among the arguments.
     places = {"fused_attn_fwd": (Phase.forward, 5), "fused_attn_bwd": (Phase.dgrad, 4)}
 
-    def watched(function: Callable[..., Any], phase: Phase, queries: int) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            listener(phase, format_of(args[queries]))
-            return function(*args, **kwargs)
-
-        return run
+    def watched(function: Callable[..., Any], phase: Phase, queries: int, *args: Any, **kwargs: Any) -> Any:
+        listener(phase, format_of(args[queries]))
+        return function(*args, **kwargs)
 
     backends = patches.ATTENTION_PASSES.owner()
-    watching = {name: watched(getattr(backends, name), phase, queries) for name, (phase, queries) in places.items()}
+    watching = {name: partial(watched, getattr(backends, name), *place) for name, place in places.items()}
     with patched(patches.ATTENTION_PASSES, **watching):
         yield
 

@@ -56,6 +56,8 @@ Listener = Callable[[str, Product], None]
 IdleListener = Callable[[str, Phase], None]
 # Called before each product of a layer: whether to report it, or its result.
 Asks = Callable[[str, Phase], bool]
+# A function of Transformer Engine that is watched.
+_Function = Callable[..., Any]
 
 
 def is_te_linear(module: torch.nn.Module) -> bool:
@@ -87,99 +89,79 @@ class Watch:
         self._name, self._blur = name, 0.0
         self._values.clear()
 
-    def forward(self, forward: Callable[..., Any], find_input: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self, forward: _Function, find_input: _Function, ctx: Any, *args: Any) -> Any:
         """Watches a module's forward pass, in whose arguments `find_input` finds the input."""
+        # Without gradients there is no context to store the name in.
+        if hasattr(ctx, "save_for_backward"):
+            ctx.observed_name = self._name
+        if self.asks_result is not None:
+            self._take(Role.input, find_input(*args))
+        return forward(ctx, *args)
 
-        def run(ctx: Any, *args: Any) -> Any:
-            # Without gradients there is no context to store the name in.
-            if hasattr(ctx, "save_for_backward"):
-                ctx.observed_name = self._name
-            if self.asks_result is not None:
-                self._take(Role.input, find_input(*args))
-            return forward(ctx, *args)
-
-        return run
-
-    def backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self, backward: _Function, ctx: Any, *args: Any) -> Any:
         """Watches a module's backward pass."""
+        self.begin(getattr(ctx, "observed_name", ""))
+        if self.asks_result is not None:
+            self._take(Role.output_gradient, args[0])
+        result = backward(ctx, *args)
+        self._values.clear()
+        return result
 
-        def run(ctx: Any, *args: Any) -> Any:
-            self.begin(getattr(ctx, "observed_name", ""))
-            if self.asks_result is not None:
-                self._take(Role.output_gradient, args[0])
-            result = backward(ctx, *args)
-            self._values.clear()
-            return result
-
-        return run
-
-    def norm(self, norm: Callable[..., Any]) -> Callable[..., Any]:
+    def norm(self, norm: _Function, x: Any, _: Any, *args: Any) -> Any:
         """Watches the norm before a linear layer's product."""
-
-        def run(x: Any, _: Any, *args: Any) -> Any:
-            result = norm(x, _, *args)
-            weight, bias, eps, quantizer, *more = args
-            if quantizer is None:
-                self._take(Role.input, result[0])
-            elif type(quantizer).__name__ == "Float8Quantizer":
-                # With a delayed scale the norm is cast without being rounded (TE 2.12, pytorch/csrc/extensions).
-                self._take(Role.input, _norm_in_fp32(x, weight, bias, eps, *more[1:]))
-                self._blur = _NORM_BLUR
-            else:
-                self._take(Role.input, norm(x, None, weight, bias, eps, None, *more)[0])
-            return result
-
-        return run
+        result = norm(x, _, *args)
+        weight, bias, eps, quantizer, *more = args
+        if quantizer is None:
+            self._take(Role.input, result[0])
+        elif type(quantizer).__name__ == "Float8Quantizer":
+            # With a delayed scale the norm is cast without being rounded (TE 2.12, pytorch/csrc/extensions).
+            self._take(Role.input, _norm_in_fp32(x, weight, bias, eps, *more[1:]))
+            self._blur = _NORM_BLUR
+        else:
+            self._take(Role.input, norm(x, None, weight, bias, eps, None, *more)[0])
+        return result
 
     def _take(self, role: Role, values: Any) -> None:
         # Whoever computed codes has cast them.
         if isinstance(values, torch.Tensor) and not hasattr(values, "_fp8_dtype"):
             self._values[role] = values.detach()
 
-    def gemm(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
+    def gemm(self, gemm: _Function, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """Watches `general_gemm`."""
+        phase = _PHASES[kwargs.get("layout", "TN")]
+        if not self._asks_for_result(phase):
+            self._tell(phase, a, b)
+            return gemm(a, b, *args, **kwargs)
+        added = kwargs["out"].clone() if kwargs.get("accumulate") else kwargs.get("bias")
+        result = gemm(a, b, *args, **kwargs)
+        is_split = kwargs.get("use_split_accumulator", False)
+        self._tell(phase, a, b, output=result[0], added=added, is_split=is_split)
+        return result
 
-        def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-            phase = _PHASES[kwargs.get("layout", "TN")]
-            if not self._asks_for_result(phase):
-                self._tell(phase, a, b)
-                return gemm(a, b, *args, **kwargs)
-            added = kwargs["out"].clone() if kwargs.get("accumulate") else kwargs.get("bias")
-            result = gemm(a, b, *args, **kwargs)
-            is_split = kwargs.get("use_split_accumulator", False)
-            self._tell(phase, a, b, output=result[0], added=added, is_split=is_split)
-            return result
-
-        return run
-
-    def grouped_gemm(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
+    def grouped_gemm(self, gemm: _Function, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """Watches `general_grouped_gemm`."""
-
-        def run(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-            phase, rows = _PHASES[kwargs.get("layout", "TN")], kwargs["m_splits"]
-            if self.idle_listener is not None and not any(rows):
-                self.idle_listener(self._name, phase)
-            # An expert without tokens computes nothing.
-            computing = [expert for expert, num_rows in enumerate(rows) if num_rows]
-            pairs = list(zip(a, b, strict=True))
-            if not computing or not self._asks_for_result(phase):
-                for part, expert in enumerate(computing):
-                    self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows)
-                return gemm(a, b, *args, **kwargs)
-            # Only the first product is reported with its result.
-            first, out = computing[0], args[0]
-            added = kwargs["bias"][first] if kwargs.get("use_bias") else None
-            if kwargs.get("accumulate"):
-                added = out[first].clone()
-            result = gemm(a, b, *args, **kwargs)
-            output = out[0].split(rows)[first] if kwargs.get("single_output") else out[first]
-            is_split = kwargs.get("use_split_accumulator", False)
+        phase, rows = _PHASES[kwargs.get("layout", "TN")], kwargs["m_splits"]
+        if self.idle_listener is not None and not any(rows):
+            self.idle_listener(self._name, phase)
+        # An expert without tokens computes nothing.
+        computing = [expert for expert, num_rows in enumerate(rows) if num_rows]
+        pairs = list(zip(a, b, strict=True))
+        if not computing or not self._asks_for_result(phase):
             for part, expert in enumerate(computing):
-                told = {"output": output, "added": added, "is_split": is_split} if expert == first else {}
-                self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows, **told)
-            return result
-
-        return run
+                self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows)
+            return gemm(a, b, *args, **kwargs)
+        # Only the first product is reported with its result.
+        first, out = computing[0], args[0]
+        added = kwargs["bias"][first] if kwargs.get("use_bias") else None
+        if kwargs.get("accumulate"):
+            added = out[first].clone()
+        result = gemm(a, b, *args, **kwargs)
+        output = out[0].split(rows)[first] if kwargs.get("single_output") else out[first]
+        is_split = kwargs.get("use_split_accumulator", False)
+        for part, expert in enumerate(computing):
+            told = {"output": output, "added": added, "is_split": is_split} if expert == first else {}
+            self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows, **told)
+        return result
 
     def _asks_for_result(self, phase: Phase) -> bool:
         return self.asks_result is not None and self.asks_result(self._name, phase)
@@ -267,25 +249,20 @@ def watch_transformer_engine(watch: Watch) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in watch.modules.items():
             stack.callback(module.register_forward_pre_hook(partial(watch.begin, name)).remove)
-        for products, passes, watched_product, find_input in (
+        for products, passes, product, find_input in (
             (patches.LINEAR_PRODUCTS, patches.LINEAR_PASSES, watch.gemm, lambda weight, x, *_: x),
             # This layer casts the norm's result.
             (patches.NORM_LINEAR_PRODUCTS, patches.NORM_LINEAR_PASSES, watch.gemm, lambda *_: None),
             (patches.GROUPED_PRODUCTS, patches.GROUPED_PASSES, watch.grouped_gemm, lambda x, *_: x),
         ):
             (name,), place, function = products.names, products.owner(), passes.owner()
-            stack.enter_context(patched(products, **{name: watched_product(getattr(place, name))}))
-            stack.enter_context(
-                patched(
-                    passes,
-                    forward=staticmethod(watch.forward(function.forward, find_input)),
-                    backward=staticmethod(watch.backward(function.backward)),
-                )
-            )
+            stack.enter_context(patched(products, **{name: partial(product, getattr(place, name))}))
+            forward = staticmethod(partial(watch.forward, function.forward, find_input))
+            backward = staticmethod(partial(watch.backward, function.backward))
+            stack.enter_context(patched(passes, forward=forward, backward=backward))
         if watch.asks_result is not None:
-            place = patches.NORMS_OF_LINEARS.owner()
-            norm = watch.norm(place.apply_normalization)
-            stack.enter_context(patched(patches.NORMS_OF_LINEARS, apply_normalization=norm))
+            norm = patches.NORMS_OF_LINEARS.owner().apply_normalization
+            stack.enter_context(patched(patches.NORMS_OF_LINEARS, apply_normalization=partial(watch.norm, norm)))
         yield
 
 
