@@ -49,7 +49,7 @@ class Window:
 
     @classmethod
     def of_turn(cls, turn: int, shape: torch.Size, block: tuple[int, int] | None = None) -> Self:
-        """At most `_WINDOW_VALUES` values, or one block, in whole rows, or in whole columns if blocks lie along these."""
+        """At most `_WINDOW_VALUES` values or one block, in whole rows; in whole columns if blocks lie along these."""
         height, width = shape
         if block is not None and block[0] > block[1]:
             return cls((0, height), part(width, max(1, _WINDOW_VALUES // height), turn))
