@@ -19,15 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
 from gpt_pretrain.fp8.local_layers import Fp8Linear, planned_name
-from gpt_pretrain.fp8.te_products import (
-    Asks,
-    IdleListener,
-    Listener,
-    Watch,
-    format_of,
-    is_te_linear,
-    watch_transformer_engine,
-)
+from gpt_pretrain.fp8.te_products import Asks, IdleListener, Listener, Watch, format_of, is_te_linear
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.patches import patched
@@ -82,7 +74,7 @@ def observe_products(
                 asks_result=asks_result,
                 measure_amax=measure_amax,
             )
-            stack.enter_context(watch_transformer_engine(watch))
+            stack.enter_context(watch.watching())
         yield
 
 

@@ -84,12 +84,34 @@ class Watch:
     _values: dict[Role, torch.Tensor] = field(default_factory=dict, init=False)
     _blur: float = field(default=0.0, init=False)
 
-    def begin(self, name: str, *_: Any) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Reports every product of the modules inside."""
+        with ExitStack() as stack:
+            for name, module in self.modules.items():
+                stack.callback(module.register_forward_pre_hook(partial(self._begin, name)).remove)
+            for products, passes, product, find_input in (
+                (patches.LINEAR_PRODUCTS, patches.LINEAR_PASSES, self._gemm, lambda weight, x, *_: x),
+                # This layer casts the norm's result.
+                (patches.NORM_LINEAR_PRODUCTS, patches.NORM_LINEAR_PASSES, self._gemm, lambda *_: None),
+                (patches.GROUPED_PRODUCTS, patches.GROUPED_PASSES, self._grouped_gemm, lambda x, *_: x),
+            ):
+                (name,), place, function = products.names, products.owner(), passes.owner()
+                stack.enter_context(patched(products, **{name: partial(product, getattr(place, name))}))
+                forward = staticmethod(partial(self._forward, function.forward, find_input))
+                backward = staticmethod(partial(self._backward, function.backward))
+                stack.enter_context(patched(passes, forward=forward, backward=backward))
+            if self.asks_result is not None:
+                norm = patches.NORMS_OF_LINEARS.owner().apply_normalization
+                stack.enter_context(patched(patches.NORMS_OF_LINEARS, apply_normalization=partial(self._norm, norm)))
+            yield
+
+    def _begin(self, name: str, *_: Any) -> None:
         """Before a pass of a module; usable as a hook."""
         self._name, self._blur = name, 0.0
         self._values.clear()
 
-    def forward(self, forward: _Function, find_input: _Function, ctx: Any, *args: Any) -> Any:
+    def _forward(self, forward: _Function, find_input: _Function, ctx: Any, *args: Any) -> Any:
         """Watches a module's forward pass, in whose arguments `find_input` finds the input."""
         # Without gradients there is no context to store the name in.
         if hasattr(ctx, "save_for_backward"):
@@ -98,16 +120,16 @@ class Watch:
             self._take(Role.input, find_input(*args))
         return forward(ctx, *args)
 
-    def backward(self, backward: _Function, ctx: Any, *args: Any) -> Any:
+    def _backward(self, backward: _Function, ctx: Any, *args: Any) -> Any:
         """Watches a module's backward pass."""
-        self.begin(getattr(ctx, "observed_name", ""))
+        self._begin(getattr(ctx, "observed_name", ""))
         if self.asks_result is not None:
             self._take(Role.output_gradient, args[0])
         result = backward(ctx, *args)
         self._values.clear()
         return result
 
-    def norm(self, norm: _Function, x: Any, _: Any, *args: Any) -> Any:
+    def _norm(self, norm: _Function, x: Any, _: Any, *args: Any) -> Any:
         """Watches the norm before a linear layer's product."""
         result = norm(x, _, *args)
         weight, bias, eps, quantizer, *more = args
@@ -126,7 +148,7 @@ class Watch:
         if isinstance(values, torch.Tensor) and not hasattr(values, "_fp8_dtype"):
             self._values[role] = values.detach()
 
-    def gemm(self, gemm: _Function, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+    def _gemm(self, gemm: _Function, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """Watches `general_gemm`."""
         phase = _PHASES[kwargs.get("layout", "TN")]
         if not self._asks_for_result(phase):
@@ -138,7 +160,7 @@ class Watch:
         self._tell(phase, a, b, output=result[0], added=added, is_split=is_split)
         return result
 
-    def grouped_gemm(self, gemm: _Function, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+    def _grouped_gemm(self, gemm: _Function, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """Watches `general_grouped_gemm`."""
         phase, rows = _PHASES[kwargs.get("layout", "TN")], kwargs["m_splits"]
         if self.idle_listener is not None and not any(rows):
@@ -241,29 +263,6 @@ class Watch:
             return None
         values = values.reshape(-1, values.shape[-1])
         return values if expert is None else values.split(list(rows))[expert]
-
-
-@contextmanager
-def watch_transformer_engine(watch: Watch) -> Iterator[None]:
-    """Reports every product of the modules inside."""
-    with ExitStack() as stack:
-        for name, module in watch.modules.items():
-            stack.callback(module.register_forward_pre_hook(partial(watch.begin, name)).remove)
-        for products, passes, product, find_input in (
-            (patches.LINEAR_PRODUCTS, patches.LINEAR_PASSES, watch.gemm, lambda weight, x, *_: x),
-            # This layer casts the norm's result.
-            (patches.NORM_LINEAR_PRODUCTS, patches.NORM_LINEAR_PASSES, watch.gemm, lambda *_: None),
-            (patches.GROUPED_PRODUCTS, patches.GROUPED_PASSES, watch.grouped_gemm, lambda x, *_: x),
-        ):
-            (name,), place, function = products.names, products.owner(), passes.owner()
-            stack.enter_context(patched(products, **{name: partial(product, getattr(place, name))}))
-            forward = staticmethod(partial(watch.forward, function.forward, find_input))
-            backward = staticmethod(partial(watch.backward, function.backward))
-            stack.enter_context(patched(passes, forward=forward, backward=backward))
-        if watch.asks_result is not None:
-            norm = patches.NORMS_OF_LINEARS.owner().apply_normalization
-            stack.enter_context(patched(patches.NORMS_OF_LINEARS, apply_normalization=partial(watch.norm, norm)))
-        yield
 
 
 def _norm_in_fp32(x: Any, weight: Any, bias: Any, eps: float, *how: Any) -> torch.Tensor:
