@@ -1,8 +1,8 @@
-"""What the kernel of `embedding_triton` computes, against torch; interpreted in a process of its own, and on a GPU."""
+"""`add_rows` against torch; interpreted in a process of its own, and on a GPU."""
 
 import torch
 
-from gpt_pretrain.kernels.embedding_triton import add_rows
+from gpt_pretrain.kernels.layers_triton import add_rows
 
 
 def check_rows_are_added(device: str) -> None:

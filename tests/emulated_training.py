@@ -17,8 +17,8 @@ from gpt_pretrain.checkpoint.state import Progress, Trainable
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
-from gpt_pretrain.fp8.gemms import Phase, Product, Role
-from gpt_pretrain.fp8.local_layers import Fp8Layers, fp8_layers
+from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role
+from gpt_pretrain.fp8.local_layers import Fp8Layers, Fp8Linear, fp8_layers
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.fp8.torchao import TorchAO
@@ -75,7 +75,7 @@ class Training:
             name: module
             for chunk in self.chunks
             for name, module in whole_model_modules(chunk)
-            if hasattr(module, "product_listener") or is_te_linear(module)
+            if isinstance(module, Fp8Linear) or is_te_linear(module)
         }
 
     def step(self) -> float:
@@ -186,8 +186,8 @@ def observed_training(training: Training, num_steps: int = 3) -> dict[str, Any]:
         if product.phase is Phase.wgrad:
             return
         for operand in product.operands:
+            assert isinstance(operand, Fp8Operand)
             assert operand.amax is not None
-            assert operand.scale is not None
             # The weight is read in both products.
             if product.phase is Phase.forward or operand.role is Role.output_gradient:
                 seen = (operand.amax.item(), operand.scale.double().sum().item())

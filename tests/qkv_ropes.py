@@ -1,12 +1,12 @@
-"""The kernel of `qkv_rope_triton` beside the rotation written out in fp64; interpreted on a CPU, compiled on a GPU."""
+"""`launch_qkv_rope` beside the rotation written out in fp64; interpreted on a CPU, compiled on a GPU."""
 
 from dataclasses import dataclass
 from unittest.mock import Mock, patch
 
 import torch
 
-from gpt_pretrain.kernels import qkv_rope_triton
-from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
+from gpt_pretrain.kernels import layers_triton
+from gpt_pretrain.kernels.layers_triton import launch_qkv_rope
 from gpt_pretrain.megatron.fused_layers import split_and_rotate
 from tests import emulated_training
 
@@ -131,7 +131,7 @@ def check_training(*overrides: str) -> None:
     for fused in (False, True):
         asked = f"model.fused_single_qkv_rope={str(fused).lower()}"
         with (
-            patch.object(qkv_rope_triton, "launch_qkv_rope", Mock(wraps=launch_qkv_rope)) as launches,
+            patch.object(layers_triton, "launch_qkv_rope", Mock(wraps=launch_qkv_rope)) as launches,
             emulated_training.emulated_training("trainer.precision=fp32", asked, *overrides) as training,
         ):
             curves[fused] = [training.step() for _ in range(3)] + [training.validate()]

@@ -92,7 +92,7 @@ class Watch:
         for name, layer in self.layers.items():
             layer.register_forward_pre_hook(partial(self.forward, name))
             layer.register_full_backward_pre_hook(partial(self.backward, name))
-            layer.product_listener = partial(self.product, name)
+            layer.product_listeners.append(partial(self.product, name))
         (chunk,) = training.chunks
         chunk.decoder.register_forward_hook(lambda *_: self.end_forward())
 

@@ -7,10 +7,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt_pretrain.fp8 import masters
+from gpt_pretrain.fp8 import state_checks
 from gpt_pretrain.fp8.gemms import spread_over_blocks
-from gpt_pretrain.fp8.masters import MasterCheck
 from gpt_pretrain.fp8.observer import Difference
+from gpt_pretrain.fp8.state_checks import MasterCheck
 
 SIZE = (96, 256)
 LR = 1e-2
@@ -55,7 +55,7 @@ def follow(weight, master):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("piece", [2**24, 1000])
 def test_a_weight_that_follows_has_no_problem(monkeypatch, piece, dtype):
-    monkeypatch.setattr(masters, "_PIECE", piece)
+    monkeypatch.setattr(state_checks, "_PIECE", piece)
     weight, master, check = one_scale(dtype)
     master += LR
     follow(weight, master)
@@ -64,7 +64,7 @@ def test_a_weight_that_follows_has_no_problem(monkeypatch, piece, dtype):
 
 @pytest.mark.parametrize("piece", [2**24, 1000])
 def test_values_off_their_masters_are_counted_in_all_pieces(monkeypatch, piece):
-    monkeypatch.setattr(masters, "_PIECE", piece)
+    monkeypatch.setattr(state_checks, "_PIECE", piece)
     weight, master, check = one_scale()
     master += LR
     follow(weight, master)
@@ -98,7 +98,7 @@ def test_what_a_scale_is_too_large_for_saturates():
 
 
 def test_blocks_have_scales_of_their_own(monkeypatch):
-    monkeypatch.setattr(masters, "_PIECE", 1000)
+    monkeypatch.setattr(state_checks, "_PIECE", 1000)
     values = 0.02 * torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     inverses = torch.tensor([[INVERSE, INVERSE / 4]])
     each = spread_over_blocks(inverses, (128, 128), SIZE)
@@ -125,7 +125,7 @@ def test_it_takes_the_memory_of_pieces_and_not_of_a_weight(monkeypatch):
             self.bytes = max(self.bytes, out.untyped_storage().nbytes() if made else 0)
             return out
 
-    monkeypatch.setattr(masters, "_PIECE", 1000)
+    monkeypatch.setattr(state_checks, "_PIECE", 1000)
     _, master, check = one_scale(torch.float16)
     with Largest() as largest:
         list(check.problems(LR))

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_pretrain.fp8.delayed import delayed_state
-from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product, Role
+from gpt_pretrain.fp8.gemms import OPERANDS, Fp8Operand, Operand, Phase, Product, Role
 from gpt_pretrain.fp8.statistics import (
     StatisticsCollector,
     TensorStatistics,
@@ -24,7 +24,7 @@ from tests.platforms import spec_of
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FC1, FC2 = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
-HIGH = {"format": "bfloat16", "codes": None, "scale": None, "amax": None}
+HIGH = {"format": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def collector(single_process, compose_config):
 
 
 def operand(role, code_bytes, scale=1.0, amax=1.0, format="e4m3"):
-    return Operand(
+    return Fp8Operand(
         role=role,
         format=format,
         codes=torch.tensor(code_bytes, dtype=torch.uint8).view(DTYPES[format]),

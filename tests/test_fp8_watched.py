@@ -27,10 +27,7 @@ EXPERTS, ATTENTION = f"decoder.layers.1.{EXPERT_FC1}", f"decoder.layers.0.{QKV}"
 
 
 def product(phase, formats):
-    operands = [
-        Operand(role=role, format=name, codes=None, scale=None, amax=None)
-        for role, name in zip(OPERANDS[phase], formats, strict=True)
-    ]
+    operands = [Operand(role=role, format=name) for role, name in zip(OPERANDS[phase], formats, strict=True)]
     return Product(phase=phase, operands=(operands[0], operands[1]))
 
 

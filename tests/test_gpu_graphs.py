@@ -49,16 +49,17 @@ def validation_loss(training):
 def train(training, steps, *, proven=True):
     """Losses and gradient norms of these steps, the first of them proven, and of a validation before each third."""
     config, trainable = training.config, training.trainable
-    proof = Proof(trainable.model, trainable.optimizer, step=1) if config.model.fp8 and proven else None
+    is_due = config.model.fp8 and proven
     curve = []
     for step in steps:
         if step % 3 == 0:
             curve.append(validation_loss(training))
+        proof = Proof(trainable.model, trainable.optimizer, step=1) if is_due else None
         with nullcontext() if proof is None else proof.watching():
             result = training.step()
         if proof is not None:
             proof.judge(config.model.optim.lr)
-            proof = None
+            is_due = False
         curve += [mean_loss(result.loss_sum_and_tokens), float(result.grad_norm)]
     return curve
 

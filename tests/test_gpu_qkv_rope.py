@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from gpt_pretrain.kernels import qkv_rope_triton
+from gpt_pretrain.kernels import layers_triton
 from gpt_pretrain.megatron.fused_layers import split_and_rotate
 from tests.qkv_ropes import Shape, check_against_fp64, make_angles, make_gradients, make_mixed
 from tests.test_gpu_parity import CASES, TE_BF16
@@ -47,13 +47,13 @@ def test_layers_train_bit_for_bit_as_with_separate_kernels(precision, monkeypatc
     # As in test_gpu_graphs.py: otherwise attention's own gradients vary from run to run, and the loss may.
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     launches = Counter()
-    launch = qkv_rope_triton.launch_qkv_rope
+    launch = layers_triton.launch_qkv_rope
 
     def launch_and_count(*arguments, joins):
         launches[joins] += 1
         launch(*arguments, joins=joins)
 
-    monkeypatch.setattr(qkv_rope_triton, "launch_qkv_rope", launch_and_count)
+    monkeypatch.setattr(layers_triton, "launch_qkv_rope", launch_and_count)
     case = CASES["llama3"]
     weights = te_names(map_weights(build_reference(case), case))
     fp8 = [] if precision == "bf16" else [f"fp8={precision}"]

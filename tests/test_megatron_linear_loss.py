@@ -168,7 +168,7 @@ def test_two_ranks_train_as_with_megatrons_head_and_loss(tmp_path):
 INTERPRETED = """
 import torch
 from gpt_pretrain.kernels.cross_entropy import merge_statistics, row_statistics, turn_into_gradient
-from gpt_pretrain.kernels.cross_entropy_triton import launch_gradient, launch_statistics
+from gpt_pretrain.kernels.layers_triton import launch_gradient, launch_statistics
 
 generator = torch.Generator().manual_seed(0)
 labels = torch.tensor([0, 10_006, -5, 20_000])

@@ -1,12 +1,11 @@
 """Warns about FP8 tensors, from their statistics, and says what to do.
 
-Each warning appears once, and again only after its tensor has recovered. Layers whose tensors begin to show the same
-condition at the same step share one. A step need not look at every layer; those that it left out stay as they were.
+A warning appears again only after its tensor has recovered. Layers that begin to show the same condition in the same
+kind of tensor at the same step share one. A step may observe only some layers; the others keep their state.
 """
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from itertools import pairwise
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
@@ -14,21 +13,19 @@ from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
-# Consecutive observations whose scales must each differ from the one before by at least this many powers of two.
+# A scale jumps if it changes by at least so many powers of two between each two of so many consecutive observations.
 JUMP_OBSERVATIONS = 4
 JUMP_BINADES = 2
-# Of a normal distribution, a tenth is flushed where its standard deviation is four times the smallest magnitude. There
-# E5M2's normal numbers begin, and E4M3's lie beyond: the typical value has lost its mantissa. Sound runs of the tests'
-# models flush 3% at most.
+# A normal distribution has a tenth of its values flushed if its standard deviation is four times the smallest
+# magnitude: the typical value has lost its mantissa. Sound runs of the tests' models flush 3% at most.
 FLUSHED_SHARE = 0.1
-# Zeros that no cast has made have no such neighbors. Even values spread evenly over E5M2's 32 powers of two have 5%
-# in the 1.6 that round to its smallest magnitude; a normal distribution that loses a tenth has 21%.
+# Values that were zero before the cast have no such neighbors. Values spread evenly over E5M2's 32 powers of two have
+# 5% at its smallest magnitude, a normal distribution that loses a tenth has 21%.
 SMALLEST_SHARE = 1 / 32
-# Up to here values round to the largest magnitude: half of the spacing below it further, 16 and 4,096.
+# Values up to here round to the largest magnitude: it plus half of the spacing below it, 16 and 4,096.
 _ROUNDS_DOWN = {"e4m3": 464.0, "e5m2": 61440.0}
-# The smallest magnitude with a full mantissa, in powers of two (arXiv 2209.05433, table 1).
+# The smallest magnitude with a full mantissa (arXiv 2209.05433, table 1).
 _SMALLEST_NORMAL = {"e4m3": 2.0**-6, "e5m2": 2.0**-14}
-# Codes that are cast from the weight as it is are equal to the last one.
 LAGGING_SHARE = 1e-3
 # Layers that a warning names besides the one that it describes.
 LAYERS_NAMED = 3
@@ -40,17 +37,18 @@ class Alarms:
     def __init__(self, settings: Fp8Settings, saturation_threshold: float) -> None:
         self._settings = settings
         self._threshold = saturation_threshold
+        # Layer, tensor and condition of the warnings in force.
         self._active: set[tuple[str, str, str]] = set()
         self._saturating: set[tuple[str, str]] = set()
         self._scales: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=JUMP_OBSERVATIONS))
 
     def check(self, statistics: StepStatistics) -> list[str]:
-        """The new warnings of a step: one for all layers that begin to show a condition in the same kind of tensor."""
-        looked_at = {(tensor.layer, tensor.tensor) for tensor in statistics.tensors}
-        active = {key for key in self._active if key[:2] not in looked_at}
+        """The new warnings of a step."""
+        observed = {(tensor.layer, tensor.tensor) for tensor in statistics.tensors}
+        active = {key for key in self._active if key[:2] not in observed}
         new: dict[tuple[str, str], list[tuple[TensorStatistics, str]]] = defaultdict(list)
         for tensor in statistics.tensors:
-            for condition, message in self._conditions(tensor):
+            for condition, message in self._conditions(tensor).items():
                 if message is None:
                     continue
                 key = tensor.layer, tensor.tensor, condition
@@ -60,15 +58,17 @@ class Alarms:
         self._active = active
         return [_joined(statistics.step, found) for found in new.values()]
 
-    def _conditions(self, tensor: TensorStatistics) -> Iterator[tuple[str, str | None]]:
+    def _conditions(self, tensor: TensorStatistics) -> dict[str, str | None]:
         """Each condition, with its message if the tensor shows it."""
         degenerate = self._degenerate(tensor)
-        yield "degenerate", degenerate
-        yield "saturated", self._saturated(tensor)
-        yield "flushed", self._flushed(tensor) if degenerate is None else None
-        yield "jumping", self._jumping(tensor, is_degenerate=degenerate is not None)
-        yield "unset", self._unset(tensor)
-        yield "lagging", self._lagging(tensor)
+        return {
+            "degenerate": degenerate,
+            "saturated": self._saturated(tensor),
+            "flushed": self._flushed(tensor) if degenerate is None else None,
+            "jumping": self._jumping(tensor, is_degenerate=degenerate is not None),
+            "unset": self._unset(tensor),
+            "lagging": self._lagging(tensor),
+        }
 
     def _format(self, tensor: TensorStatistics) -> str:
         return role_format(self._settings, Role(tensor.tensor))
@@ -81,7 +81,7 @@ class Alarms:
             )
         if tensor.scale_min == 0.0:
             return (
-                "its scale is 0, so that all its values become zero; it came from an infinite amax: lower "
+                "its scale is 0, which makes all its values zero and comes from an infinite amax: lower "
                 f"model.optim.lr, or keep the layer out of FP8 with {_without(tensor)}"
             )
         # A single block of (nearly) zeros is not unusual.
@@ -95,9 +95,9 @@ class Alarms:
         return None
 
     def _saturated(self, tensor: TensorStatistics) -> str | None:
-        """It saturates, in this observation and the one before; where tensors grow, some do for a step.
+        """It saturates in this observation and the one before: growing tensors may for a step.
 
-        Values that are changed by no more than the rounding of values within the format do not count.
+        Values that change by no more than others are rounded do not count.
         """
         if tensor.saturated is None:
             return None
@@ -123,7 +123,7 @@ class Alarms:
         return message + f"choose fp8=tensorwise, or keep the layer out of FP8 with {_without(tensor)}"
 
     def _flushed(self, tensor: TensorStatistics) -> str | None:
-        """The cast made a tenth of the values zero, or left the largest without a full mantissa."""
+        """The cast made many of the values zero, or left the largest without a full mantissa."""
         smallest_normal = _SMALLEST_NORMAL[self._format(tensor)]
         is_coarse = tensor.amax and tensor.scale_max is not None and tensor.amax * tensor.scale_max < smallest_normal
         is_emptied = tensor.flushed > FLUSHED_SHARE and (tensor.smallest or 0.0) > SMALLEST_SHARE
@@ -132,13 +132,13 @@ class Alarms:
         choice = self._settings.recipe.finer
         return (
             f"{100 * tensor.flushed:.2g}% of its values became zero (amax {_number(tensor.amax)} at scale "
-            f"{_number(tensor.scale_max)}), and those next to zero are coarse; "
+            f"{_number(tensor.scale_max)}), and values near zero are coarse; "
             + (f"choose {choice}, or " if choice else "")
             + f"keep it out of FP8 with {_without(tensor)}"
         )
 
     def _jumping(self, tensor: TensorStatistics, *, is_degenerate: bool) -> str | None:
-        """The scale changed strongly at each of the last observations; blocks have no single scale."""
+        """The scale, if there is a single one, changed strongly at each of the last observations."""
         settings, scales = self._settings, self._scales[tensor.layer, tensor.tensor]
         if not settings.recipe.scales_tensors or tensor.scale_min is None:
             return None
@@ -164,28 +164,28 @@ class Alarms:
         return message + "choose fp8=tensorwise, or lower model.optim.lr"
 
     def _unset(self, tensor: TensorStatistics) -> str | None:
-        """The scale of delayed scaling was 1 in this observation and the one before, and not by its amax."""
+        """A delayed scale was 1 in this observation and the one before, although its amax does not call for 1."""
         scales = list(self._scales[tensor.layer, tensor.tensor])
         if not self._settings.recipe.keeps_history or not tensor.amax or scales[-2:] != [0.0, 0.0]:
             return None
         if 0.5 < FORMAT_MAX[self._format(tensor)] * 2.0**-self._settings.margin / tensor.amax < 2.0:
             return None
         return (
-            f"its scale is still 1 at amax {_number(tensor.amax)}: no pass has set it; if a checkpoint brought it, "
-            "start scales anew with checkpoint.reset_fp8_state=true, or choose fp8=tensorwise, which keeps none"
+            f"its scale is still 1 at amax {_number(tensor.amax)}: no pass has set it; if it came from a checkpoint, "
+            "reset scales with checkpoint.reset_fp8_state=true, or choose fp8=tensorwise, which keeps none"
         )
 
     def _lagging(self, tensor: TensorStatistics) -> str | None:
         if tensor.lagging is None or tensor.lagging <= LAGGING_SHARE:
             return None
         return (
-            f"{100 * tensor.lagging:.2g}% of its codes are not those of the weight as it is: the layer computes with "
-            f"an older one, which no setting asks for; keep it out of FP8 with {_without(tensor)}"
+            f"{100 * tensor.lagging:.2g}% of its codes are not those of the weight now: the layer computes with an "
+            f"older one, which no setting asks for; keep it out of FP8 with {_without(tensor)}"
         )
 
 
 def _joined(step: int, found: list[tuple[TensorStatistics, str]]) -> str:
-    """One warning for several layers: the message of the one that saturates most, and the names of some others."""
+    """One warning for several layers: the message of the one that saturates most, and names of others."""
     worst, message = max(found, key=lambda each: each[0].saturated or 0.0)
     others = [tensor.layer for tensor, _ in found if tensor is not worst]
     text = f"FP8 at step {step}: {worst.tensor} of {worst.layer}: {message}"

@@ -1,11 +1,11 @@
 """Whether the codes, scales and amax of one tensor are what the plan's recipe makes of its values.
 
-What is compared stays on the device: `Checks` collects it during a step, and reads it once at the end.
+`Checks` collects the numbers to compare on the device during a step, and reads them once at the end.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -14,7 +14,7 @@ from gpt_pretrain.fp8.gemms import (
     CAST_IN,
     CODE_TYPES,
     QUOTIENT_ERROR,
-    Operand,
+    Fp8Operand,
     Phase,
     Role,
     count_codes,
@@ -28,41 +28,40 @@ from gpt_pretrain.fp8.gemms import (
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
-# Scales and amaxes beyond these limits follow rules of their own, for zeros and for numbers that fp32 cannot hold.
+# Scales and amaxes beyond these limits follow other rules, for zeros and for numbers that fp32 cannot hold.
 _LEAST, _MOST = 2.0**-100, 2.0**100
-_DGRAD_WEIGHT = (Phase.dgrad, Role.weight)
-# Of a tensor this many values are rounded again.
-CAST_VALUES = 2**22
+# Values of a tensor that are rounded again.
+_WINDOW_VALUES = 2**22
 
 
 def part(size: int, most: int, turn: int) -> tuple[int, int]:
-    """Where the part of a dimension begins and ends that has its turn; parts have `most` indices, the last fewer."""
+    """Start and end of the part of a dimension whose turn it is; parts have `most` indices, the last fewer."""
     start = turn % -(-size // most) * most
     return start, min(size, start + most)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some rows and columns of a matrix, which begin where its blocks do."""
+    """Some rows and columns of a matrix, starting where its blocks do."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
 
     @classmethod
-    def of_size(cls, shape: torch.Size, block: tuple[int, int] | None, most: int, turn: int) -> Self:
-        """At most this many values, or one block's, of whole rows; of whole columns where blocks lie along these."""
+    def of_turn(cls, turn: int, shape: torch.Size, block: tuple[int, int] | None = None) -> Self:
+        """At most `_WINDOW_VALUES` values or one block, in whole rows; in whole columns if blocks lie along these."""
         height, width = shape
         if block is not None and block[0] > block[1]:
-            return cls((0, height), part(width, max(1, most // height), turn))
+            return cls((0, height), part(width, max(1, _WINDOW_VALUES // height), turn))
         # A multiple of any block's height.
-        return cls(part(height, max(128, most // width // 128 * 128), turn), (0, width))
+        return cls(part(height, max(128, _WINDOW_VALUES // width // 128 * 128), turn), (0, width))
 
     def of(self, matrix: torch.Tensor) -> torch.Tensor:
         """The window's values."""
         return matrix[slice(*self.rows), slice(*self.columns)]
 
     def scales(self, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
-        """The scales of the window's blocks, [blocks of rows, blocks of columns]; the one scale where all share it."""
+        """The scales of the window's blocks, [blocks of rows, blocks of columns], or the one scale."""
         if block is None:
             return scale
         (top, bottom), (left, right), (height, width) = self.rows, self.columns, block
@@ -77,31 +76,21 @@ class Window:
 
 
 def largest_of_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude of each block but for NaN, fp32 [blocks of rows, blocks of columns]."""
+    """The largest magnitude of each block, ignoring NaN; fp32 [blocks of rows, blocks of columns]."""
     magnitudes = values.float().abs()
     magnitudes = torch.where(magnitudes.isnan(), 0.0, magnitudes)
     largest: torch.Tensor = torch.nn.functional.max_pool2d(magnitudes[None], block, block, ceil_mode=True)
     return largest[0]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Check:
-    """A comparison whose numbers are on the device."""
-
-    module: str
-    what: str
-    planned: str
-    """With places for the numbers, like `live`."""
-    live: str
-    numbers: torch.Tensor
-    """fp64 [3]: above 0 where they differ, the number expected, the number found."""
-
-
 class Checks:
-    """The comparisons of one step."""
+    """The comparisons of one step; `turn` selects the part of a large tensor that is looked at."""
 
-    def __init__(self) -> None:
-        self._checks: list[_Check] = []
+    def __init__(self, settings: Fp8Settings, turn: int) -> None:
+        self._settings = settings
+        self._turn = turn
+        # Differences whose texts have places for numbers, and fp64 [3]: above 0 or NaN if it differs, both numbers.
+        self._checks: list[tuple[Difference, torch.Tensor]] = []
 
     def add(
         self,
@@ -114,69 +103,47 @@ class Checks:
         planned: str = "{0:.6g}",
         live: str = "{1:.6g}",
     ) -> None:
-        """Adds a comparison.
-
-        `off`, [], is above 0, or NaN, where it differs. `planned` and `live` are texts with places for both numbers.
-        """
+        """Adds a comparison. It differs if `off`, [], is above 0 or NaN; both texts have places for both numbers."""
         numbers = torch.stack(
             [torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, expected, found)]
         )
-        self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=numbers))
+        self._checks.append((Difference(module=module, what=what, planned=planned, live=live), numbers))
 
     def add_fault(self, module: str, what: str, planned: str, live: str) -> None:
         """Adds what is known to differ."""
         fault = torch.ones(3, dtype=torch.float64, device=torch.cuda.current_device())
-        self._checks.append(_Check(module=module, what=what, planned=planned, live=live, numbers=fault))
+        self._checks.append((Difference(module=module, what=what, planned=planned, live=live), fault))
 
     def differences(self) -> Iterator[Difference]:
         """The first difference of each kind in each layer."""
         if not self._checks:
             return
+        table = torch.stack([numbers for _, numbers in self._checks]).tolist()
         told: set[tuple[str, str]] = set()
-        for check, (off, *numbers) in zip(
-            self._checks, torch.stack([check.numbers for check in self._checks]).tolist(), strict=True
-        ):
+        for (check, _), (off, *numbers) in zip(self._checks, table, strict=True):
             if (off > 0 or math.isnan(off)) and (check.module, check.what) not in told:
                 told.add((check.module, check.what))
-                expected, found = numbers
-                yield Difference(
-                    module=check.module,
-                    what=check.what,
-                    planned=check.planned.format(expected, found),
-                    live=check.live.format(expected, found),
-                )
+                yield replace(check, planned=check.planned.format(*numbers), live=check.live.format(*numbers))
 
-
-class CastChecks:
-    """Checks the operands of products.
-
-    `turn` says which part of a large tensor is looked at.
-    """
-
-    def __init__(self, settings: Fp8Settings, checks: Checks, turn: int) -> None:
-        self._settings = settings
-        self._checks = checks
-        self._turn = turn
-
-    def block(self, phase: Phase, operand: Operand) -> tuple[int, int] | None:
-        """Rows and columns of the values that share a scale in a product; None where all do."""
+    def block(self, phase: Phase, operand: Fp8Operand) -> tuple[int, int] | None:
+        """Rows and columns of the values that share a scale in a product; None if all do."""
         recipe, role = self._settings.recipe, operand.role
-        if recipe.scales_tensors or (recipe.scales_dgrad_weight_whole and (phase, role) == _DGRAD_WEIGHT):
+        is_dgrad_weight = (phase, role) == (Phase.dgrad, Role.weight)
+        if recipe.scales_tensors or (recipe.scales_dgrad_weight_whole and is_dgrad_weight):
             return None
-        # Weights have square blocks where they have fewer scales than activations do.
+        # Weights have square blocks if they have fewer scales than activations.
         is_square = role is Role.weight and recipe.weight_scale_bytes < recipe.activation_scale_bytes
         if recipe.block is not None and is_square:
             return recipe.block, recipe.block
-        # Blocks, and whole rows, lie along the dimension that the product sums over.
+        # Blocks and whole rows lie along the dimension that the product sums over.
         within_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
-        assert operand.codes is not None
         rows, columns = operand.codes.shape
         return (1, recipe.block or columns) if within_rows else (recipe.block or rows, 1)
 
-    def amax(self, phase: Phase, operand: Operand) -> torch.Tensor | None:
-        """fp32 [1], of a tensor that is cast for this product; None where its blocks have their own, or it is unknown.
+    def amax(self, phase: Phase, operand: Fp8Operand) -> torch.Tensor | None:
+        """fp32 [1], of a tensor that is cast for this product as a whole; None if unknown.
 
-        Of values that are not known to the last bit it is the reported one, if that is within what is known.
+        If the values are known only up to `blur`, this is the reported amax, provided that it fits them.
         """
         if phase is not CAST_IN[operand.role] or not self._settings.recipe.scales_tensors:
             return None
@@ -188,54 +155,47 @@ class CastChecks:
             return torch.where((reported - amax).abs() <= operand.blur * amax, reported, amax)
         return amax
 
-    def check_values(self, module: str, phase: Phase, operand: Operand) -> None:
-        """Rounds an operand's values again, and finds their scales again."""
+    def check_values(self, module: str, phase: Phase, operand: Fp8Operand) -> None:
+        """Computes an operand's codes and scales again from its values."""
         role, codes, scale, values = operand.role, operand.codes, operand.scale, operand.values
-        assert codes is not None
-        assert scale is not None
         assert values is not None
         keeps_history, block = self._settings.recipe.keeps_history, self.block(phase, operand)
         format = role_format(self._settings, role)
-        window = Window.of_size(codes.shape, block, CAST_VALUES, self._turn)
+        window = Window.of_turn(self._turn, codes.shape, block)
         part_of_values, largest = window.of(values), largest_magnitude(values)
         amaxes = largest if block is None else largest_of_blocks(part_of_values, block)
         if not keeps_history:
             self._check_scales(module, role, format, amaxes, window.scales(scale, block))
-        # Of Transformer Engine's histories `Replay` knows: a weight's amax is gone from there in the second microbatch.
+        # `Replay` checks Transformer Engine's histories. They lose a weight's amax in the second microbatch.
         if operand.amax is not None and (self._settings.emulate or not keeps_history):
             found = operand.amax.max()
             off = (largest - found).abs() > operand.blur * largest
-            self._checks.add(module, f"amax of the {role_name(role)}", off, largest, found)
+            self.add(module, f"amax of the {role_name(role)}", off, largest, found)
         factors = window.factors(scale, block)
         off = other_codes(window.of(codes), part_of_values, operand.blur * largest, factors, format).sum()
         what, planned = f"codes of the {role_name(role)} in {phase.value}", "{0:,.0f} times round(value · scale) in "
         num_values, live = part_of_values.numel(), "others {1:,.0f} times"
-        self._checks.add(module, what, off, num_values, off, planned=planned + format, live=live)
+        self.add(module, what, off, num_values, off, planned=planned + format, live=live)
 
-    def check_codes_alone(self, module: str, phase: Phase, operand: Operand, amax: torch.Tensor | None) -> None:
-        """Checks codes whose values are not known: they fill their format.
-
-        `amax` is that of the values, [1]; None where it is not known either.
-        """
+    def check_codes_alone(self, module: str, phase: Phase, operand: Fp8Operand, amax: torch.Tensor | None) -> None:
+        """Checks that codes fill their format, where only the `amax` [1] of their values is known, or not even that."""
         role, codes, scale = operand.role, operand.codes, operand.scale
-        assert codes is not None
-        assert scale is not None
         if phase is not CAST_IN[role]:
             return
         format, block = role_format(self._settings, role), self.block(phase, operand)
         largest, keeps_history = FORMAT_MAX[format], self._settings.recipe.keeps_history
         what = f"largest code of the {role_name(role)} in {phase.value}"
         if block is not None:
-            window = Window.of_size(codes.shape, block, CAST_VALUES, self._turn)
+            window = Window.of_turn(self._turn, codes.shape, block)
             of_blocks, scales = largest_of_blocks(window.of(codes), block), window.scales(scale, block)
             ordinary = (of_blocks != 0) & (scales < _MOST)
             off = ordinary & (of_blocks < largest / 2)
             found = of_blocks.flatten()[off.flatten().int().argmax()]
-            self._checks.add(module, what, off.any(), largest / 2, found, planned="{0:.6g} or more")
+            self.add(module, what, off.any(), largest / 2, found, planned="{0:.6g} or more")
             off = torch.frexp(scales).mantissa != 0.5
             found = scales.flatten()[off.flatten().int().argmax()]
             what = f"scale of the {role_name(role)}"
-            self._checks.add(module, what, off.any(), 0.0, found, planned="a power of two")
+            self.add(module, what, off.any(), 0.0, found, planned="a power of two")
             return
         if amax is not None and not keeps_history:
             self._check_scales(module, role, format, amax, scale)
@@ -246,10 +206,10 @@ class CastChecks:
             low = high = torch.full_like(highest, largest)
         else:
             low, high = rounded_between(amax, torch.zeros_like(amax), scale, format)
-        self._checks.add(module, what, ~((highest >= low) & (highest <= high)), high, highest)
+        self.add(module, what, ~((highest >= low) & (highest <= high)), high, highest)
 
     def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Checks the scales of a recipe without history, each against the amax of its values."""
+        """Checks each scale of a recipe without history against the amax of its values."""
         recipe = self._settings.recipe
         quotient = FORMAT_MAX[format] / amaxes.double().clamp(min=recipe.least_amax)
         ordinary = (quotient > _LEAST) & (quotient < _MOST)
@@ -263,9 +223,9 @@ class CastChecks:
             # mantissa · 2^exponent, with a mantissa from 0.5 to 1
             return torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 1)
 
-        # A quotient next to a power of two may have been rounded to it.
+        # A quotient near a power of two may have been rounded to it.
         low, high = rule(quotient * (1 - error)), rule(quotient * (1 + error))
         off = ordinary & ~((scale >= low) & (scale <= high))
         worst = off.flatten().int().argmax()
         expected, found = rule(quotient).flatten()[worst], scale.flatten()[worst]
-        self._checks.add(module, f"scale of the {role_name(role)}", off.any(), expected, found)
+        self.add(module, f"scale of the {role_name(role)}", off.any(), expected, found)

@@ -1,8 +1,8 @@
 r"""Delayed scaling: the scale of a cast comes from the magnitudes in earlier casts.
 
 Each linear layer keeps a scale and a history of amaxes for its input, weight and output (`scaling_fwd`) and for the
-gradients of its output and input (`scaling_bwd`). Row 0 of a history belongs to the present pass. A cast uses the scale
-as it is and raises row 0 to its own amax. Then, once per pass:
+gradients of its output and input (`scaling_bwd`). Row 0 of a history belongs to the present pass. A cast uses the
+current scale and raises row 0 to its own amax. Then, once per pass:
 
     row 0  ← maximum over the amax reduction group
     amax   = max(history)  or  row 0 (most_recent)
@@ -13,14 +13,13 @@ A tensor that was not cast since the last update (row 0 is zero) keeps its scale
 the first microbatch of a step. An infinite amax keeps the scale. Outputs and input gradients are never cast; they have
 columns because Transformer Engine (TE) has them.
 
-Passes end as in TE 2.12. For inputs and weights that is the end of the transformer block's forward pass (the exit of
-the outermost autocast), if it computes gradients; validation leaves its amaxes in row 0 for the next training pass. For
-gradients it is the end of the backward pass of the layer that ran first in the forward pass. Either updates all layers
-of the process, those of other model chunks too. Under activation recomputation the second forward pass casts with the
-scales of the first and records nothing. Every recomputed layer updates at the end of its backward pass; the forward
-update there would find nothing recorded and is left out here.
+As in TE 2.12, a pass for inputs and weights ends with the transformer block's forward pass (the outermost autocast), if
+it computes gradients; validation leaves its amaxes in row 0 for the next training pass. A pass for gradients ends with
+the backward pass of the layer that ran first in the forward pass. Either updates all layers of the process, including
+other model chunks. Under activation recomputation the second forward pass casts with the scales of the first and
+records nothing. Every recomputed layer updates at the end of its backward pass.
 
-At the end of the file is what others read of live layers, TE's or emulated.
+The functions at the end of the file read the state of live layers, TE's or emulated.
 
 Sources: TE's pytorch/quantization.py (FP8GlobalStateManager), common/recipe/delayed_scaling.cu
 (`amax_and_scale_update_after_reduction`) and megatron-core's transformer_block.py.
@@ -39,7 +38,7 @@ from gpt_pretrain.fp8.casts import FP32_MAX, Directions, cast_tensor, tensor_ama
 from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
-# Which of the tensors of its state a tensor is.
+# A tensor's column in its state.
 _COLUMNS = {Role.input: 0, Role.weight: 1, Role.output_gradient: 0}
 
 
@@ -64,7 +63,7 @@ class Scaling:
             torch.distributed.all_reduce(self.amax_history[0], op=torch.distributed.ReduceOp.MAX, group=group)
 
     def update(self) -> None:
-        """Sets new scales and rolls the histories of the tensors that were cast since the last update."""
+        """Sets the scales and rolls the histories of tensors that were cast since the last update."""
         history = self.amax_history
         was_cast = history[0] != 0
         amax = history.amax(dim=0) if self._takes_maximum else history[0].clone()
@@ -75,7 +74,7 @@ class Scaling:
         history.copy_(torch.where(was_cast, rolled, history))
 
     def take_place(self, whole: "Scaling", offset: int) -> None:
-        """Moves into columns of a larger one, so that one update serves many layers."""
+        """Becomes columns of a larger one, so that one update serves many layers."""
         columns = slice(offset, offset + self.scale.numel())
         whole.scale[columns] = self.scale
         whole.amax_history[:, columns] = self.amax_history
@@ -89,26 +88,24 @@ class DelayedScaling:
         self.settings = settings
         self._group = group
         self._layers: list[LayerScaling] = []
-        self._forward, self._backward = self._joined(0)
+        self._forward, self._backward = self._scalings(0)
         self.in_training_pass = False
-        """Whether a block's forward pass is running whose gradients will be computed, by recomputation too."""
+        """Whether a block's forward pass is running whose gradients will be computed, with recomputation or without."""
         self._has_first_layer = False
 
-    def _joined(self, num_layers: int) -> tuple[Scaling, Scaling]:
+    def _scalings(self, num_layers: int) -> tuple[Scaling, Scaling]:
         settings = self.settings
-        return (
-            Scaling(3 * num_layers, settings.forward_format, settings),
-            Scaling(2 * num_layers, settings.gradient_format, settings),
-        )
+        forward = Scaling(3 * num_layers, settings.forward_format, settings)
+        return forward, Scaling(2 * num_layers, settings.gradient_format, settings)
 
     def new_layer(self) -> "LayerScaling":
         """The state of one more layer."""
-        self._layers.append(LayerScaling(self, *self._joined(1)))
+        self._layers.append(LayerScaling(self, *self._scalings(1)))
         return self._layers[-1]
 
     def attach(self, block: TransformerBlock) -> None:
         """Follows the forward passes of a model chunk whose layers have been built."""
-        self._forward, self._backward = self._joined(len(self._layers))
+        self._forward, self._backward = self._scalings(len(self._layers))
         for index, layer in enumerate(self._layers):
             layer.forward.take_place(self._forward, 3 * index)
             layer.backward.take_place(self._backward, 2 * index)
@@ -120,15 +117,14 @@ class DelayedScaling:
         self._has_first_layer = False
 
     def _end_forward(self) -> None:
-        # Reducing what validation recorded changes no later maximum, and gives all ranks the state that rank 0 writes
-        # into a checkpoint.
+        # To reduce what validation recorded changes no later maximum. Checkpoints save rank 0's state for all ranks.
         self._forward.reduce(self._group)
         if self.in_training_pass:
             self._forward.update()
         self.in_training_pass = False
 
     def end_backward(self) -> None:
-        """Updates the gradients' scales; called by layers whose `LayerScaling.ends_backward` is set."""
+        """Updates the gradients' scales; called by layers with `LayerScaling.ends_backward`."""
         self._backward.reduce(self._group)
         self._backward.update()
 
@@ -143,21 +139,19 @@ class LayerScaling:
 
     def __init__(self, scaling: DelayedScaling, forward: Scaling, backward: Scaling) -> None:
         self._all = scaling
-        self.forward = forward
-        """Input, weight, output."""
-        self.backward = backward
-        """Gradients of output and input."""
+        # Of input, weight and output; of the gradients of output and input.
+        self.forward, self.backward = forward, backward
         # Scales of inputs that will be recomputed, oldest first: backward passes keep the order of the forward passes.
         self._to_recompute: deque[torch.Tensor] = deque()
         self.ends_backward = False
-        """Whether the backward pass of the newest input ends with an update, by `end_backward`."""
+        """Whether the backward pass of the newest input must call `end_backward`."""
         self.end_backward = scaling.end_backward
 
     def __call__(self, x: torch.Tensor, role: Role) -> Directions:
         """Casts a matrix with the scale of earlier passes; `x` is detached, so the grad mode tells training passes."""
         scaling = self.backward if role is Role.output_gradient else self.forward
         column = _COLUMNS[role]
-        # Updates write scales in place, but codes live until the backward pass.
+        # A copy: updates write scales in place, but codes live until the backward pass.
         scale, amax = scaling.scale[column : column + 1].clone(), tensor_amax(x)
         is_recomputed = False
         if role is Role.input:
@@ -167,9 +161,8 @@ class LayerScaling:
                 scale = self._to_recompute.popleft()
             elif in_training_pass and not with_gradients:
                 self._to_recompute.append(scale)
-            self.ends_backward = is_recomputed or (
-                with_gradients and in_training_pass and self._all.claim_first_layer()
-            )
+            is_first = with_gradients and in_training_pass and self._all.claim_first_layer()
+            self.ends_backward = is_recomputed or is_first
         if not is_recomputed:
             scaling.record(column, amax)
         quantised = cast_tensor(x, role_format(self._all.settings, role), scale, amax)
@@ -180,7 +173,7 @@ class LayerScaling:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restores `state`; its histories have the same length."""
+        """Restores `state`, whose histories have the same length."""
         for name, tensor in self._tensors().items():
             tensor.copy_(state[name])
 
@@ -196,7 +189,7 @@ class LayerScaling:
 def delayed_state(module: torch.nn.Module, role: Role) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A tensor's amax history, fp32 [fp8_amax_history_len], and the scale of its next cast, fp32 [].
 
-    The scale is 1 until a pass has set one. None for modules without FP8 and for recipes without a history.
+    The scale is 1 until a pass sets it. None for modules without FP8 and for recipes without a history.
     """
     name, column = "scaling_bwd" if role is Role.output_gradient else "scaling_fwd", _COLUMNS[role]
     state: Any = getattr(module, "fp8_meta", {}).get(name)
@@ -208,9 +201,9 @@ def delayed_state(module: torch.nn.Module, role: Role) -> tuple[torch.Tensor, to
 def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
     """The scales of the next casts of output gradients, fp32 [FP8 layers of this rank].
 
-    A scale is 1 only where no pass has shown an amax: the largest code over an amax is not 1.
+    A scale is 1 only if no pass has had an amax: the largest code over an amax is not 1.
     """
     found = (delayed_state(module, Role.output_gradient) for chunk in chunks for module in chunk.modules())
     scales = [state[1] for state in found if state is not None]
-    # A stacked copy stays when Transformer Engine writes the next scales in place.
+    # A copy, because Transformer Engine writes the next scales in place.
     return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())

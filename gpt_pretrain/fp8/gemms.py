@@ -1,10 +1,9 @@
-"""How a linear layer's matrix products are described: the one language of proof, statistics and emulation.
+"""The description of a linear layer's matrix products that proof, statistics and emulation share.
 
-`fp8/observer.py` watches Transformer Engine's products from outside; local layers report theirs themselves. At the end
-of the file is the arithmetic on FP8 codes that proof and statistics share, in other words than `fp8/casts.py`.
+At the end of the file is the arithmetic on FP8 codes of proof and statistics, independent of that in `fp8/casts.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,27 +11,25 @@ import torch
 
 from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
 
-# The type of the codes of each format.
 CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# By how much a rounding to BF16, which has eight bits, moves a number at most, over its magnitude.
+# The largest relative error of rounding to BF16, which has eight bits.
 BF16_ROUNDING = 2.0**-8
-# Scales are quotients in fp32: one rounding, of at most 2^-24, an inverse, and what fp64 adds here.
+# The relative error of a scale: a quotient in fp32, rounded by at most 2^-24, its inverse, and what fp64 adds here.
 QUOTIENT_ERROR = 2.0**-22
+# How far a result that Hopper's tensor cores summed may be from the product of its codes, relative to its 2-norm.
+HARDWARE_ERROR = 1e-2
 
 
 class Phase(Enum):
-    """Which of a linear layer's three products."""
+    """A linear layer's products: y = x·wᵀ, dx = dy·w and dw = dyᵀ·x."""
 
     forward = "forward"
-    """y = x·wᵀ"""
     dgrad = "dgrad"
-    """dx = dy·w"""
     wgrad = "wgrad"
-    """dw = dyᵀ·x"""
 
 
 class Role(Enum):
-    """Which of a linear layer's three tensors."""
+    """A linear layer's tensors x, w and dy."""
 
     input = "input"
     weight = "weight"
@@ -49,13 +46,12 @@ def role_name(role: Role) -> str:
     return role.value.replace("_", " ")
 
 
-# The two operands of each product.
 OPERANDS = {
     Phase.forward: (Role.input, Role.weight),
     Phase.dgrad: (Role.output_gradient, Role.weight),
     Phase.wgrad: (Role.output_gradient, Role.input),
 }
-# The product before which a tensor is cast; until the next microbatch its amax belongs to that cast.
+# The product before which a tensor is cast.
 CAST_IN = {Role.input: Phase.forward, Role.weight: Phase.forward, Role.output_gradient: Phase.dgrad}
 
 
@@ -68,23 +64,29 @@ def multiply(phase: Phase, first: torch.Tensor, second: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
-    """One operand, as the product reads it; nothing here waits for the device."""
+    """One operand, as the product reads it."""
 
     role: Role
     format: str
-    """"e4m3" or "e5m2"; "bfloat16" or "float32" where it is not quantised."""
-    codes: torch.Tensor | None
-    """The values as float8_e4m3fn or float8_e5m2, any shape; None where the operand is not quantised."""
-    scale: torch.Tensor | None
+    """"e4m3" or "e5m2"; "bfloat16" or "float32" if it is not quantized."""
+    values: torch.Tensor | None = None
+    """What was rounded, of the shape of the codes, or is multiplied as it is; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Operand(Operand):
+    """A quantized operand."""
+
+    codes: torch.Tensor
+    """float8_e4m3fn or float8_e5m2, any shape."""
+    scale: torch.Tensor
     """fp32: the factor of the values before they were rounded, one for the tensor [1] or one per block."""
     amax: torch.Tensor | None
-    """fp32 [1]: the largest magnitude before the rounding; None where it is unknown."""
-    values: torch.Tensor | None = None
-    """What was rounded, of the shape of the codes, or is multiplied as it is; None where it is not kept."""
+    """fp32 [1]: the largest magnitude before the rounding; None if unknown."""
     blur: float = 0.0
-    """By how much the values may differ from what was rounded, over the largest of them."""
+    """How far the values may be from what was rounded, relative to the largest of them."""
     is_gathered: bool = False
-    """The codes are those of several ranks, and amax is that of this rank's part."""
+    """The codes come from several ranks, amax from this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,15 +97,15 @@ class Product:
     operands: tuple[Operand, Operand]
     """In the order of `OPERANDS`."""
     output: torch.Tensor | None = None
-    """The result, a matrix of the run's precision; None where nobody asked for it."""
+    """The result, a matrix of the run's precision; None if nobody asked for it."""
     added: torch.Tensor | None = None
-    """What the result has in it beside the product: one value per column (a bias), or one for each value."""
+    """What the result contains beside the product: a bias [columns], or a matrix."""
     part: int = 0
-    """Of a call that computes several products, one for each expert with rows: which of them."""
+    """The index of the product in a call that computes one for each expert with rows."""
     result_error: float = BF16_ROUNDING
-    """How far the result may be from the exact one, over its 2-norm. It is rounded once, to BF16 at worst."""
+    """How far the result may be from the exact one, relative to its 2-norm."""
     sum_error: float = 0.0
-    """The same, over the 2-norm of the sums of the terms' magnitudes."""
+    """The same, relative to the 2-norm of the sums of the terms' magnitudes."""
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -111,36 +113,34 @@ class Product:
         return self.operands[0].format, self.operands[1].format
 
 
-# Called with each product of a linear layer.
 ProductListener = Callable[[Product], None]
 
 
-def spread_over_blocks(scales: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
+def spread_over_blocks(scales: torch.Tensor, block: tuple[int, int], shape: Sequence[int]) -> torch.Tensor:
     """The scale of each value of a matrix of this shape, from the scales [blocks of rows, blocks of columns].
 
-    `block` is a block's rows and columns; blocks at the lower and right edge may be smaller. Scales beyond the matrix,
-    which only pad their array, are left out.
+    Blocks at the lower and right edge may be smaller. Scales beyond the matrix, which pad their array, are left out.
     """
     (height, width), (rows, columns) = block, shape
     return scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
 
 
 def count_codes(codes: torch.Tensor, largest: int) -> torch.Tensor:
-    """Counts codes regardless of their sign; does not wait for the device.
+    """Counts codes regardless of their sign.
 
-    A kernel does so in one pass. torch's own operations take ten, and made an observed step twice as long. `codes` are
-    contiguous, of any shape; `largest` is the code of their format's largest finite magnitude.
+    `codes` are contiguous, of any shape; `largest` is the code of their format's largest finite magnitude. On a GPU one
+    kernel counts in one pass: torch's own operations take ten, which made an observed step twice as long.
 
     Returns:
         int64 [3]: how many codes are zero, how many are `largest`, and the code of the largest magnitude, which exceeds
         `largest` for NaN and infinity.
     """
-    magnitudes_and_signs = codes.detach().view(torch.uint8)
+    signed = codes.detach().view(torch.uint8)
     if codes.is_cuda:
         from gpt_pretrain.kernels.fp8_codes_triton import count_bytes
 
-        return count_bytes(magnitudes_and_signs, largest)
-    magnitudes = magnitudes_and_signs & 0x7F
+        return count_bytes(signed, largest)
+    magnitudes = signed & 0x7F
     zero, full = (magnitudes == 0).sum(), (magnitudes == largest).sum()
     return torch.stack([zero, full, magnitudes.max().long()])
 
@@ -154,7 +154,7 @@ def largest_magnitude(values: torch.Tensor) -> torch.Tensor:
 def rounded_between(
     values: torch.Tensor, margin: torch.Tensor, factor: torch.Tensor, format: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the largest code, as fp32, of values that are known to a margin and to the error of a quotient."""
+    """The least and the largest code, as fp32, of values known up to a margin and the error of a quotient."""
     values, largest, dtype = values.float(), FORMAT_MAX[format], CODE_TYPES[format]
     margin = margin + QUOTIENT_ERROR * values.abs()
     low, high = ((each * factor).clamp(-largest, largest) for each in (values - margin, values + margin))
@@ -164,7 +164,7 @@ def rounded_between(
 def other_codes(
     codes: torch.Tensor, values: torch.Tensor, margin: torch.Tensor, factor: torch.Tensor, format: str
 ) -> torch.Tensor:
-    """Which codes are not between those of `rounded_between`, bool of their shape."""
+    """Which codes lie outside the bounds of `rounded_between`, bool of their shape."""
     low, high = rounded_between(values, margin, factor, format)
     found = codes.view(CODE_TYPES[format]).float()
     return ~((found >= low) & (found <= high))

@@ -1,17 +1,17 @@
-"""Infinities that a cast to FP8 hides, and what a skipped step takes back.
+"""Finds infinities that a cast to FP8 hides, and undoes what a skipped step did to delayed scaling.
 
-A cast saturates: an infinity becomes the largest code, and loss and gradient norm do not show it. Where each recipe of
-Transformer Engine (TE) 2.12 shows it is in docs/fp8.md, "Infinities" (tests/test_gpu_infinities.py): delayed in the
-amax history; tensorwise in the quantizer's amax until its next cast, so that amaxes are read before each pass;
-blockwise nowhere, so that blocks of scale 1, which are few, are searched in the tensor that was cast. Local layers keep
-the largest amax of their casts.
+A cast saturates: an infinity becomes the largest code, and loss and gradient norm do not show it. docs/fp8.md,
+"Infinities", says where each recipe of Transformer Engine (TE) 2.12 shows it (tests/test_gpu_infinities.py): delayed in
+the amax history; tensorwise in the quantizer's amax until its next cast, so amaxes are read before each pass; blockwise
+nowhere, so the few blocks of scale 1 are searched in the tensor that was cast. Local layers keep the largest amax of
+their casts.
 
-The result of a norm that is computed together with its cast is not searched, for it becomes NaN. Nor are weights in
-blocks: no update that would make one infinite is carried out.
+The result of a norm that is fused with its cast is not searched: an infinity would become NaN. Nor are weights in
+blocks: an update that would make one infinite is skipped.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,17 +23,15 @@ from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patched
 from gpt_pretrain.spec.recipes import RECIPES, InfinityIn
 
-# The quantizers of each product of a module (TE 2.12, pytorch/module): input, weight and result; the result's gradient
-# and the input's.
+# Quantizers per product of a module (TE 2.12, pytorch/module): of input, weight and output; of their two gradients.
 _FORWARD, _BACKWARD = 3, 2
 
 
 class StepCasts:
-    """The FP8 casts of one step: whether they met an infinity, and what a skipped step takes back.
+    """The FP8 casts of one step: whether they met an infinity, and the state to restore if the step is skipped.
 
-    A skipped step's amaxes would stay in the histories for as many passes: an infinite one freezes the scale (TE 2.12,
-    common/recipe/delayed_scaling.cu), and what was computed behind an infinity makes scales too small. So they are
-    taken back. Infinities that a validation left are none of the step's, and become zeros before it.
+    An infinite amax in a history freezes the scale (TE 2.12, common/recipe/delayed_scaling.cu), and large values that
+    follow from an infinity make scales too small. Infinities that a validation left become zeros before the step.
     """
 
     @torch.no_grad()
@@ -46,30 +44,25 @@ class StepCasts:
         self._before = _flat(self._histories).nan_to_num_(nan=0.0, posinf=0.0), _flat(self._scales)
         _write(self._before[0], self._histories)
         self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
-        # Local layers are no matter of megatron-core's configuration.
+        # megatron-core's configuration does not know the FP8 of local layers.
         shown_in = {RECIPES[chunk.config.fp8_recipe].infinity_in for chunk in chunks if chunk.config.fp8}
         self._searches_blocks = InfinityIn.blocks in shown_in
-        self._reads_amaxes = InfinityIn.amax in shown_in
-        self._own_layers = [module for module in modules if is_te_linear(module)] if self._reads_amaxes else []
+        self._own_layers = [each for each in modules if is_te_linear(each)] if InfinityIn.amax in shown_in else []
         self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *_amaxes(self._own_layers, "bwd")]
         for amaxes in (self._amaxes, self._own_amaxes):
             _write(torch.zeros_like(_flat(amaxes)), amaxes)
-        # Above 0 where a cast has met an infinity that nothing else shows any more.
+        # Above 0 if a cast has met an infinity that nothing else shows any more.
         self._found = torch.zeros(1, device=torch.cuda.current_device())
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Around the passes of the step."""
-        with ExitStack() as stack:
-            if self._searches_blocks:
-                stack.enter_context(_search_blocks(self._found))
-            yield
+        return _search_blocks(self._found) if self._searches_blocks else nullcontext()
 
     @torch.no_grad()
     def look(self) -> None:
         """Called before each pass, forward and backward, which may overwrite the amaxes of the one before."""
-        if self._reads_amaxes and not self._own_amaxes:
-            # Quantizers are made in the first forward pass; those of gradients have cast nothing yet.
+        if self._own_layers and not self._own_amaxes:
+            # Quantizers are created in the first forward pass. Those of gradients have cast nothing yet.
             self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *(unused := _amaxes(self._own_layers, "bwd"))]
             _write(torch.zeros_like(_flat(unused)), unused)
         if self._own_amaxes:
@@ -82,13 +75,13 @@ class StepCasts:
 
     @torch.no_grad()
     def settle(self, skipped: torch.Tensor) -> None:
-        """Puts histories and scales back to where they were before a skipped step; the decision stays on the device."""
+        """Restores histories and scales if the step was `skipped`, a bool on the device."""
         for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
             _write(torch.where(skipped, before, _flat(tensors)), tensors)
 
 
 def _amaxes(layers: Sequence[Any], direction: str) -> list[torch.Tensor]:
-    """Where the casts of tensorwise scaling leave amaxes, each fp32 [1]; other quantizers' memory may hold anything."""
+    """The amaxes of tensorwise scaling's casts, each fp32 [1]; the memory of unused quantizers may hold anything."""
     found = []
     for layer in layers:
         quantizers = list(layer.quantizers[f"scaling_{direction}"])
@@ -102,33 +95,28 @@ def _amaxes(layers: Sequence[Any], direction: str) -> list[torch.Tensor]:
 
 @contextmanager
 def _search_blocks(found: torch.Tensor) -> Iterator[None]:
-    """Searches what is cast in blocks inside; sets `found`, fp32 [1], to 1 where there is an infinity."""
+    """Searches tensors that are cast in blocks inside; sets `found`, fp32 [1], to 1 if they contain an infinity."""
     from gpt_pretrain.kernels.fp8_codes_triton import search_blocks
 
-    def search(values: torch.Tensor, cast: Any) -> None:
-        if not cast._is_2D_scaled and cast._rowwise_scale_inv is not None and values.numel():
-            search_blocks(values, cast._rowwise_scale_inv, found)
-
-    def watched_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
-        def run(quantizer: Any, values: torch.Tensor) -> Any:
-            result = cast(quantizer, values)
-            search(values, result)
-            return result
-
-        return run
-
-    def watched_split(split: Callable[..., Any]) -> Callable[..., Any]:
-        def run(values: torch.Tensor, rows: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-            results = split(values, rows, *args, **kwargs)
-            for part, result in zip(values.split(list(rows)), results, strict=True):
-                search(part, result)
-            return results
-
-        return run
+    def search(values: torch.Tensor, result: Any) -> None:
+        if not result._is_2D_scaled and result._rowwise_scale_inv is not None and values.numel():
+            search_blocks(values, result._rowwise_scale_inv, found)
 
     casts, splits = patches.BLOCK_CASTS, patches.SPLIT_CASTS
-    quantize, split = casts.owner().quantize_impl, splits.owner().split_quantize
-    with patched(casts, quantize_impl=watched_cast(quantize)), patched(splits, split_quantize=watched_split(split)):
+    cast, split = casts.owner().quantize_impl, splits.owner().split_quantize
+
+    def watched_cast(quantizer: Any, values: torch.Tensor) -> Any:
+        result = cast(quantizer, values)
+        search(values, result)
+        return result
+
+    def watched_split(values: torch.Tensor, rows: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        results = split(values, rows, *args, **kwargs)
+        for part, result in zip(values.split(list(rows)), results, strict=True):
+            search(part, result)
+        return results
+
+    with patched(casts, quantize_impl=watched_cast), patched(splits, split_quantize=watched_split):
         yield
 
 

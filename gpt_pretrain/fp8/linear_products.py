@@ -1,14 +1,14 @@
-"""The three products of a linear layer in FP8, whoever casts and multiplies: one autograd function for all engines.
+"""The three products of a linear layer in FP8: one autograd function for all engines that cast and multiply.
 
     forward  y  = x·wᵀ + b     over codes of x and w
     dgrad    dx = dy·w         over codes of dy and w
-    wgrad    dw = dyᵀ·x        over codes of dy and x; of the values themselves where the run keeps it out of FP8
+    wgrad    dw = dyᵀ·x        over codes of dy and x; over the values themselves if settings keep it out of FP8
 
-Emulated products of codes are summed in fp32 and rounded once, to the run's precision. The bias is added before that
-rounding, and its gradient comes from the values, as in Transformer Engine (TE); TorchAO adds it to the rounded product.
+Emulated products are summed in fp32 and rounded once, to the run's precision. The bias is added before that rounding as
+in Transformer Engine (TE), or after it as in TorchAO. Its gradient comes from the values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from gpt_pretrain.fp8.casts import Cast, Directions, Quantised
 from gpt_pretrain.fp8.delayed import LayerScaling
 from gpt_pretrain.fp8.gemms import (
     BF16_ROUNDING,
+    HARDWARE_ERROR,
     OPERANDS,
+    Fp8Operand,
     Operand,
     Phase,
     Product,
@@ -30,27 +32,20 @@ from gpt_pretrain.fp8.gemms import (
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.recipes import Fp8Settings
 
-# How far a result that Hopper's tensor cores summed may be from the product of its codes (`te_products`). TorchAO may
-# scale what was rounded. Emulated results are summed in fp32 and rounded once.
-_HARDWARE_ERROR = 1e-2
-
-
-# How an engine computes a product: of operands in the order of `gemms.OPERANDS`, cast for this product, in the given
-# type. The bias, [columns] or None, is added to the result.
+# An engine's product of operands in the order of `gemms.OPERANDS`, in the given type, plus a bias [columns] or None.
 type Multiply = Callable[[Phase, Quantised, Quantised, torch.dtype, torch.Tensor | None], torch.Tensor]
 
 
 class LinearProducts:
-    """What the products of one layer share: how its tensors are cast, and the codes of its weight.
+    """What the products of one layer share: the cast of its tensors, and the codes of its weight.
 
-    A weight that is not stored in FP8 is cast in the first microbatch of a step, and its codes serve the others, so
-    that with delayed scaling a step has one scale for it (TE's `get_weight_workspace`, driven by megatron-core's
-    `set_is_first_microbatch`).
+    A weight that is not stored in FP8 is cast once a step, in the first microbatch (TE's `get_weight_workspace`, driven
+    by megatron-core's `set_is_first_microbatch`).
     """
 
     def __init__(self, settings: Fp8Settings, cast: Cast, multiply: Multiply | None = None) -> None:
         self.largest_amax = torch.zeros(1, dtype=torch.float32, device=torch.cuda.current_device())
-        """fp32 [1]: raised to the amax of each cast, until somebody sets it back."""
+        """fp32 [1]: raised to the amax of each cast, until somebody resets it."""
         self.settings = settings
         self.multiply = multiply or self._multiply_values
         self._rule = cast
@@ -64,18 +59,17 @@ class LinearProducts:
         *,
         is_first_microbatch: bool,
         accumulates: bool = False,
-        listener: Callable[[], ProductListener | None],
+        listeners: Sequence[ProductListener] = (),
     ) -> torch.Tensor:
         """The layer's output.
 
         Args:
-            x: [..., in], gathered where ranks split the sequence; in the weight's type, or fp32 where the module before
-                it does not round.
+            x: [..., in], the whole sequence; in the weight's type, or fp32 if the module before does not round.
             weight: [out, in]; the output is of its type.
-            bias: [out], added to the product.
+            bias: [out].
             is_first_microbatch: The weight has changed.
             accumulates: The backward pass adds the weight's gradient to `weight.main_grad`.
-            listener: Returns who is told about the products; called at the time of each.
+            listeners: Told about the products; they may change until the backward pass.
         """
         rows = x.reshape(-1, x.shape[-1])
         rule = self._rule
@@ -85,18 +79,18 @@ class LinearProducts:
         call = _Call(
             products=self,
             weight=self._weight,
-            # The codes are all that the backward pass needs; those who check them need the values.
-            x_values=None if listener() is None else rows.detach(),
+            # The backward pass needs only the codes; listeners check them against the values.
+            x_values=rows.detach() if listeners else None,
             weight_values=None if isinstance(weight, StoredWeight) else weight.detach(),
             accumulates_in=weight if accumulates else None,
             end_backward=rule.end_backward if isinstance(rule, LayerScaling) and rule.ends_backward else None,
-            listener=listener,
+            listeners=listeners,
         )
         y: torch.Tensor = _Linear.apply(rows, weight, bias, (call, input_codes))  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)
 
     def cast(self, x: torch.Tensor, role: Role) -> Directions:
-        """Casts a matrix by the layer's rule, and notes its amax."""
+        """Casts a matrix by the layer's rule and notes its amax."""
         return self._noted(self._rule(x, role))
 
     def _multiply_values(
@@ -131,18 +125,18 @@ class LinearProducts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """One forward pass of a layer; keeps its codes until the backward pass has read them."""
+    """One forward pass of a layer and its backward pass."""
 
     products: LinearProducts
     weight: Directions
     x_values: torch.Tensor | None
-    """[tokens, in]; None where nobody is told about the products."""
+    """[tokens, in]; None without listeners."""
     weight_values: torch.Tensor | None
-    """[out, in]; None of a weight that is stored in FP8."""
+    """[out, in]; None if the weight is stored in FP8."""
     accumulates_in: Any
-    """The weight whose `main_grad` takes its gradient; None: autograd takes it."""
+    """The weight, if its `main_grad` takes its gradient; None if autograd does."""
     end_backward: Callable[[], None] | None
-    listener: Callable[[], ProductListener | None]
+    listeners: Sequence[ProductListener]
 
     def tell(
         self,
@@ -153,14 +147,14 @@ class _Call:
         bias: torch.Tensor | None = None,
     ) -> None:
         """Reports a product that has been computed."""
-        listener, settings = self.listener(), self.products.settings
-        if listener is not None:
-            values = {Role.input: self.x_values, Role.weight: self.weight_values, Role.output_gradient: dy}
+        settings = self.products.settings
+        values = {Role.input: self.x_values, Role.weight: self.weight_values, Role.output_gradient: dy}
+        for listener in self.listeners:
             first, second = (
                 _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
             )
-            error = BF16_ROUNDING if settings.emulate else _HARDWARE_ERROR
-            # A second rounding is to BF16 at worst, too.
+            error = BF16_ROUNDING if settings.emulate else HARDWARE_ERROR
+            # The product was rounded before the bias was added, too.
             error += BF16_ROUNDING * (bias is not None and settings.recipe.adds_bias_rounded)
             listener(Product(phase=phase, operands=(first, second), output=output, added=bias, result_error=error))
 
@@ -168,8 +162,8 @@ class _Call:
 def _operand(role: Role, data: Quantised | torch.Tensor, values: torch.Tensor | None) -> Operand:
     if isinstance(data, torch.Tensor):
         format = str(data.dtype).removeprefix("torch.")
-        return Operand(role=role, format=format, codes=None, scale=None, amax=None, values=data)
-    return Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax, values=values)
+        return Operand(role=role, format=format, values=data)
+    return Fp8Operand(role=role, format=data.format, codes=data.codes, scale=data.scale, amax=data.amax, values=values)
 
 
 class _Linear(torch.autograd.Function):
@@ -182,11 +176,10 @@ class _Linear(torch.autograd.Function):
         call_and_codes: tuple[_Call, Directions],
     ) -> torch.Tensor:
         call, codes = call_and_codes
-        # Of the input's codes the backward pass reads those that lie along columns.
         ctx.call, ctx.codes = call, codes.along_columns
         ctx.has_bias = bias is not None
         ctx.input_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        # The codes replace the values, unless the weight's gradient comes from the values.
+        # Codes replace the values, unless the weight's gradient comes from the values.
         ctx.save_for_backward(None if call.products.settings.wgrad else x)
         y = call.products.multiply(Phase.forward, codes.along_rows, call.weight.along_rows, weight.dtype, bias)
         call.tell(Phase.forward, y, codes.along_rows, call.weight.along_rows, bias=bias)

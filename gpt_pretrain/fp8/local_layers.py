@@ -1,22 +1,20 @@
-"""FP8 in megatron-core's local layers: what emulated runs, and those of TorchAO, build the model from.
+"""FP8 in megatron-core's local layers, from which emulated and TorchAO runs build the model.
 
 The column- and row-parallel layers keep megatron-core's weights, communication and checkpoint keys. Only their three
-products are ours (`fp8/linear_products.py`), of an engine that casts and multiplies: the emulation (`fp8/casts.py`,
+products are ours (`fp8/linear_products.py`). An engine casts and multiplies: the emulation (`fp8/casts.py`,
 `fp8/delayed.py`) or `fp8/torchao.py`.
 
-Where ranks split the sequence, the input is gathered before it is cast; megatron-core gathers the gradient of a
-row-parallel output likewise. TE casts first and gathers codes, with an amax that it has reduced over these ranks, or
-with blocks that end where the parts do: the same codes for fewer bytes.
+If ranks split the sequence, the input is gathered before it is cast; megatron-core gathers the gradient of a
+row-parallel output likewise. TE gets the same codes for fewer bytes: it casts the parts, with an amax reduced over the
+ranks or with blocks that end where the parts do, and gathers codes.
 
-Attention, embeddings and the LM head stay as they are. With delayed scaling TE computes the norm before a
-column-parallel layer and its cast in one kernel, which takes amax and codes from values that were never rounded to BF16
-(TE 2.12, pytorch/csrc/extensions/normalization.cpp); such a norm passes on fp32 here. The other recipes cast what was
-rounded.
+With delayed scaling TE computes the norm before a column-parallel layer and its cast in one kernel, which takes amax
+and codes from values that were never rounded to BF16 (TE 2.12, pytorch/csrc/extensions/normalization.cpp). Such a norm
+returns fp32 here. The other recipes cast rounded values.
 
-**Experts** are emulated, too, each with three products and scales of its own. Transformer Engine computes a rank's
-experts in one grouped product, whose layer the plan names "decoder.layers.3.mlp.experts.linear_fc1"; here each expert
-has a layer, "…experts.local_experts.2.linear_fc1". Rows are not padded, since nothing here asks for multiples. An
-expert without tokens computes nothing, casts nothing, and says so.
+**Experts**: TE computes a rank's experts in one grouped product, whose layer the plan names
+"decoder.layers.3.mlp.experts.linear_fc1". Here each expert has a layer, "…experts.local_experts.2.linear_fc1", with
+products and scales of its own. Its rows are not padded. Without tokens it casts and computes nothing, and reports so.
 """
 
 import re
@@ -50,23 +48,20 @@ if TYPE_CHECKING:
     from gpt_pretrain.fp8.torchao import TorchAO
 
 
-_EXPERT = re.compile(r"\.local_experts\.\d+(?=\.)")
-
-
 def planned_name(module: str) -> str:
     """The planned linear layer that a module is, or that an expert's module is part of."""
-    return _EXPERT.sub("", module)
+    return re.sub(r"\.local_experts\.\d+(?=\.)", "", module)
 
 
 def _expert_name(linear: Linear, expert: int) -> str:
-    """The module of one expert, of a planned linear layer of experts."""
+    """The module of one expert in a planned linear layer of experts."""
     return linear.module.replace(".experts.", f".experts.local_experts.{expert}.")
 
 
 def live_linears(linears: Iterable[Linear], modules: Container[str], num_experts: int | None) -> Iterator[Linear]:
-    """The planned linear layers by the modules that compute them: each expert's, where experts have their own.
+    """The planned linear layers, named by the modules that compute them: one for each expert if experts have their own.
 
-    `modules` has the names of this rank's modules in the whole model; `num_experts` is a layer's, on all ranks.
+    `modules` are the names of this rank's modules in the whole model; `num_experts` is a layer's, on all ranks.
     """
     for linear in linears:
         own = []
@@ -77,30 +72,29 @@ def live_linears(linears: Iterable[Linear], modules: Container[str], num_experts
             yield linear
 
 
-class _Fp8Linear(torch.nn.Module):
+class Fp8Linear(torch.nn.Module):
     """What column- and row-parallel layers in FP8 have in common, before megatron-core's class in the bases."""
 
     def __init__(
         self, *args: Any, settings: Fp8Settings, cast: Cast, multiply: Multiply | None, name: str, **kwargs: Any
     ) -> None:
         super().__init__(*args, name=name, **kwargs)
-        self.product_listener: ProductListener | None = None
+        self.product_listeners: list[ProductListener] = []
         self.is_first_microbatch = True
         """Set by megatron-core's schedules: the weight has changed."""
         self.idle_listener: Callable[[Phase], None] | None = None
-        """Told which products compute nothing, where an expert has no tokens."""
+        """Told which products compute nothing because an expert has no tokens."""
         scaling = self._scaling = cast if isinstance(cast, LayerScaling) else None
         self.fp8_meta: dict[str, Scaling] = {}
         """The state of delayed scaling under the names of Transformer Engine's layers; empty for other recipes."""
         if scaling is not None:
             self.fp8_meta = {"scaling_fwd": scaling.forward, "scaling_bwd": scaling.backward}
         if settings.params:
-            self.weight: torch.nn.Parameter = StoredWeight.in_place_of(
-                self.weight, partial(torchao_scale, "e4m3", settings.recipe)
-            )
+            scale = partial(torchao_scale, "e4m3", settings.recipe)
+            self.weight: torch.nn.Parameter = StoredWeight.in_place_of(self.weight, scale)
         self._products = LinearProducts(settings, cast, multiply)
         self.largest_amax = self._products.largest_amax
-        """fp32 [1]: the largest amax of the casts since it was set back (`fp8.infinities.StepCasts`)."""
+        """fp32 [1]: the largest amax of the casts since it was reset (`fp8.infinities.StepCasts`)."""
 
     def _forward_impl(
         self,
@@ -119,10 +113,10 @@ class _Fp8Linear(torch.nn.Module):
             if self.idle_listener is not None:
                 for phase in Phase:
                     self.idle_listener(phase)
-            # No rows; the weight's gradient is zero, which the exchange of gradients waits for.
+            # The exchange of gradients waits for the weight's, which is zero.
             return input @ weight.t()
         if sequence_parallel:
-            # Its backward sums the gradients over the ranks and scatters them.
+            # The backward pass sums the gradients over the ranks and scatters them.
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
@@ -133,7 +127,7 @@ class _Fp8Linear(torch.nn.Module):
             bias,
             is_first_microbatch=is_first,
             accumulates=gradient_accumulation_fusion,
-            listener=lambda: self.product_listener,
+            listeners=self.product_listeners,
         )
 
     def get_extra_state(self) -> dict[str, torch.Tensor] | None:
@@ -147,26 +141,24 @@ class _Fp8Linear(torch.nn.Module):
 
 
 def _norm_in_fp32(norm: torch.nn.LayerNorm | torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
-    """The norm over the last dimension, not rounded."""
     shape, weight = norm.normalized_shape, norm.weight.float()
     if isinstance(norm, torch.nn.RMSNorm):
         return torch.nn.functional.rms_norm(x.float(), shape, weight, norm.eps)
     return torch.nn.functional.layer_norm(x.float(), shape, weight, norm.bias.float(), norm.eps)
 
 
-class Fp8ColumnParallelLinear(_Fp8Linear, ColumnParallelLinear):  # type: ignore[misc]
+class Fp8ColumnParallelLinear(Fp8Linear, ColumnParallelLinear):  # type: ignore[misc]
     """A linear layer whose outputs are split over the tensor parallel ranks."""
 
 
-class Fp8RowParallelLinear(_Fp8Linear, RowParallelLinear):  # type: ignore[misc]
+class Fp8RowParallelLinear(Fp8Linear, RowParallelLinear):  # type: ignore[misc]
     """A linear layer whose inputs are split over the tensor parallel ranks."""
 
 
 class Fp8Layers(LocalLayers):
-    """megatron-core's local layers, with products in FP8 in the linear layers that the plan puts there.
+    """megatron-core's local layers, but linear layers in FP8 where the plan has them.
 
-    `modules` are the names, in the whole model, of the layers in FP8; the others are megatron-core's own. The engine
-    casts and multiplies; without one the settings are emulated.
+    `modules` are the names of these layers in the whole model. Without an engine they are emulated.
     """
 
     def __init__(self, settings: Fp8Settings, modules: frozenset[str], engine: "TorchAO | None" = None) -> None:
@@ -182,15 +174,15 @@ class Fp8Layers(LocalLayers):
             self._scaling = DelayedScaling(settings, group)
 
     def column_parallel_linear(self) -> Any:
-        """What builds column-parallel layers."""
+        """Builds column-parallel layers."""
         return partial(self._build, ColumnParallelLinear, Fp8ColumnParallelLinear)
 
     def row_parallel_linear(self) -> Any:
-        """What builds row-parallel layers."""
+        """Builds row-parallel layers."""
         return partial(self._build, RowParallelLinear, Fp8RowParallelLinear)
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """What builds a layer's experts, which only emulated runs have in FP8: one MLP each."""
+        """Builds a layer's experts, one MLP each; only emulated runs have experts in FP8."""
         return partial(
             SequentialMLP,
             submodules=MLPSubmodules(
@@ -201,7 +193,7 @@ class Fp8Layers(LocalLayers):
         )
 
     def attach(self, chunk: MegatronModule) -> None:
-        """Follows the passes of a model chunk built from these layers."""
+        """Hooks delayed scaling into the passes of a model chunk built from these layers."""
         if self._scaling is None:
             return
         self._scaling.attach(chunk.decoder)
@@ -214,16 +206,16 @@ class Fp8Layers(LocalLayers):
                     norm.forward = partial(_norm_in_fp32, norm)
 
     def _build(
-        self, plain: type[torch.nn.Module], in_fp8: type[_Fp8Linear], *args: Any, name: str, **kwargs: Any
+        self, plain: type[torch.nn.Module], in_fp8: type[Fp8Linear], *args: Any, name: str, **kwargs: Any
     ) -> torch.nn.Module:
         if name not in self._modules:
             return plain(*args, name=name, **kwargs)
         cast: Cast
-        multiply = None
         if self._engine is not None:
-            cast, multiply = self._engine.cast, self._engine.multiply
+            cast = self._engine.cast
         else:
             cast = stateless_cast(self._settings) if self._scaling is None else self._scaling.new_layer()
+        multiply = None if self._engine is None else self._engine.multiply
         return in_fp8(*args, settings=self._settings, cast=cast, multiply=multiply, name=name, **kwargs)
 
 
@@ -237,11 +229,10 @@ def fp8_layers(spec: RunSpec) -> Fp8Layers | None:
         return None
     in_fp8 = [linear for linear in spec.linears if linear.precision == "fp8"]
     modules = frozenset(linear.module for linear in in_fp8)
-    if settings.emulate and (experts := spec.model.num_moe_experts) is not None:
-        # A rank numbers its own experts from 0 when it builds them.
-        modules |= {_expert_name(linear, each) for linear in in_fp8 for each in range(experts)}
-    if settings.emulate:
-        return Fp8Layers(settings, modules)
-    from gpt_pretrain.fp8.torchao import TorchAO
+    if not settings.emulate:
+        from gpt_pretrain.fp8.torchao import TorchAO
 
-    return Fp8Layers(settings, modules, TorchAO(settings, compiled=True))
+        return Fp8Layers(settings, modules, TorchAO(settings, compiled=True))
+    # A rank numbers its own experts from 0 when it builds them.
+    num_experts = spec.model.num_moe_experts or 0
+    return Fp8Layers(settings, modules | {_expert_name(each, n) for each in in_fp8 for n in range(num_experts)})

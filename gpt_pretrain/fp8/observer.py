@@ -1,12 +1,10 @@
 """Watches the matrix products of live linear layers, for the proof and the statistics, and compares them with the plan.
 
-Local layers report their products themselves. Transformer Engine's are watched where they are computed
-(`fp8/te_products.py`).
+Local layers report their products themselves; `fp8/te_products.py` watches Transformer Engine's.
 
-A rank must have computed every planned product itself, with one exception: its experts, where no token came to any of
-them. It has then called their grouped product for no rows, which computes nothing in any format. The ranks whose
-experts had tokens prove that product; if there are none, nobody does. Where each expert computes a product of its own,
-one that had tokens proves it for the layer's others.
+A rank must compute every planned product itself, unless none of its experts got a token. A grouped product without rows
+computes nothing in any format, so the ranks whose experts had tokens prove it; if there are none, nobody does. If each
+expert computes a product of its own, one that had tokens proves it for the layer's others.
 """
 
 from collections import defaultdict
@@ -19,17 +17,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product, ProductListener
-from gpt_pretrain.fp8.local_layers import planned_name
-from gpt_pretrain.fp8.te_products import (
-    Asks,
-    IdleListener,
-    Listener,
-    Watch,
-    format_of,
-    is_te_linear,
-    watch_transformer_engine,
-)
+from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
+from gpt_pretrain.fp8.local_layers import Fp8Linear, planned_name
+from gpt_pretrain.fp8.te_products import Asks, IdleListener, Listener, Watch, format_of, is_te_linear
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.patches import patched
@@ -56,77 +46,53 @@ def observe_products(
     Args:
         chunks: This rank's model chunks.
         listener: Receives the layer's name in the whole model ("decoder.layers.3.mlp.linear_fc1") and the product.
-        idle_listener: Receives the layer's name and which of its products, where experts compute nothing.
-        asks: Products of Transformer Engine for which it returns false are not told of. Local layers tell of all.
-        asks_result: Products of Transformer Engine are told of with the values that were cast, and those for which it
-            returns true with their result. Local layers always tell both.
-        measure_amax: Computes the amax from the codes where the recipe keeps none, which costs a pass over the tensor.
+        idle_listener: Receives the layer's name and the phase of products of experts that compute nothing.
+        asks: Limits the products of Transformer Engine that are reported. Local layers report all.
+        asks_result: If given, Transformer Engine's products are reported with the values that were cast, and those for
+            which it returns true with their result. Local layers always report both.
+        measure_amax: Computes the amax from the codes if the recipe keeps none, which costs a pass over the tensor.
     """
-    emulated: list[tuple[Any, ProductListener | None]] = []
     transformer_engine: dict[str, torch.nn.Module] = {}
-    for chunk in chunks:
-        for name, module in whole_model_modules(chunk):
-            if hasattr(module, "product_listener"):
-                layer: Any = module
-                emulated.append((layer, layer.product_listener))
-                layer.product_listener = _both(layer.product_listener, partial(listener, name))
-                if idle_listener is not None:
-                    layer.idle_listener = partial(idle_listener, name)
-            elif is_te_linear(module):
-                transformer_engine[name] = module
     with ExitStack() as stack:
+        for chunk in chunks:
+            for name, module in whole_model_modules(chunk):
+                if is_te_linear(module):
+                    transformer_engine[name] = module
+                elif isinstance(module, Fp8Linear):
+                    tell = partial(listener, name)
+                    module.product_listeners.append(tell)
+                    stack.callback(module.product_listeners.remove, tell)
+                    if idle_listener is not None:
+                        module.idle_listener = partial(idle_listener, name)
+                        stack.callback(setattr, module, "idle_listener", None)
         if transformer_engine:
-            stack.enter_context(
-                watch_transformer_engine(
-                    Watch(
-                        modules=transformer_engine,
-                        listener=listener,
-                        idle_listener=idle_listener,
-                        asks=asks,
-                        asks_result=asks_result,
-                        measure_amax=measure_amax,
-                    )
-                )
+            watch = Watch(
+                modules=transformer_engine,
+                listener=listener,
+                idle_listener=idle_listener,
+                asks=asks,
+                asks_result=asks_result,
+                measure_amax=measure_amax,
             )
-        try:
-            yield
-        finally:
-            for module, before in emulated:
-                module.product_listener = before
-                if idle_listener is not None:
-                    module.idle_listener = None
-
-
-def _both(first: ProductListener | None, second: ProductListener) -> ProductListener:
-    """One listener for two: the proof and the statistics may watch the same step."""
-    if first is None:
-        return second
-
-    def tell(product: Product) -> None:
-        first(product)
-        second(product)
-
-    return tell
+            stack.enter_context(watch.watching())
+        yield
 
 
 @contextmanager
 def observe_attention(listener: Callable[[Phase, str], None]) -> Iterator[None]:
-    """Tells the listener about every fused attention of Transformer Engine inside: which pass, in which format.
+    """Reports every fused attention of Transformer Engine inside: which pass, in which format.
 
-    Other backends (flash-attn, unfused) are not reported, because none of them computes in FP8.
+    Other backends (flash-attn, unfused) never compute in FP8.
     """
     # The position of the queries among the arguments.
     places = {"fused_attn_fwd": (Phase.forward, 5), "fused_attn_bwd": (Phase.dgrad, 4)}
 
-    def watched(function: Callable[..., Any], phase: Phase, queries: int) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            listener(phase, format_of(args[queries]))
-            return function(*args, **kwargs)
-
-        return run
+    def watched(function: Callable[..., Any], phase: Phase, queries: int, *args: Any, **kwargs: Any) -> Any:
+        listener(phase, format_of(args[queries]))
+        return function(*args, **kwargs)
 
     backends = patches.ATTENTION_PASSES.owner()
-    watching = {name: watched(getattr(backends, name), phase, queries) for name, (phase, queries) in places.items()}
+    watching = {name: partial(watched, getattr(backends, name), *place) for name, place in places.items()}
     with patched(patches.ATTENTION_PASSES, **watching):
         yield
 
@@ -140,7 +106,7 @@ class Difference:
     planned: str
     live: str
     ranks: tuple[int, ...] = ()
-    """The ranks that found it; empty until all have told."""
+    """The ranks that found it; empty until ranks have exchanged what they found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,9 +115,9 @@ class Compared:
 
     differences: tuple[Difference, ...]
     as_planned: frozenset[_Key]
-    """Products that this rank has computed in the planned formats."""
+    """Products computed in the planned formats."""
     idle: Mapping[_Key, Difference]
-    """Products that this rank has only called for no rows, each with its difference if no other rank computed it."""
+    """Products without rows, each with the difference that it is if no other rank computed it as planned."""
 
 
 class WatchedProducts:
@@ -164,11 +130,11 @@ class WatchedProducts:
         self._idle: set[_Key] = set()
 
     def note(self, module: str, product: Product) -> None:
-        """Records a product that is computed."""
+        """Records a product."""
         self._formats[module, product.phase].add(product.formats)
 
     def note_idle(self, module: str, phase: Phase) -> None:
-        """Records a grouped product that is called for no rows."""
+        """Records a product without rows."""
         self._idle.add((module, phase))
 
     def compare(self, planned: Mapping[str, Linear]) -> Compared:
@@ -184,7 +150,7 @@ class WatchedProducts:
                     differences.append(difference)
                 elif (name, phase) in self._idle:
                     idle[name, phase] = difference
-                # Layers outside of FP8 need not report their products.
+                # Layers outside FP8 need not report their products.
                 elif linear.precision == "fp8":
                     differences.append(difference)
         for (name, phase), live in self._formats.items():
@@ -202,7 +168,7 @@ class WatchedProducts:
 
 
 def differences_of_ranks(ranks: Sequence[Compared]) -> list[Difference]:
-    """Every difference, once, with its ranks; an idle product differs only if no rank has computed it as planned."""
+    """Every difference once, with its ranks; an idle product differs only if no rank computed it as planned."""
     computed = {(planned_name(name), phase) for rank in ranks for name, phase in rank.as_planned}
     found: dict[Difference, list[int]] = defaultdict(list)
     for number, rank in enumerate(ranks):

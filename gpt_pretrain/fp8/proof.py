@@ -1,17 +1,14 @@
 """The proof that the live layers did in a training step what the configuration asked of FP8.
 
-During one step each rank watches every matrix product of its linear layers. Then it compares the products' formats and
-how the weights are stored with `spec/products.py` and `spec/recipes.py`. It computes the numbers again
-(`fp8/values.py`), and reads back the recipe objects of Transformer Engine's layers. Any difference on any rank ends the
-run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts had no tokens, the
-other ranks prove their products (`fp8/observer.py`).
-
-FP8 weights are compared with their masters after the optimizer's step (`fp8/masters.py`).
+During one step each rank watches every matrix product of its linear layers (`fp8/observer.py`). Then it compares the
+formats of the products, the storage of the weights and the recipe objects of Transformer Engine's layers with the plan,
+computes the numbers again (`fp8/values.py`), and compares FP8 weights with their masters (`fp8/state_checks.py`). Any
+difference on any rank ends the run on all of them, with a table. Other steps are not slowed down.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 
-from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.fp8.gemms import Phase, Product
-from gpt_pretrain.fp8.local_layers import live_linears
-from gpt_pretrain.fp8.masters import MasterCheck
+from gpt_pretrain.fp8.local_layers import Fp8Linear, live_linears
 from gpt_pretrain.fp8.observer import (
     Difference,
     WatchedProducts,
@@ -33,11 +28,12 @@ from gpt_pretrain.fp8.observer import (
     observe_attention,
     observe_products,
 )
+from gpt_pretrain.fp8.state_checks import MasterCheck
 from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, sums_over_parameters
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import Fp8Settings, recipes_of
+from gpt_pretrain.spec.recipes import Fp8Settings
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
@@ -46,7 +42,6 @@ _WAY_OUT = (
 
 # Rows of one kind of difference, and ranks named in a row.
 _MOST_ROWS = 3
-_NOT_IN_FP8: Mapping[str, str] = {"recipe": "none"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +49,12 @@ class Proven:
     """What the proof found, the same on all ranks."""
 
     fp8_flops_share: float
-    """Share of a step's matrix operations in FP8, planned and now proven; the whole includes attention and LM head."""
+    """Share of FP8 in a step's matrix operations, attention and LM head included."""
     fp8_parameter_bytes_share: float
-    """Share of the model's parameter bytes in FP8."""
     kept_out: tuple[str, ...]
     """Linear layers that settings keep out of FP8; none of them computed in it."""
     time_s: float
-    """Seconds that the comparison took, without the step itself."""
+    """Time of the comparison, without the step."""
 
 
 class ProofError(UserError):
@@ -77,7 +71,7 @@ def _table(differences: list[Difference]) -> str:
     for each in differences:
         places[each.what, each.planned, each.live, _listed_ranks(each.ranks)].append(each.module)
     rows = [("what", "planned", "live", "rank", "where")]
-    # One fault may show in every layer, with other numbers in each.
+    # A fault may show in every layer, with different numbers.
     rows_of: Counter[str] = Counter()
     for (what, planned, live, ranks), modules in places.items():
         rows_of[what] += 1
@@ -94,7 +88,6 @@ def _table(differences: list[Difference]) -> str:
 
 
 def _listed_ranks(ranks: tuple[int, ...]) -> str:
-    """Like "0, 1, 2 and 5 more"."""
     rest = len(ranks) - _MOST_ROWS
     return ", ".join(map(str, ranks[:_MOST_ROWS])) + (f" and {rest} more" if rest > 0 else "")
 
@@ -108,7 +101,6 @@ class Proof:
         self._spec = spec
         self._settings = settings
         self._chunks = model.gpt_chunks
-        self._optimizer = optimizer
         self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
         self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
         held = {layer.layer_number - 1 for chunk in self._chunks for layer in chunk.decoder.layers}
@@ -116,48 +108,35 @@ class Proof:
         live = live_linears(held_linears, self._modules, spec.model.num_moe_experts)
         self._planned = {linear.module: linear for linear in live}
         self._products = WatchedProducts(settings, self._high)
-        self._values: WatchedValues | None = None
-        self._turn = step + torch.distributed.get_rank()
         self._attention: dict[Phase, set[str]] = defaultdict(set)
         self._masters: MasterCheck | None = None
+        if settings.params:
+            names = {id(getattr(module, "weight", None)): name for name, module in self._modules.items()}
+            self._masters = MasterCheck(optimizer, names, settings.recipe.least_amax)
+        self._values: WatchedValues | None = None
+        # User buffers gather operands within their products. MXFP8's scales were never read on a GPU.
+        if settings.emulate or (not spec.model.tp_comm_overlap and settings.recipe.capability[0] < (10, 0)):
+            self._values = WatchedValues(
+                settings,
+                {name: linear for name, linear in self._planned.items() if linear.precision == "fp8"},
+                self._modules,
+                num_microbatches=spec.layout.num_microbatches,
+                turn=step + torch.distributed.get_rank(),
+            )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches the training step inside, which `judge` compares with the plan."""
-        if self._settings.params:
-            self._masters = MasterCheck(
-                self._optimizer,
-                {id(getattr(module, "weight", None)): name for name, module in self._modules.items()},
-                self._settings.recipe.least_amax,
-            )
-        if self._has_known_numbers():
-            self._values = WatchedValues(
-                self._settings,
-                {name: linear for name, linear in self._planned.items() if linear.precision == "fp8"},
-                self._modules,
-                num_microbatches=self._spec.layout.num_microbatches,
-                turn=self._turn,
-            )
         with ExitStack() as stack:
             if self._values is not None:
                 stack.enter_context(self._values.watching())
+            asks_result = None if self._values is None else self._values.asks_result
             stack.enter_context(
-                observe_products(
-                    self._chunks,
-                    self._note,
-                    idle_listener=self._note_idle,
-                    asks_result=None if self._values is None else self._values.asks_result,
-                )
+                observe_products(self._chunks, self._note, idle_listener=self._note_idle, asks_result=asks_result)
             )
             if self._settings.dot_product_attention:
                 stack.enter_context(observe_attention(lambda phase, name: self._attention[phase].add(name)))
             yield
-
-    def _has_known_numbers(self) -> bool:
-        """Whether operands and scales of the run's layers are stored as they are read here."""
-        # User buffers gather operands within their products. MXFP8's scales were never read on a GPU.
-        own = not self._spec.model.tp_comm_overlap and self._settings.recipe.capability[0] < (10, 0)
-        return self._settings.emulate or own
 
     def _note_idle(self, module: str, phase: Phase) -> None:
         self._products.note_idle(module, phase)
@@ -184,7 +163,7 @@ class Proof:
         differences = differences_of_ranks(ranks)
         if differences:
             raise ProofError(differences)
-        # Without scales.
+        # Scales are not counted.
         total, in_fp8 = sums_over_parameters(
             self._chunks,
             lambda each: each.numel() * (1 if is_float8tensor(each) else each.element_size()),
@@ -203,77 +182,54 @@ class Proof:
             if module is None:
                 yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
                 continue
-            # What local layers were told is no evidence of what they do.
-            if not hasattr(module, "product_listener"):
+            # The settings of local layers are no evidence of what they do.
+            if not isinstance(module, Fp8Linear):
                 yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
             live = _weight_storage(module)
             if live != planned:
                 yield Difference(module=name, what="weight stored in", planned=planned, live=live)
-        yield from self._attention_differences()
+        if self._settings.dot_product_attention:
+            for phase, name in ((Phase.forward, "forward"), (Phase.dgrad, "backward")):
+                live = ", ".join(sorted(self._attention[phase])) or "none"
+                if live != "e4m3":
+                    yield Difference(module="core_attention", what=f"attention, {name}", planned="e4m3", live=live)
         if self._values is not None:
             yield from self._values.differences(parallel_state.get_amax_reduction_group(with_context_parallel=True))
         if self._masters is not None:
             yield from self._masters.problems(lr)
 
-    def _attention_differences(self) -> Iterator[Difference]:
-        if not self._settings.dot_product_attention:
-            return
-        for phase, name in ((Phase.forward, "forward"), (Phase.dgrad, "backward")):
-            live = ", ".join(sorted(self._attention[phase])) or "none"
-            if live != "e4m3":
-                yield Difference(module="core_attention", what=f"attention, {name}", planned="e4m3", live=live)
-
 
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
-    planned = _planned_recipe(settings) if linear.precision == "fp8" else _NOT_IN_FP8
-    live = _live_recipe(module)
-    # The fields of another recipe say nothing more.
-    same = planned["recipe"] == live["recipe"]
-    for what in sorted({*planned, *live}) if same else ["recipe"]:
-        if planned.get(what) != live.get(what):
-            yield Difference(
-                module=linear.module, what=what, planned=planned.get(what, "none"), live=live.get(what, "none")
-            )
+    """Compares the recipe of a layer's last forward pass with the plan's; both are "none" outside FP8."""
+    planned = settings.recipe.te_class if linear.precision == "fp8" else "none"
+    live, meta = "none", getattr(module, "fp8_meta", {})
+    if getattr(module, "fp8", False):
+        classes = type(meta["recipe"]).__mro__
+        live = next(cls.__name__ for cls in classes if cls.__module__.startswith("transformer_engine."))
+    facts = [("recipe", planned, live)]
+    if planned == live != "none":
+        facts = sorted(_recipe_facts(settings, meta))
+    for what, planned, live in facts:
+        if planned != live:
+            yield Difference(module=linear.module, what=what, planned=planned, live=live)
 
 
-def _planned_recipe(settings: Fp8Settings) -> Mapping[str, str]:
-    """The result of `_live_recipe` for a layer that follows the settings."""
-    recipe = settings.recipe
-    said = {"recipe": recipe.te_class, "format": "HYBRID" if settings.hybrid else "E4M3"}
+def _recipe_facts(settings: Fp8Settings, meta: Any) -> Iterator[tuple[str, str, str]]:
+    """What a recipe's fields are named, what they should be, and what they are in a layer."""
+    recipe, live = settings.recipe, meta["recipe"]
+    yield "format", "HYBRID" if settings.hybrid else "E4M3", live.fp8_format.name
+    yield "FP8 attention", str(settings.dot_product_attention), str(live.fp8_dpa)
     if recipe.keeps_history:
-        said |= {
-            "margin": str(settings.margin),
-            "amax history": str(settings.amax_history_len),
-            "amax of the history": settings.amax_compute_algo.value,
-            "amax reduced over ranks": "True",
-        }
+        # The layer's own history, whatever its recipe says.
+        length = meta["scaling_fwd"].amax_history.shape[0]
+        yield "margin", str(settings.margin), str(live.margin)
+        yield "amax history", str(settings.amax_history_len), str(length)
+        yield "amax of the history", settings.amax_compute_algo.value, str(live.amax_compute_algo)
+        yield "amax reduced over ranks", "True", str(live.reduce_amax)
     if recipe.scales_flag is not None:
-        said["scales"] = recipe.scales
-    return said | {"FP8 attention": str(settings.dot_product_attention)}
-
-
-def _live_recipe(module: torch.nn.Module) -> Mapping[str, str]:
-    """The recipe of a layer's last forward pass: Transformer Engine's, or none."""
-    if not getattr(module, "fp8", False):
-        return _NOT_IN_FP8
-    meta: Any = module.fp8_meta
-    recipe = meta["recipe"]
-    name = next(cls.__name__ for cls in type(recipe).__mro__ if cls.__module__.startswith("transformer_engine."))
-    said = {"recipe": name, "format": recipe.fp8_format.name}
-    known = next((each for each in recipes_of(Fp8Backend.transformer_engine) if each.te_class == name), None)
-    if known is not None and known.keeps_history:
-        # The history that the layer has, not the one that the recipe asks for.
-        said |= {
-            "margin": str(recipe.margin),
-            "amax history": str(meta["scaling_fwd"].amax_history.shape[0]),
-            "amax of the history": str(recipe.amax_compute_algo),
-            "amax reduced over ranks": str(recipe.reduce_amax),
-        }
-    if known is not None and known.scales_flag is not None:
-        flag, if_true, if_false = known.scales_flag
-        said["scales"] = if_true if getattr(recipe, flag) else if_false
-    return said | {"FP8 attention": str(recipe.fp8_dpa)}
+        flag, if_true, if_false = recipe.scales_flag
+        yield "scales", recipe.scales, if_true if getattr(live, flag) else if_false
 
 
 def _weight_storage(module: torch.nn.Module) -> str:

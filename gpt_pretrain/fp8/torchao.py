@@ -1,16 +1,14 @@
 """TorchAO's float8 casts and products, as its own linear layer makes them (`torchao.float8`, 0.18).
 
-`Float8Linear` computes its three products in one autograd function. Here each cast and each product is a function of
-its own, so that codes and scales can be watched and checked like those of any engine. Scales and products are made of
-the operations that Float8Linear calls, in the order in which it calls them, by torch.compile. It must not fall back: a
-graph that breaks, or a shape too many, is an error (`fullgraph=True`).
+`Float8Linear` computes its three products in one autograd function. Here each cast and each product is a function, so
+that codes and scales can be watched and checked like those of any engine. Scales and products are the operations that
+Float8Linear calls, in the same order, compiled by torch.compile. It must not fall back: a graph that breaks, or one
+shape too many, is an error (`fullgraph=True`).
 
-Codes are those of TorchAO's operations, too. On a GPU a kernel of ours writes them, along with their transpose where a
-product reads that (`kernels/fp8_codes_triton.py`): compiled by themselves, TorchAO's casts read the values for each
-direction again, and its products first copy operands of the wrong layout.
-
-On a GPU a product is `torch._scaled_mm`, which cuBLAS or CUTLASS computes. PyTorch computes it on a CPU, too, but for
-the forward product of rows. `emulate` is TorchAO's own emulation, in fp32.
+On a GPU our kernel writes the same codes as TorchAO's operations, along with the transpose that a product reads
+(`kernels/fp8_codes_triton.py`): compiled alone, TorchAO's casts read the values again for each direction, and its
+products first copy operands of the wrong layout. A product is `torch._scaled_mm`, by cuBLAS or CUTLASS. PyTorch has it
+on a CPU, too, except for the forward product of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ _ROLES = {
     Role.weight: GemmInputRole.WEIGHT,
     Role.output_gradient: GemmInputRole.GRAD_OUTPUT,
 }
-# Codes, scale, the dimension that shares one, and what the tensor is.
+# Codes, scale, the dimension along which values share it (None: both), and the tensor's role.
 type _Operand = tuple[torch.Tensor, torch.Tensor, int | None, GemmInputRole]
 # Codes, scale and amax [1] in each direction.
 type _Casts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -40,7 +38,7 @@ type _Casts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 class TorchAO:
     """The casts and products of a recipe.
 
-    `compiled` takes seconds for each shape (torch.compile); `emulate` multiplies in fp32 what the codes stand for.
+    `compiled` takes seconds for each shape. `emulate` is TorchAO's own emulation, in fp32.
     """
 
     def __init__(self, settings: Fp8Settings, *, compiled: bool, emulate: bool = False) -> None:
@@ -59,7 +57,6 @@ class TorchAO:
         axes: list[int | None] = [None if recipe.scales_tensors else -1]
         if recipe.has_wgrad or role is Role.weight:
             axes.append(None if recipe.scales_tensors or whole_in_dgrad else 0)
-        # Rows and columns that share a scale; None: all do.
         blocks = {None: None, -1: (1, columns), 0: (rows, 1)}
         format = role_format(self._settings, role)
         cast = self._cast_on_gpu if x.is_cuda else self._cast_by_operations
@@ -67,11 +64,11 @@ class TorchAO:
             Quantised(format=format, codes=codes, scale=scale, amax=amax, block=blocks[axis])
             for axis, (codes, scale, amax) in zip(axes, cast(x, CODE_TYPES[format], axes), strict=True)
         ]
-        # Without a second axis nothing sums over the rows of the codes.
+        # Without a second axis no product reads along columns.
         return Directions(directions[0], directions[-1])
 
     def _cast_by_operations(self, x: torch.Tensor, dtype: torch.dtype, axes: Sequence[int | None]) -> _Casts:
-        """As `hp_tensor_to_float8_dynamic`, which keeps no amax."""
+        """Like `hp_tensor_to_float8_dynamic`, which keeps no amax."""
         casts = {}
         for axis in set(axes):
             granularity = ScalingGranularity.TENSORWISE if axis is None else ScalingGranularity.AXISWISE
@@ -82,7 +79,7 @@ class TorchAO:
         return [casts[axis] for axis in axes]
 
     def _cast_on_gpu(self, x: torch.Tensor, dtype: torch.dtype, axes: Sequence[int | None]) -> _Casts:
-        """The same codes, by a kernel that writes both directions as the products read them."""
+        """The same codes, by one kernel for both directions."""
         from gpt_pretrain.kernels import fp8_codes_triton
 
         x = x.contiguous()
@@ -107,7 +104,7 @@ class TorchAO:
 
 def _compiled[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     prepare_compiler()
-    # What is compiled rounds where the operations say it; TorchAO asks for it with scales of rows.
+    # Compiled code must round wherever the operations do; TorchAO asks for this with scales of rows.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 

@@ -1,8 +1,8 @@
 """The kernels behind `CastingMLP`: an activation and its gradient, written as FP8 codes and as their transpose.
 
-One program takes a tile. It reads the inputs of the activation once, computes in fp32, rounds to the type of the layers
-as separate kernels would, and writes the tile's codes twice. Instructions count here as much as bytes. A third fewer of
-them raised the SwiGLU of Llama 3 8B on an H200 from 3.6 to 4.1 TB/s, and its gradient from 2.8 to 3.9.
+Each program reads the inputs of one tile once, computes in fp32, rounds to the type of the layers as separate kernels
+would, and writes the tile's codes twice. Instructions count here as much as bytes: a third fewer of them raised the
+SwiGLU of Llama 3 8B on an H200 from 3.6 to 4.1 TB/s, and its gradient from 2.8 to 3.9.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,7 @@ from gpt_pretrain.kernels.fp8_codes_triton import (
 
 @triton.jit
 def _sigmoid(values):
-    # tl.exp and a division take more instructions to handle subnormal numbers. Here those vanish beside 1, and a share
-    # that small becomes the code 0.
+    # Cheaper than tl.exp and a division, which handle subnormal numbers. Here those vanish beside 1 or become code 0.
     inverse = 1 + tl.exp2(-1.4426950408889634 * values)
     if ASSEMBLY:
         share = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [inverse], tl.float32, True, 1)
@@ -57,7 +56,7 @@ def _read_biased(inputs, bias, rows, columns, inside, width: tl.constexpr, BIASE
 
 @triton.jit
 def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):
-    """The factor that values are multiplied by; a single program stores its inverse."""
+    """The factor of the values; one program stores its inverse."""
     if LARGEST == 0:
         factor = tl.load(scale)
     else:
@@ -72,7 +71,7 @@ def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.const
 
 @triton.jit
 def _measure(magnitudes, amax):
-    # Transformer Engine's amax ignores NaN, and so does a maximum, except where everything is NaN.
+    # Transformer Engine's amax ignores NaN, and so does a maximum unless everything is NaN.
     largest = tl.max(magnitudes)
     tl.atomic_max(amax, tl.where(largest == largest, largest, 0.0), sem="relaxed")  # noqa: PLR0124
 
@@ -102,7 +101,7 @@ def _activate(inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED:
         share, _ = _gelu_parts(biased)
         values = biased * share
     if BIASED:
-        # Outside of the tensor the bias alone would remain.
+        # Outside the tensor the bias would remain.
         values = tl.where(inside, values, 0.0)
     return values.to(inputs.dtype.element_ty).to(tl.float32)
 
@@ -131,7 +130,7 @@ def _activation_kernel(
 def _differentiate(
     gradients, inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr
 ):
-    """The gradient of a GELU's inputs or of gates, and that of the values which gates multiply."""
+    """The gradient of a GELU's inputs or of gates, and that of the values that gates multiply."""
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     arriving = _read(gradients, rows, columns, inside, width)
     if GATED:
@@ -145,7 +144,7 @@ def _differentiate(
         share, slope = _gelu_parts(biased)
         values = arriving * share * (1 + biased * (1 - share) * slope)
         values = values.to(inputs.dtype.element_ty).to(tl.float32)
-        # A GELU has no such values, and a Triton function cannot return None.
+        # A GELU has no gates, and a Triton function cannot return None.
         of_linear = values
     return values, of_linear
 
@@ -199,14 +198,14 @@ class CastInto:
     scale_from_amax: bool
     """The scale maps the largest magnitude to the largest code."""
     amax_epsilon: float
-    """The smallest amax that a scale is computed from."""
+    """A smaller amax counts as this one."""
 
 
 def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto) -> None:
     """Writes the activation as FP8 of [rows, width].
 
-    Inputs are [rows, 2 · width] of a SwiGLU, gates first, or [rows, width] of a GELU, contiguous. A bias, [width], is
-    added to the inputs of a GELU.
+    Inputs, contiguous, are [rows, 2 · width] of a SwiGLU, gates first, or [rows, width] of a GELU, to which a bias
+    [width] may be added.
     """
     _launch(_activation_kernel, inputs, bias, into, into.codes.shape[1])
 
@@ -214,10 +213,9 @@ def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: Cas
 def launch_gradient(
     gradients: torch.Tensor, inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto
 ) -> torch.Tensor | None:
-    """Writes the gradient of the activation's inputs as FP8, and returns that of the bias, [width] in fp32.
+    """Writes the gradient of the activation's inputs as FP8 of their shape, and returns that of the bias, fp32 [width].
 
-    Inputs and bias are those of `launch_activation`. `gradients` is [rows, width], of the activation's results,
-    contiguous; `into` is FP8 of the inputs' shape.
+    Inputs and bias are those of `launch_activation`; `gradients`, contiguous [rows, width], are those of its results.
     """
     rows, width = gradients.shape
     sums = None
@@ -233,8 +231,7 @@ def _launch(
     rows = inputs.size(0)
     # Transformer Engine's own rule for FP8. It pairs every row and lets codes be stored in words.
     assert rows % 8 == 0 and width % 16 == 0, f"no FP8 tensor has {rows} rows of {width}"  # noqa: PT018
-    # A scale that comes from the amax takes a second pass. To recompute the activation there moves fewer bytes than to
-    # write it and to read it back.
+    # A scale from the amax takes a second pass, which recomputes the activation: storing it would move more bytes.
     passes = ((True, False), (False, True)) if into.scale_from_amax else ((True, True),)
     largest = torch.finfo(into.codes.dtype).max if into.scale_from_amax else 0.0
     for measures, writes in passes:

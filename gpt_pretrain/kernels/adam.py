@@ -1,23 +1,22 @@
 """One update of Adam, on states that take fewer bytes than fp32.
 
-`update` reads a block of gradient, master and moments, computes in fp32 and writes the block back: no state is ever
+`update` reads a chunk of gradient, master and moments, computes in fp32 and writes the chunk back, so no state is ever
 copied whole. The arithmetic is that of Transformer Engine's FusedAdam, with decoupled weight decay (Loshchilov and
 Hutter 2019). Everything here works on any device; `adam_triton` computes the same on a GPU in one kernel.
 
-**Moments** are fp32, BF16, FP16 or E4M3. FP16 and E4M3 span too little: squares of gradients lie below FP16's smallest
-number. So every `SCALED_BLOCK` values share a scale, a power of two that puts the largest of them into the type's upper
-range. A power of two adds no rounding error, and a value that was stored once comes out the same: dequantised, saved,
-loaded and quantised again, it keeps every bit. (Transformer Engine's FusedAdam has one scale for a whole tensor and
-quantises in a separate pass, so at the peak of a step it holds all states of a group in fp32: 12 bytes per parameter.)
-A second moment above zero never becomes zero, because the update divides by its root.
+**Moments** are fp32, BF16, FP16 or E4M3. The range of FP16 and E4M3 is too small: squares of gradients lie below FP16's
+smallest number. So every `SCALED_BLOCK` values share a scale, a power of two that puts the largest of them into the
+type's upper range. A power of two adds no rounding error: a stored value that is dequantized, saved, loaded and
+quantized again keeps every bit. (FusedAdam has one scale per tensor and quantizes in a separate pass. At the peak of a
+step it holds all states of a group in fp32, 12 bytes per parameter.)
 
 **Masters** are fp32, FP16, or 16-bit remainders beside a BF16 weight. A remainder is a signed number; added to the bits
-of the weight it gives the fp32 master exactly, and the weight is the master rounded to the nearest. Updates of an FP16
-master are rounded at random, up as often as the value lies nearer to the upper neighbour: most updates are smaller than
-half the distance between two FP16 numbers, and rounding to the nearest would lose them all (Gupta et al. 2015).
+of the weight it gives the fp32 master exactly. The weight is the master rounded to nearest. FP16 masters are rounded
+stochastically, because most updates are smaller than half the distance between two FP16 numbers and rounding to nearest
+would lose them all (Gupta et al. 2015).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,7 @@ class ScaledFormat:
 
     mantissa_bits: int
     headroom: int
-    """The largest value of a block, divided by the scale, lies from 2^headroom to below 2^(headroom + 1)."""
+    """The largest value of a block, divided by the scale, is at least 2^headroom and below 2^(headroom + 1)."""
     smallest: float
     """The smallest positive number."""
     saved_as: torch.dtype
@@ -43,19 +42,18 @@ SCALED = {
     torch.float16: ScaledFormat(mantissa_bits=10, headroom=14, smallest=2.0**-24, saved_as=torch.float32),
     torch.float8_e4m3fn: ScaledFormat(mantissa_bits=3, headroom=7, smallest=2.0**-9, saved_as=torch.bfloat16),
 }
-# Multipliers of a hash, below 2 to the 32.
 _HASH = (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35)
 _LOWER = 0xFFFFFFFF
-# Biased fp32 exponent of 2^-14: smaller numbers have the same spacing.
+# Biased fp32 exponent of 2^-14: smaller FP16 numbers have the same spacing.
 _SMALLEST_NORMAL_FP16 = 113
-# Biased exponent of the smallest scale, which keeps products with it normal numbers of fp32 and BF16.
+# Biased exponent of the smallest scale; products with it are normal numbers of fp32 and BF16.
 SMALLEST_EXPONENT = 32
 
 
 def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
     """A power of two for each block, from its largest magnitude in fp32.
 
-    The rounded largest value decides, so that quantising it again gives the same scale.
+    The largest value is rounded first, so that quantizing it again gives the same scale.
     """
     rounded_up = largest.view(torch.int32) + (1 << (22 - scaled.mantissa_bits))
     exponents = ((rounded_up >> 23) - scaled.headroom).clamp(min=SMALLEST_EXPONENT)
@@ -65,8 +63,8 @@ def _scales(largest: torch.Tensor, scaled: ScaledFormat) -> torch.Tensor:
 def rounded_to_fp16(values: torch.Tensor, start: int, seed: int) -> torch.Tensor:
     """Values, fp32 [n], moved at random so that rounding them to the nearest FP16 is right on average.
 
-    The seed, another in each step, and a value's index in the rank's part of its parameter, `start` for the first, give
-    the random number: all parameters draw the same.
+    The random number depends on the seed, which is the step's number, and on the value's index in this rank's part of
+    the parameter (`start` for the first).
     """
     index = torch.arange(start, start + values.numel(), device=values.device)
     # fmix32 (Appleby's MurmurHash3) of index and seed, in the lower half of 64 bits.
@@ -88,7 +86,7 @@ class Moment:
     scales: torch.Tensor | None
     """fp32 [blocks]; None for types without."""
     keeps_positive: bool
-    """Positive values never become zero, because the update divides by their root."""
+    """Positive values never become zero. The update divides by the root of the second moment."""
 
     @classmethod
     def zeros(cls, like: torch.Tensor, dtype: torch.dtype, *, keeps_positive: bool) -> "Moment":
@@ -100,8 +98,8 @@ class Moment:
     @property
     def saved_as(self) -> torch.dtype:
         """A plain type that holds the values exactly."""
-        scaled = SCALED.get(self.values.dtype)
-        return self.values.dtype if scaled is None else scaled.saved_as
+        dtype = self.values.dtype
+        return SCALED[dtype].saved_as if dtype in SCALED else dtype
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Values in fp32, [end - start]."""
@@ -113,7 +111,7 @@ class Moment:
         return values.mul_(each[start - first * SCALED_BLOCK :][: end - start])
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values, fp32 [n], from the beginning of a block on: whole blocks, or everything to the end."""
+        """Stores values, fp32 [n], from the start of a block on: whole blocks, or everything to the end."""
         target = self.values[start : start + values.numel()]
         if self.scales is None:
             target.copy_(values)
@@ -135,7 +133,7 @@ class Master:
     values: torch.Tensor
     """[n]: fp32, fp16, or int16 for remainders of `weight`."""
     weight: torch.Tensor | None
-    """BF16 [n], the parameter, written with its master; None where it is cast later or is the master itself."""
+    """BF16 [n], the parameter, written with its master; None if it is cast later or is the master itself."""
 
     @property
     def saved_as(self) -> torch.dtype:
@@ -152,7 +150,7 @@ class Master:
         return (high + values).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values, fp32 [n], from `start` on, and the weight that follows from them."""
+        """Stores values, fp32 [n], from `start` on, and the weights that follow from them."""
         place = slice(start, start + values.numel())
         if self.values.dtype is torch.int16:
             assert self.weight is not None
@@ -163,55 +161,45 @@ class Master:
             return
         self.values[place] = values
         if self.weight is not None:
-            # From the stored master, not from the unrounded value, so that a checkpoint gives the same weight.
+            # From the stored master, so that a checkpoint gives the same weight.
             self.weight[place] = self.values[place]
 
 
 class StoredValues(torch.Tensor):
-    """The values of a state, to be saved box by box: they take memory only while they are read.
+    """A tensor without storage for saving a state; it can be viewed, and sliced if flat. `dequantize` reads values."""
 
-    A tensor with shape and type but no storage. It can be cut (`view`, slices of a flat one); `dequantize` reads it.
-    """
-
-    _read: Callable[[int, int], torch.Tensor]
+    _state: Moment | Master
     _start: int
 
-    def __new__(
-        cls, read: Callable[[int, int], torch.Tensor], start: int, shape: torch.Size, like: torch.Tensor
-    ) -> "StoredValues":
-        """Args: how to read values between two indices, the first index, the shape, and a tensor like it."""
-        made: StoredValues = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        made._read, made._start = read, start
+    def __new__(cls, state: Moment | Master, start: int = 0, shape: torch.Size | None = None) -> "StoredValues":
+        """All values of a state, [n], or those of a shape from `start` on."""
+        made: StoredValues = torch.Tensor._make_wrapper_subclass(
+            cls, state.values.shape if shape is None else shape, dtype=state.saved_as, device=state.values.device
+        )
+        made._state, made._start = state, start
         return made
-
-    @classmethod
-    def of(cls, state: Moment | Master) -> "StoredValues":
-        """All values of a state, [n]."""
-        like = torch.empty(0, dtype=state.saved_as, device=state.values.device)
-        return cls(state.read, 0, state.values.shape, like)
 
     def dequantize(self) -> torch.Tensor:
         """The values."""
-        return self._read(self._start, self._start + self.numel()).to(self.dtype).view(self.shape)
+        return self._state.read(self._start, self._start + self.numel()).to(self.dtype).view(self.shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # declared as the function that turns it off
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Cuts, and the operations of a checkpoint's planner."""
+        """Views and slices, and the operations of a checkpoint's planner."""
         values, *rest = args
-        like = torch.empty(0, dtype=values.dtype, device=values.device)
+        state, first = values._state, values._start
         match func:
             case torch.ops.aten.is_pinned.default:
                 return False
             case torch.ops.aten.detach.default | torch.ops.aten.alias.default:
-                return cls(values._read, values._start, values.shape, like)
+                return cls(state, first, values.shape)
             case torch.ops.aten.view.default:
-                shape = torch.empty(values.shape, device="meta").view(rest[0]).shape
-                return cls(values._read, values._start, shape, like)
+                return cls(state, first, torch.empty(values.shape, device="meta").view(rest[0]).shape)
             case torch.ops.aten.slice.Tensor if values.dim() == 1:
                 start, end, _ = slice(*rest[1:]).indices(values.numel())
-                return cls(values._read, values._start + start, torch.Size([end - start]), like)
+                return cls(state, first + start, torch.Size([end - start]))
         raise NotImplementedError(f"{func} on optimizer states that are being saved")
 
 
@@ -225,7 +213,7 @@ class AdamStep:
 
     device_values: torch.Tensor
     """fp32 [5], on the device: 1 to skip the update, else 0; the factor of the gradients; the two bias corrections
-    1 - beta^step; the number of the step."""
+    1 - beta^step; the step's number."""
     lr: float
     betas: tuple[float, float]
     eps: float

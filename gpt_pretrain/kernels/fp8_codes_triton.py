@@ -1,12 +1,8 @@
 """Kernels on FP8 codes: writing them, also transposed; counting them; searching for the infinities that they hide.
 
-**Casts** read a matrix twice: for its amaxes (`measure`), and to write its codes and their transpose (`cast`). Hopper's
-FP8 products sum along contiguous memory, so a matrix that is summed over its rows in one product and over its columns
-in another is needed twice, once transposed. What torch.compile makes of TorchAO's operations reads the values for each
-direction again and transposes codes in kernels of their own.
-
-**The search** looks for infinities, whose blocks have scale 1 (`fp8/infinities.py`). It reads all scales, a number for
-each 128 values, and the values of such blocks alone: a fraction of a cast's cost.
+A cast reads a matrix twice: for its amaxes (`measure`), and to write its codes and their transpose (`cast`). Hopper's
+FP8 products sum along contiguous memory, so a matrix that one product sums over its rows and another over its columns
+is needed both ways. torch.compile would read the values for each direction, and transpose codes in another kernel.
 """
 
 import torch
@@ -23,7 +19,7 @@ TILE_WARPS = 4
 
 _BLOCK = tl.constexpr(4096)
 _BLOCKS_PER_PROGRAM = tl.constexpr(16)
-# Values of a block that has one scale, and rows of blocks that a program searches.
+# Values that share a scale, and rows of such blocks that a program searches.
 _SCALED = tl.constexpr(128)
 _ROWS = tl.constexpr(64)
 
@@ -37,8 +33,7 @@ def tile_grid(rows: int, width: int) -> tuple[int, int]:
 def _word(even, odd, dtype: tl.constexpr):
     """The codes of two rows, one above the other, as one number: GPUs transpose numbers of two bytes, not of one.
 
-    They are not assembled from single codes: to shift the second one out of a conversion, ptxas 12.8 reads the wrong
-    register.
+    Not assembled from single codes: ptxas 12.8 reads the wrong register when it shifts the second one.
     """
     if ASSEMBLY:
         # Two values at a time.
@@ -61,8 +56,8 @@ def _word(even, odd, dtype: tl.constexpr):
 def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None:
     """Stores the codes of scaled values transposed: `into` is [all columns, 2 · num_pairs].
 
-    Rows come in pairs: `even` and `odd`, fp32 [pairs, columns], are even rows and the rows after them. `pairs` and
-    `columns` number them in the tensor; `inside` says which columns the tensor has.
+    `even` and `odd`, fp32 [pairs, columns], are even rows and the rows after them; `pairs` and `columns` are their
+    numbers in the tensor, which has the columns `inside`.
     """
     words = _word(even, odd, into.dtype.element_ty)
     places = into.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
@@ -77,7 +72,7 @@ def _fp8_amax_kernel(
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     places = values + rows.to(tl.int64)[:, None] * width + columns[None, :]
-    # As whole numbers magnitudes have the same order, and NaN comes out on top.
+    # The bits of magnitudes have their order, with NaN on top.
     magnitudes = tl.load(places, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if OF_ROWS:
         tl.atomic_max(of_rows + rows, tl.max(magnitudes, axis=1), mask=rows < num_rows, sem="relaxed")
@@ -118,10 +113,9 @@ def _fp8_codes_kernel(
 def measure(
     values: torch.Tensor, *, of_rows: bool, of_columns: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The largest magnitudes of a contiguous matrix [rows, columns], read once. NaN is larger than any number.
+    """The largest magnitudes, fp32, of a contiguous matrix [1], of its rows [rows, 1] and of its columns [1, columns].
 
-    Returns:
-        fp32: of the whole, [1], of rows, [rows, 1], and of columns, [1, columns]; None where nobody asked.
+    NaN is larger than any number.
     """
     rows, width = values.shape
     whole = values.new_zeros(1, dtype=torch.float32)
@@ -138,16 +132,10 @@ def measure(
 def cast(
     values: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor, transposed_scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The codes of a matrix: values times scale in fp32, saturated, rounded to nearest; NaN stays NaN.
+    """The codes of a contiguous matrix [rows, columns]; with `transposed_scales` also codes in contiguous columns.
 
-    Args:
-        values: [rows, columns], contiguous; an even number of rows.
-        dtype: float8_e4m3fn or float8_e5m2.
-        scales: Factors of the first result, fp32 [1] or [rows, 1].
-        transposed_scales: Factors of a second one, fp32 [1] or [1, columns].
-
-    Returns:
-        Codes [rows, columns], contiguous; then those of the second factors, of which each column is contiguous.
+    A code is value times scale in fp32, saturated and rounded to nearest; NaN stays NaN. `scales` are fp32 [1] or
+    [rows, 1], `transposed_scales` fp32 [1] or [1, columns]. The number of rows is even.
     """
     rows, width = values.shape
     assert rows % 2 == 0, f"rows are transposed in pairs, and there are {rows}"
@@ -205,7 +193,8 @@ def _search(values, scale_inv, found, num_rows, num_columns, stride):
 def search_blocks(values: torch.Tensor, scale_inv: torch.Tensor, found: torch.Tensor) -> None:
     """Sets the flag `found`, fp32 [1], if values [..., columns] that were cast in blocks of 1×128 contain infinity.
 
-    `scale_inv` has the inverse scales of the blocks, fp32 [blocks of a row, at least the rows], contiguous.
+    Blocks with infinity have scale 1, so only the values of such blocks are read. `scale_inv` has the inverse scales,
+    fp32 [blocks of a row, at least the rows], contiguous.
     """
     values = values.contiguous()
     num_columns = values.shape[-1]

@@ -1,18 +1,16 @@
 """The linear layers of many small experts as one operator, for rows that are sorted by expert.
 
-Transformer Engine's grouped layer calls cuBLAS once for each expert and product, about 65 µs of the host's time each,
-where the GPU needs 5 for an expert of Qwen3-30B-A3B. Here each of the three products of a layer is one kernel, and a
-program computes one tile of one expert. Weights and their main gradients stay the separate tensors that they are:
-kernels find them in tables of addresses (`Addresses`).
-
-Sums have a fixed order, so that results repeat to the bit.
+Transformer Engine's grouped layer calls cuBLAS once for each expert and product. A call takes about 65 µs of the host's
+time, but only 5 µs of the GPU's for an expert of Qwen3-30B-A3B. Here each of a layer's three products is one kernel,
+and a program computes one tile of one expert. Weights and main gradients stay separate tensors, which kernels find in
+tables of addresses. Sums have a fixed order, so that results repeat to the bit.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,47 +18,39 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-# The tile of the result that a program computes: of one expert's rows, or of a weight's, and columns. In tiles half as
-# wide rows times weights took 1.3 times as long (benchmarks/experts.md).
+# The tile of the result that a program computes. In tiles half as wide rows times weights took 1.3 times as long
+# (benchmarks/experts.md).
 ROWS = 128
 _COLUMNS = 256
-# Terms of each sum that are loaded at a time, …
+# Terms of each sum that are loaded at a time, and how many such loads may be in flight if shared memory holds them.
 _DEPTH = 64
-# … and how many such loads may be on their way, if shared memory holds them.
 _STAGES = 4
-# Tiles of rows that are computed for all columns before the next ones, so that what both read stays in L2.
+# Tiles of rows that are computed for all columns before the next ones, so that shared operands stay in L2.
 _GROUP = 8
 _WARPS = 8
 
-# Triton's interpreter takes the bits of BF16 for integers when it multiplies.
+# When it multiplies, Triton's interpreter reads the bits of BF16 as integers.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Where tensors are, for kernels to read."""
-
-    addresses: torch.Tensor
-    """int64 [tensors], on their device."""
-    alignment: int
-    """Bytes that divide all of them, at most 16: what one access reads."""
-
-
 class Addresses:
-    """A table of the addresses of tensors, written anew only where one of them has moved."""
+    """A table of the addresses of tensors, for kernels to read; rewritten only when one of them has moved."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []
-        self._table: Table | None = None
+        self.table = torch.empty(0)
+        """int64 [tensors], on their device."""
+        self.alignment = 16
+        """Bytes that divide every address, at most the 16 that one access reads."""
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> Table:
-        """The table of these tensors, which must be contiguous and outlive the kernels that read it."""
+    def of(self, tensors: Sequence[torch.Tensor]) -> Self:
+        """Holds these tensors, which must be contiguous and outlive the kernels that read the table."""
         addresses = [tensor.data_ptr() for tensor in tensors]
-        if self._table is None or addresses != self._addresses:
+        if addresses != self._addresses:
             self._addresses = addresses
-            on_device = torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)
-            self._table = Table(addresses=on_device, alignment=math.gcd(16, *addresses))
-        return self._table
+            self.table = torch.tensor(addresses, dtype=torch.int64, device=tensors[0].device)
+            self.alignment = math.gcd(16, *addresses)
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,20 +58,20 @@ class ExpertRows:
     """Which rows belong to which expert, on the device."""
 
     starts: torch.Tensor
-    """int32 [experts + 1]: the first row of each expert, and the number of all rows."""
+    """int32 [experts + 1]: the first row of each expert, then the number of rows."""
     tiles: torch.Tensor
-    """int32 [tiles, 3]: of each tile of rows the expert, the first row, and the end of the expert's rows."""
+    """int32 [tiles, 3]: each tile's expert, its first row, and the end of the expert's rows."""
 
 
 def place_rows(counts: Sequence[int], device: torch.device) -> ExpertRows:
-    """Cuts the rows of experts, `counts` of each, into tiles; does not wait for the device."""
+    """Cuts the rows of experts, `counts` of each, into tiles."""
     of_expert = np.array(counts)
     starts = np.concatenate([[0], of_expert.cumsum()])
     num_tiles = (of_expert + ROWS - 1) // ROWS
     experts = np.repeat(np.arange(len(of_expert)), num_tiles)
     before = (num_tiles.cumsum() - num_tiles)[experts]
     first = starts[experts] + (np.arange(len(experts)) - before) * ROWS
-    # One copy for both.
+    # One copy for both tensors, which does not wait for the device.
     tiles = np.stack([experts, first, starts[experts + 1]], axis=1)
     flat = torch.from_numpy(np.concatenate([starts, tiles.ravel()]).astype(np.int32))
     if device.type == "cuda":
@@ -90,14 +80,14 @@ def place_rows(counts: Sequence[int], device: torch.device) -> ExpertRows:
 
 
 class RowPlaces:
-    """The rows of each expert, placed once for the products of a pass that have the same."""
+    """The rows of each expert, placed once for all products of a pass with the same counts."""
 
     def __init__(self) -> None:
         self._counts: list[int] | None = None
         self._rows: ExpertRows | None = None
 
     def of(self, counts: Sequence[int], device: torch.device) -> ExpertRows:
-        """The places of `counts` rows of each expert, always on the same device."""
+        """The places of `counts` rows of each expert; every call must name the same device."""
         asked = list(counts)
         if self._rows is None or asked != self._counts:
             self._counts, self._rows = asked, place_rows(asked, device)
@@ -106,7 +96,7 @@ class RowPlaces:
 
 @triton.jit
 def _place(program, num_rows, num_columns: tl.constexpr, GROUP: tl.constexpr):
-    """The tile of rows and the tile of columns that a program computes, by the program's number."""
+    """The tile of rows and the tile of columns that a program computes."""
     programs_of_group = GROUP * num_columns
     first = program // programs_of_group * GROUP
     rows_of_group = tl.minimum(num_rows - first, GROUP)
@@ -124,17 +114,17 @@ def _add_product(a, b, total):
 
 @triton.jit
 def _as_bound(count):
-    """A loaded number that Triton's interpreter, too, can count up to: there it is an array of one number."""
+    """A loaded number as the end of a range. In Triton's interpreter it is an array of one number."""
     return count.handle.data.item() if _INTERPRETED else count
 
 
 @triton.jit
 def _tensor_of(table, expert, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """An expert's tensor. Triton knows the alignment of its arguments alone."""
+    """An expert's tensor. Triton knows only the alignment of its arguments."""
     return tl.multiple_of(tl.load(table + expert).to(tl.pointer_type(dtype)), ALIGNMENT)
 
 
-# A number of tiles that is a multiple of 16 is no reason to compile anew in the middle of a run.
+# Otherwise Triton would compile again, in the middle of a run, for a multiple of 16.
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_gemm_kernel(
     inputs, weights, outputs, tiles, num_tiles,
@@ -152,7 +142,7 @@ def _grouped_gemm_kernel(
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
     terms = tl.arange(0, DEPTH)
-    # Rows behind the expert's are computed from its last one, and not stored.
+    # Rows beyond the expert's are computed from its last one, and not stored.
     given = inputs + start * depth + tl.minimum(rows, count - 1)[:, None] * depth + terms[None, :]
     weighed = weight + columns[None, :] * column_step + terms[:, None] * depth_step
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -207,14 +197,13 @@ def _grouped_wgrad_gemm_kernel(
         main_grad = _tensor_of(main_grads, expert, tl.float32, ALIGNMENT)
         targets = main_grad + rows[:, None] * width + columns[None, :]
         inside = (rows < height)[:, None] & (columns < width)[None, :]
-        # Sent to be added where the main gradient is, a sum waits for nothing and needs fewer registers. Each value
-        # gets one sum, so that the order is fixed all the same.
+        # Atomic additions wait for nothing and need fewer registers. Each value gets one, so the order is fixed.
         tl.atomic_add(targets, total, mask=inside, sem="relaxed")
 
 
 @cache
 def _stages(device: torch.device) -> int:
-    """Loads that may be on their way: four take 192 KiB, which Hopper has and smaller GPUs have not."""
+    """Loads that may be in flight: four take 192 KiB, which Hopper has and smaller GPUs do not."""
     if device.type != "cuda":
         return 1
     of_one = (ROWS + _COLUMNS) * _DEPTH * torch.bfloat16.itemsize
@@ -223,26 +212,26 @@ def _stages(device: torch.device) -> int:
 
 
 def _multiply(
-    values: torch.Tensor, weights: Table, rows: ExpertRows, width: int, steps: tuple[int, int]
+    values: torch.Tensor, weights: Addresses, rows: ExpertRows, width: int, steps: tuple[int, int]
 ) -> torch.Tensor:
-    """Each row of `values`, [rows, depth] in BF16 and contiguous, times a matrix of its expert: [rows, width] in BF16.
+    """Each row of `values`, contiguous BF16 [rows, depth], times the matrix of its expert: BF16 [rows, width].
 
-    `weights` are the matrices, BF16 [depth, width]; `steps` go from one column to the next, and from one row.
+    `weights` are the matrices, BF16 [depth, width]; `steps` are their strides: of columns, then of rows.
     """
     num_tiles, depth = len(rows.tiles), values.shape[1]
     result = values.new_empty(values.shape[0], width)
     if num_tiles:
         _grouped_gemm_kernel[(num_tiles * triton.cdiv(width, _COLUMNS),)](
-            values, weights.addresses, result, rows.tiles, num_tiles, width, depth, *steps,
+            values, weights.table, result, rows.tiles, num_tiles, width, depth, *steps,
             ROWS, _COLUMNS, _DEPTH, _GROUP, weights.alignment, num_warps=_WARPS, num_stages=_stages(values.device),
         )  # fmt: skip
     return result
 
 
 def _accumulate_weight_gradients(
-    output_gradients: torch.Tensor, inputs: torch.Tensor, main_grads: Table, rows: ExpertRows
+    output_gradients: torch.Tensor, inputs: torch.Tensor, main_grads: Addresses, rows: ExpertRows
 ) -> None:
-    """Adds the gradient of each weight to its main gradient; experts without rows add none.
+    """Adds the gradient of each weight to its main gradient, if the expert has rows.
 
     `output_gradients` [rows, out] and `inputs` [rows, in] are BF16, `main_grads` fp32 [out, in]; all are contiguous.
     """
@@ -251,7 +240,7 @@ def _accumulate_weight_gradients(
         return
     programs = triton.cdiv(height, ROWS) * triton.cdiv(width, _COLUMNS)
     _grouped_wgrad_gemm_kernel[(programs * (len(rows.starts) - 1),)](
-        output_gradients, inputs, main_grads.addresses, rows.starts, height, width,
+        output_gradients, inputs, main_grads.table, rows.starts, height, width,
         ROWS, _COLUMNS, _DEPTH, _GROUP, main_grads.alignment, num_warps=_WARPS, num_stages=_stages(inputs.device),
     )  # fmt: skip
 
@@ -265,8 +254,8 @@ class GroupedWeights:
         self.main_grads = Addresses()
         self.gradients_added: Callable[[Sequence[torch.Tensor]], None] | None = None
         """Called with the weights whenever their gradients have been added to the main gradients."""
-        # Autograd meets this in place of the weights. A node for each of 128, and data parallelism's hook behind it,
-        # took the host 2.7 ms a layer and pass, about what the kernels take the GPU (benchmarks/experts.md).
+        # Stands for the weights in autograd. A node for each of 128, with data parallelism's hook, took the host 2.7 ms
+        # per layer and pass, about what the kernels take the GPU (benchmarks/experts.md).
         self.stand_in = torch.empty(0, requires_grad=True)
 
 
@@ -275,11 +264,11 @@ def multiply_by_experts(
 ) -> torch.Tensor:
     """Each row times the transposed weight of its expert, [rows, out] in BF16.
 
-    The gradient of a weight is added to its attribute `main_grad` ([out, in] in fp32, contiguous). Autograd does not
-    see the weights, and calls no hook of theirs; `kept.gradients_added` is called instead.
+    The gradient of a weight is added to its `main_grad` (contiguous fp32 [out, in]). Autograd does not see the weights
+    and calls none of their hooks; `kept.gradients_added` is called instead.
 
-    Inputs, [rows, in] in BF16, are sorted by expert; `counts` are the rows of each. Each expert has a weight, [out, in]
-    in BF16 and contiguous; all of them are trained, or none.
+    Inputs, BF16 [rows, in], are sorted by expert; `counts` are the rows of each. Each expert has a weight, contiguous
+    BF16 [out, in]. Either all of them are trained or none.
     """
     stand_in = kept.stand_in if weights[0].requires_grad else None
     product: torch.Tensor = _GroupedProducts.apply(inputs, stand_in, counts, weights, kept)  # type: ignore[no-untyped-call]

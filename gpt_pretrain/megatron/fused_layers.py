@@ -4,7 +4,7 @@
 in another (`model.fused_single_qkv_rope`). megatron-core splits the projection of grouped heads, copies the queries
 into a tensor of their own and rotates them, then the keys; the attention copies keys or values whose layout does not
 suit it. Backward, gradients are rotated back one by one and then concatenated, so that each element is read and written
-up to three times each way. The kernel (`qkv_rope_triton`) does so once.
+up to three times each way. The kernel (`layers_triton`) does so once.
 
 **`AccumulatingEmbedding`**: gradients of looked-up embeddings, added in fp32 to the rows of the main gradient that they
 belong to (`model.embedding_gradient_fusion`). Otherwise each microbatch's gradient of the whole table is written in
@@ -56,7 +56,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, angles: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-        from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
+        from gpt_pretrain.kernels.layers_triton import launch_qkv_rope
 
         length, batch, groups, of_group = mixed.shape
         shapes = [(length, batch, heads, width) for heads in (groups * (of_group // width - 2), groups, groups)]
@@ -68,7 +68,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        from gpt_pretrain.kernels.qkv_rope_triton import launch_qkv_rope
+        from gpt_pretrain.kernels.layers_triton import launch_qkv_rope
 
         (angles,) = ctx.saved_tensors
         # Attention may return them as parts of one tensor; the kernel reads those in place.
@@ -116,7 +116,7 @@ class _Lookup(torch.autograd.Function):
         (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
         tokens, token_gradients = rows.flatten(), given.flatten(0, 1)
         if token_gradients.is_cuda:
-            from gpt_pretrain.kernels.embedding_triton import add_rows
+            from gpt_pretrain.kernels.layers_triton import add_rows
 
             add_rows(weight.main_grad, tokens, token_gradients.contiguous())
         else:

@@ -172,7 +172,7 @@ def _steps_taken(inner: torch.optim.Optimizer) -> int:
 def _states_as_they_lie(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
     """Masters and moments of a parameter, [n] each; states in fewer bytes are read only when they are saved."""
     if isinstance(part, PrecisionAwareOptimizer):
-        return {kind: StoredValues.of(state) for kind, state in part.states(parameter).items()}
+        return {kind: StoredValues(state) for kind, state in part.states(parameter).items()}
     states: dict[str, torch.Tensor] = dict(part._get_main_param_and_optimizer_states(parameter))
     master = states.pop("param")
     # The step count is one number for all. Without BF16 parameters the masters are the parameters.

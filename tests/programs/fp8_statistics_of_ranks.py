@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_pretrain.fp8.gemms import Operand, Phase, Product, Role
+from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import resolve
@@ -19,7 +19,7 @@ from gpt_pretrain.spec.products import resolve
 
 def product(code_bytes: list[int], scale: float, amax: dict[Role, float]) -> Product:
     input_, weight = (
-        Operand(
+        Fp8Operand(
             role=role,
             format="e4m3",
             codes=torch.tensor(code_bytes, dtype=torch.uint8).view(torch.float8_e4m3fn),

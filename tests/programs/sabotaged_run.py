@@ -72,7 +72,7 @@ def leave_fp8_after_the_first_step():
     from gpt_pretrain.fp8 import local_layers as layers
     from gpt_pretrain.training import trainer
 
-    steps, emulated, train_step = [], layers._Fp8Linear._forward_impl, trainer.train_step
+    steps, emulated, train_step = [], layers.Fp8Linear._forward_impl, trainer.train_step
 
     def compute(layer, input, weight, bias, **more):
         if len(steps) == 1:
@@ -83,7 +83,7 @@ def leave_fp8_after_the_first_step():
         steps.append(1)
         return train_step(*given)
 
-    layers._Fp8Linear._forward_impl, trainer.train_step = compute, step
+    layers.Fp8Linear._forward_impl, trainer.train_step = compute, step
 
 
 SABOTAGES = {

@@ -1,0 +1,335 @@
+"""The FP8 state that a training step must have left: delayed scaling's scales and histories, and stored FP8 weights.
+
+**Delayed scaling** is replayed from the scales and histories before the step. `Replay` takes the amaxes of the tensors
+themselves, joins them over the ranks of the amax reduction group, and follows the rule of `fp8/delayed.py`:
+
+    row 0 of the history  ← the pass's amax
+    scale                 ← format maximum / 2^margin / max(history), or / row 0 (most_recent)
+    history               rolls towards row 0, which ends up last; the new row 0 is zero
+
+A tensor passes once per microbatch, a weight once per step. The optimizer casts a stored FP8 weight after the step, so
+its amax enters the history in the next one. A pass whose amax is zero changes nothing. A step with an infinite amax
+updates no weight and is not judged.
+
+**FP8 weights** are compared with their masters after the optimizer's step (`MasterCheck`). With the wrong fields set,
+megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and embeddings, but the matrices
+never change. Each rank checks the part of each weight whose master it holds, which is up to date even before the parts
+are gathered. Local layers' weights must be the very codes of their masters, with a scale from the amax of all parts.
+Transformer Engine rounds a master first and may scale it by earlier amaxes: its codes must be within one step.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from gpt_pretrain.config.choices import AmaxComputeAlgo
+from gpt_pretrain.fp8.delayed import delayed_state
+from gpt_pretrain.fp8.gemms import (
+    CAST_IN,
+    CODE_TYPES,
+    QUOTIENT_ERROR,
+    Phase,
+    Role,
+    largest_magnitude,
+    other_codes,
+    role_format,
+    role_name,
+    spread_over_blocks,
+)
+from gpt_pretrain.fp8.observer import Difference
+from gpt_pretrain.megatron.stored_weights import StoredWeight
+from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+
+# Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
+_COLUMNS = 256
+# Rows and columns of the blocks of blockwise weights; mxfp8 weights are not stored in FP8.
+_BLOCK = 128
+# E4M3: the relative spacing of numbers, and the absolute one below the smallest normal number.
+_RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
+# Values that are compared at once. Comparing a matrix of 5,120 × 20,480 as a whole would take 2 GiB.
+_PIECE = 2**24
+
+type _Tensor = tuple[str, Role]
+# Amax history, fp32 [rows], and scale, fp32 [].
+type _State = tuple[torch.Tensor, torch.Tensor]
+
+
+def is_recomputed(phase: Phase) -> bool:
+    """Whether a product that is computed now repeats one: a forward pass inside a backward pass does."""
+    return phase is Phase.forward and torch._C._current_graph_task_id() != -1
+
+
+class Replay:
+    """Records the amaxes and scales of one training step's casts.
+
+    `names` are the layers planned in FP8, the same on all ranks of the amax reduction group.
+    """
+
+    def __init__(
+        self, settings: Fp8Settings, modules: Mapping[str, torch.nn.Module], names: Sequence[str], num_microbatches: int
+    ) -> None:
+        self._settings = settings
+        self._modules = modules
+        self._num_microbatches = num_microbatches
+        # Amax [1] and scale [1] of each pass, and the scales of codes that were cast earlier.
+        self._amaxes: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
+        self._scales: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
+        self._reused: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
+        self._stored: set[_Tensor] = set()
+        self._begin = {(name, role): self._copied_state((name, role)) for name in names for role in Role}
+
+    def _copied_state(self, tensor: _Tensor) -> _State | None:
+        name, role = tensor
+        state = delayed_state(self._modules[name], role) if name in self._modules else None
+        return None if state is None else (state[0].clone(), state[1].clone())
+
+    def note(self, tensor: _Tensor, phase: Phase, amax: torch.Tensor | None, scale: torch.Tensor) -> None:
+        """Records a tensor that a product reads, with the scale of its codes, and its amax if it was cast for it."""
+        role = tensor[1]
+        # A step casts a weight once. A recomputed pass must use the scales of the first.
+        is_cast_again = role is not Role.weight or tensor not in self._scales
+        if phase is CAST_IN[role] and is_cast_again and not is_recomputed(phase) and amax is not None:
+            self._amaxes[tensor].append(amax)
+            self._scales[tensor].append(scale)
+        else:
+            self._reused[tensor].append(scale)
+
+    def note_stored(self, module: str, scale: torch.Tensor) -> None:
+        """Records a weight that is stored in FP8."""
+        tensor = module, Role.weight
+        self._stored.add(tensor)
+        if tensor not in self._amaxes:
+            self._amaxes[tensor].append(torch.zeros_like(scale))
+
+    def differences(self, group: torch.distributed.ProcessGroup) -> Iterator[Difference]:
+        """All that differs from the replay; every rank of the amax reduction group calls it together."""
+        tensors, device = list(self._begin), torch.cuda.current_device()
+        ends = {tensor: self._copied_state(tensor) for tensor in tensors}
+        amaxes = torch.full((len(tensors), self._num_microbatches), -1.0, device=device)
+        # Scale and history, the same on all ranks of the group.
+        states = torch.full((2, len(tensors), 2), torch.nan, dtype=torch.float64, device=device)
+        for row, tensor in enumerate(tensors):
+            for index, amax in enumerate(self._amaxes[tensor][: self._num_microbatches]):
+                amaxes[row, index] = amax[0]
+            begin, end = self._begin[tensor], ends[tensor]
+            # Row 0 of a stored weight waits for the next pass, in which the ranks join it.
+            if tensor in self._stored and begin is not None:
+                amaxes[row, 0] = begin[0][0]
+            if end is not None:
+                state = torch.stack([end[1].double(), end[0][1:].double().sum()])
+                states[:, row] = torch.stack([state, -state])
+        torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
+        joined = states.clone()
+        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
+        passes = [[amax for amax in row if amax >= 0] for row in amaxes.tolist()]
+        for tensor, seen, own, (largest, smallest) in zip(
+            tensors, passes, states[0].tolist(), joined.transpose(0, 1).tolist(), strict=True
+        ):
+            end, begin = ends[tensor], self._begin[tensor]
+            if tensor[0] not in self._modules:
+                continue
+            rows, planned = 0 if end is None else len(end[0]), self._settings.amax_history_len
+            if begin is None and end is not None:
+                # Transformer Engine creates them in the first pass.
+                begin = torch.zeros_like(end[0]), torch.ones_like(end[1])
+            if rows != planned or end is None or begin is None:
+                yield _difference(tensor, "rows of the amax history", planned, rows)
+            elif all(map(math.isfinite, [*seen, *begin[0].tolist()])):
+                yield from self._compare(tensor, begin, seen, end)
+                for what, mine, high, low in zip(("scale", "amax history"), own, largest, smallest, strict=True):
+                    if high != -low:
+                        yield _difference(tensor, f"{what} on all ranks", high, -low if mine == high else mine)
+
+    def _compare(self, tensor: _Tensor, begin: _State, seen: list[float], end: _State) -> Iterator[Difference]:
+        history, found_history = begin[0].tolist(), end[0].tolist()
+        scale, found_scale = begin[1].item(), end[1].item()
+        first = self._first_scale(tensor, history)
+        if first is not None and not first[0] * (1 - QUOTIENT_ERROR) <= scale <= first[1] * (1 + QUOTIENT_ERROR):
+            yield _difference(tensor, "first scale", first[1], scale)
+        scales = [scale]
+        for amax in seen:
+            newest = history[0] = max(history[0], amax)
+            if newest:
+                scale = self._scale(tensor, max(history) if self._takes_maximum else newest)
+                history = [*history[1:], newest]
+                history[0] = 0.0
+            scales.append(scale)
+        used = [float(each) for each in (*self._scales[tensor], *self._reused[tensor])]
+        num_casts = len(self._scales[tensor])
+        for index, found in enumerate(used):
+            # The scale of codes that were cast earlier must be that of one of the step's casts.
+            expected = scales[index : index + 1] if index < num_casts else scales[: max(1, num_casts)]
+            if not any(_is_near(found, each) for each in expected):
+                yield _difference(tensor, "scale", expected[0] if expected else scales[-1], found)
+                break
+        if tensor in self._stored:
+            # The amax of the optimizer's cast waits here for the next pass.
+            history[0] = found_history[0]
+            weight: Any = self._modules[tensor[0]].weight
+            used_scale = 1.0 / weight._scale_inv.item()
+            if not _is_near(used_scale, found_scale):
+                yield _difference(tensor, "scale of the stored codes", found_scale, used_scale)
+        if history[-1] != found_history[-1]:
+            yield _difference(tensor, "newest amax of the history", history[-1], found_history[-1])
+        off = sum(amax != found for amax, found in zip(history, found_history, strict=True))
+        if off > (history[-1] != found_history[-1]):
+            what = f"amax history after {len(seen)} passes"
+            yield _difference(tensor, what, f"{len(history)} amaxes", f"{off} others")
+        if not _is_near(found_scale, scales[-1]):
+            yield _difference(tensor, "next scale", scales[-1], found_scale)
+
+    @property
+    def _takes_maximum(self) -> bool:
+        return self._settings.amax_compute_algo is AmaxComputeAlgo.max
+
+    def _scale(self, tensor: _Tensor, amax: float) -> float:
+        largest = FORMAT_MAX[role_format(self._settings, tensor[1])]
+        return min(largest / amax * 2.0**-self._settings.margin, torch.finfo(torch.float32).max)
+
+    def _first_scale(self, tensor: _Tensor, history: list[float]) -> tuple[float, float] | None:
+        """The least and the largest scale that a history and one amax dropped since can have led to, if it says so."""
+        earlier = history[1:] if self._takes_maximum else history[1:][-1:]
+        num_used = sum(amax != 0 for amax in earlier)
+        # A history is filled from its end. Gaps are amaxes that were not finite and were taken out.
+        if num_used == 0 or 0.0 in earlier[-num_used:]:
+            return None
+        largest = self._scale(tensor, max(earlier))
+        is_complete = not self._takes_maximum or num_used < len(earlier)
+        return largest if is_complete else 0.0, largest
+
+
+def _difference(tensor: _Tensor, what: str, planned: float | str, live: float | str) -> Difference:
+    name, role = tensor
+    shown = (each if isinstance(each, str) else f"{each:.6g}" for each in (planned, live))
+    return Difference(module=name, what=f"{role_name(role)}: {what}", planned=next(shown), live=next(shown))
+
+
+def _is_near(found: float, expected: float) -> bool:
+    return abs(found - expected) <= QUOTIENT_ERROR * abs(expected)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    """A rank's part of an FP8 weight, and the fp32 or FP16 master of that part."""
+
+    weight: Any
+    master: torch.Tensor
+    start: int
+
+    @property
+    def is_of_local_layer(self) -> bool:
+        """Whether the weight belongs to a local layer, not Transformer Engine's."""
+        return isinstance(self.weight, StoredWeight)
+
+    def _own(self, values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(-1)[self.start : self.start + self.master.numel()]
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """uint8 [n]."""
+        if self.is_of_local_layer:
+            return self._own(self.weight.codes)
+        return self._own(self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data)
+
+    @property
+    def scale_inv(self) -> torch.Tensor:
+        """The factor of Transformer Engine's codes, fp32: [1], or [n] if each 128×128 values have their own."""
+        if hasattr(self.weight, "_scale_inv"):
+            return self.weight._scale_inv  # type: ignore[no-any-return]
+        blocks: torch.Tensor = self.weight._rowwise_scale_inv
+        return self._own(spread_over_blocks(blocks, (_BLOCK, _BLOCK), self.weight.shape))
+
+    def count_off(self) -> int:
+        """Number of values too far from their masters; waits for the device."""
+        off = torch.zeros((), dtype=torch.int64, device=self.master.device)
+        each_code, each_master = self.codes.split(_PIECE), self.master.view(-1).split(_PIECE)
+        if self.is_of_local_layer:
+            scale = self.weight.scale
+            for codes, master in zip(each_code, each_master, strict=True):
+                off += other_codes(codes, master, torch.zeros_like(scale), scale, "e4m3").sum()
+            return int(off)
+        each_scale_inv = self.scale_inv.expand(self.master.numel()).split(_PIECE)
+        for codes, master, scale_inv in zip(each_code, each_master, each_scale_inv, strict=True):
+            limit = FORMAT_MAX["e4m3"] * scale_inv
+            # A delayed scale may be too large for the newest values, which saturate.
+            aim = master.float().clamp(-limit, limit)
+            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
+            values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
+            # True of NaN, too.
+            off += (~((values - aim).abs() <= step)).sum()
+        return int(off)
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    return [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+
+
+def _shards(optimizer: MegatronOptimizer) -> Iterator[_Shard]:
+    for part in _parts(optimizer):
+        for weight, master, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
+            if master is not None:
+                yield _Shard(weight=weight, master=master, start=start)
+
+
+def _scales(optimizer: MegatronOptimizer, least_amax: float) -> Iterator[tuple[StoredWeight, float, float]]:
+    """Weights of local layers with the scale for their masters and the one they have; every rank calls it."""
+    for part in _parts(optimizer):
+        weights, masters, _ = part._get_fp8_params_and_shard_fp32_from_fp8()
+        if not weights or not isinstance(weights[0], StoredWeight):
+            continue
+        amaxes = torch.zeros(len(weights), dtype=torch.float64, device=weights[0].device)
+        for amax, master in zip(amaxes, masters, strict=True):
+            if master is not None:
+                amax.copy_(largest_magnitude(master).view(()))
+        torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=part.data_parallel_group)
+        planned = (FORMAT_MAX["e4m3"] / amaxes.clamp(min=least_amax)).tolist()
+        found = torch.cat([weight.scale for weight in weights]).tolist()
+        yield from zip(weights, planned, found, strict=True)
+
+
+def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
+    """int64 [up to 256 + the rest]: column sums, which need no copy of the codes."""
+    whole = codes.numel() // _COLUMNS * _COLUMNS
+    return torch.cat([codes[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), codes[whole:].long()])
+
+
+class MasterCheck:
+    """Compares the FP8 weights of this rank before and after an optimizer step, and with their masters.
+
+    `names` maps the id of a weight to the name of its layer; `least_amax` replaces a smaller amax in a scale.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str], least_amax: float = 0.0) -> None:
+        self._optimizer = optimizer
+        self._least_amax = least_amax
+        self._names = names
+        self._before = [_fingerprint(shard.codes) for shard in _shards(optimizer)]
+
+    @torch.no_grad()
+    def problems(self, lr: float) -> Iterator[Difference]:
+        """Each weight that did not follow its master; every rank calls it.
+
+        A weight must have changed if the learning rate moved so many values that some reached another code.
+        """
+        for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
+            name, what = self._names.get(id(shard.weight), "a weight"), "weight after the step"
+            size = shard.master.numel()
+            off = shard.count_off()
+            if off:
+                near = "the code" if shard.is_of_local_layer else "within one FP8 step"
+                planned, live = f"every value {near} of its master", f"{off:,} of {size:,} values are not"
+                yield Difference(module=name, what=what, planned=planned, live=live)
+            # The codes of weights with standard deviation 0.02 are about 2e-3 apart.
+            must_change = size * lr / 2e-3 > 30
+            if must_change and torch.equal(_fingerprint(shard.codes), before):
+                yield Difference(module=name, what=what, planned="changed", live="the same codes as before")
+        for weight, scale, found in _scales(self._optimizer, self._least_amax):
+            if abs(found - scale) > QUOTIENT_ERROR * scale:
+                name, what = self._names.get(id(weight), "a weight"), "scale of the weight after the step"
+                yield Difference(module=name, what=what, planned=f"{scale:.6g}", live=f"{found:.6g}")
