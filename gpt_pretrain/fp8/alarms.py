@@ -12,7 +12,8 @@ from itertools import pairwise
 from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # Consecutive observations whose scales must each differ from the one before by at least this many powers of two.
 JUMP_OBSERVATIONS = 4

@@ -10,7 +10,8 @@ from enum import Enum
 
 import torch
 
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # The type of the codes of each format.
 CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

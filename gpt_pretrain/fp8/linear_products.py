@@ -28,7 +28,7 @@ from gpt_pretrain.fp8.gemms import (
     role_format,
 )
 from gpt_pretrain.megatron.stored_weights import StoredWeight
-from gpt_pretrain.spec.recipes import Fp8Settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
 
 # How far a result that Hopper's tensor cores summed may be from the product of its codes (`te_products`). TorchAO may
 # scale what was rounded. Emulated results are summed in fp32 and rounded once.

@@ -1,7 +1,7 @@
 """The proof that the live layers did in a training step what the configuration asked of FP8.
 
 During one step each rank watches every matrix product of its linear layers. Then it compares the products' formats and
-how the weights are stored with `spec/products.py` and `spec/recipes.py`. It computes the numbers again
+how the weights are stored with `spec/products.py` and `spec/fp8.py`. It computes the numbers again
 (`fp8/values.py`), and reads back the recipe objects of Transformer Engine's layers. Any difference on any rank ends the
 run on all of them, with a table. Nothing stays in the way after that step. Where a rank's experts had no tokens, the
 other ranks prove their products (`fp8/observer.py`).
@@ -36,8 +36,9 @@ from gpt_pretrain.fp8.observer import (
 from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, sums_over_parameters
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import Fp8Settings, recipes_of
+from gpt_pretrain.spec.recipes import recipes_of
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "

@@ -24,7 +24,8 @@ from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.delayed import delayed_state
 from gpt_pretrain.fp8.gemms import CAST_IN, QUOTIENT_ERROR, Phase, Role, role_format, role_name
 from gpt_pretrain.fp8.observer import Difference
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 type _Tensor = tuple[str, Role]
 
