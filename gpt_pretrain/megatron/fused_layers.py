@@ -3,7 +3,8 @@
 **`split_and_rotate`** (`model.fused_single_qkv_rope`): one kernel (`qkv_rope_triton`) splits queries, keys and values
 out of their projection and rotates them; another joins their gradients. megatron-core splits, copies grouped queries
 into a tensor of their own, and rotates queries and keys one after the other; attention may copy keys or values again.
-Backward, it rotates each gradient back and concatenates them: up to three reads and writes of each element each way.
+Backward, it rotates each gradient back and concatenates them. An element is read and written up to three times each
+way.
 
 **`AccumulatingEmbedding`** (`model.embedding_gradient_fusion`): gradients of looked-up embeddings are added in fp32 to
 their rows of the main gradient. Otherwise each microbatch writes the gradient of the whole table in BF16, mostly zeros,

@@ -256,14 +256,10 @@ def _parameters_by_group(
         # A tied embedding has its copy on the last stage.
         if chunk.pre_process or not getattr(parameter, "shared", False)
     ]
-    tp_rank, etp_rank = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_rank(),
-    )
-    for experts, rank, group in (
-        (False, tp_rank, parallel_state.get_model_parallel_group()),
-        (True, etp_rank, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
-    ):
+    dense_rank, dense_group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_model_parallel_group()
+    expert_rank = parallel_state.get_expert_tensor_parallel_rank()
+    expert_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    for experts, rank, group in ((False, dense_rank, dense_group), (True, expert_rank, expert_group)):
         whole = [each for of_experts, each in own if of_experts is experts]
         yield group, [each for each in whole if rank == 0 or getattr(each, "tensor_model_parallel", False)]
 

@@ -40,6 +40,11 @@ from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # From amaxes [n] to scales [n], fp32.
 type ScaleRule = Callable[[torch.Tensor], torch.Tensor]
+# This rank's part of each master (None: other ranks hold all of it), the part's start in the flat weight, and the ranks
+# that share the masters.
+type _Masters = Sequence[torch.Tensor | None]
+type _Starts = Sequence[int | None]
+type _Group = torch.distributed.ProcessGroup
 
 # Values that are cast at once; meanwhile each takes four bytes.
 _PIECE = 2**24
@@ -150,12 +155,7 @@ def _write_codes(codes: torch.Tensor, values: torch.Tensor, scale: torch.Tensor)
     codes.view(torch.float8_e4m3fn).copy_(values.float() * scale)
 
 
-def _cast_stored(
-    weights: Sequence[StoredWeight],
-    masters: Sequence[torch.Tensor | None],
-    starts: Sequence[int | None],
-    group: torch.distributed.ProcessGroup,
-) -> None:
+def _cast_stored(weights: Sequence[StoredWeight], masters: _Masters, starts: _Starts, group: _Group) -> None:
     """`cast_masters` for stored weights."""
     held = [(index, master) for index, master in enumerate(masters) if master is not None]
     amaxes = torch.zeros(len(weights), dtype=torch.float32, device=weights[0].device)
@@ -223,12 +223,7 @@ def _cast_part(
     quantizer.update_quantized(master.to(weight.dtype), quantizer.create_tensor_from_data(codes, weight.dtype))
 
 
-def _cast_delayed(
-    weights: Sequence[Any],
-    masters: Sequence[torch.Tensor | None],
-    starts: Sequence[int | None],
-    group: torch.distributed.ProcessGroup,
-) -> None:
+def _cast_delayed(weights: Sequence[Any], masters: _Masters, starts: _Starts, group: _Group) -> None:
     """Casts with the present scales; the amaxes of all ranks go into the histories."""
     quantizers = [weight._get_quantizer() for weight in weights]
     for weight, master, start, quantizer in zip(weights, masters, starts, quantizers, strict=True):
@@ -241,12 +236,7 @@ def _cast_delayed(
     torch._foreach_copy_([weight._scale_inv.view(1) for weight in weights], inverses.split(1))
 
 
-def _cast_tensorwise(
-    weights: Sequence[Any],
-    masters: Sequence[torch.Tensor | None],
-    starts: Sequence[int | None],
-    group: torch.distributed.ProcessGroup,
-) -> None:
+def _cast_tensorwise(weights: Sequence[Any], masters: _Masters, starts: _Starts, group: _Group) -> None:
     """Casts with scales from the amaxes of these values over all ranks."""
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.optimizers.multi_tensor_apply import multi_tensor_applier
@@ -273,19 +263,10 @@ def _cast_tensorwise(
         _cast_part(weight, master, start, scale, torch.empty(0))
 
 
-def cast_masters(
-    weights: Sequence[Any],
-    masters: Sequence[torch.Tensor | None],
-    starts: Sequence[int | None],
-    group: torch.distributed.ProcessGroup,
-) -> None:
+def cast_masters(weights: Sequence[Any], masters: _Masters, starts: _Starts, group: _Group) -> None:
     """Writes this rank's parts of the masters into its FP8 weights; all ranks of the group call it.
 
-    Args:
-        weights: Whole FP8 weights of one recipe.
-        masters: This rank's part of each master; None if it has none.
-        starts: Index of the part's first value in the flat weight.
-        group: Ranks that share the masters; scales come from all their parts.
+    The weights are whole and of one recipe; scales come from the parts of all ranks.
     """
     if not weights:
         return

@@ -27,11 +27,6 @@ from gpt_pretrain.megatron.patches import FIRST_VALUES, patched
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
 
-def _generator_seed(seed: int, key: str, index: Sequence[int]) -> int:
-    digest = hashlib.sha256(f"{seed}/{key}/{'/'.join(map(str, index))}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
 def _weight_shards(chunk: MegatronModule) -> Iterator[ShardedTensor]:
     """Every sharded weight matrix of this chunk; one stored in parts (gated MLPs) comes in parts."""
     for value in nested_values(chunk.sharded_state_dict()):
@@ -57,8 +52,9 @@ def _draw(shard: ShardedTensor, model: ModelConfig) -> None:
         std /= math.sqrt(2.0 * model.num_layers)
     # Leading axes count layers and the halves of a gated MLP: they belong to the name, not to the matrix.
     index, shape = shard.global_offset[:axes], shard.global_shape[axes:]
+    digest = hashlib.sha256(f"{model.seed}/{shard.key}/{'/'.join(map(str, index))}".encode()).digest()
     generator = torch.Generator(device=shard.data.device)
-    generator.manual_seed(_generator_seed(model.seed, shard.key, index))
+    generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     whole = torch.empty(shape, dtype=torch.float32, device=shard.data.device).normal_(0.0, std, generator=generator)
     place = tuple(
         slice(offset, offset + size) for offset, size in zip(shard.global_offset[axes:], shard.data.shape, strict=True)

@@ -18,8 +18,8 @@ megatron-core 0.19.2, and what replaces it:
 - kernels that add weight gradients to `main_grad`, activations and residuals compiled by themselves, dropout from
   megatron-core's own random states, hooks that gather parameters: refused, or left out (`spec.kernels`).
 
-Only training steps, which have one shape, run so. Validation and sampling run the layers' modules, and so does whatever
-looks into them inside `without_graphs`. The proof of FP8 (`fp8/proof.py`) watches the first step, which is recorded.
+Only training steps, which have one shape, run so. Validation and sampling run the layers' modules, and so does all that
+looks into them inside `without_graphs`. The proof of FP8 (`fp8/proof.py`) watches the first step and its recording.
 """
 
 import os

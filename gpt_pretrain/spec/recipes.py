@@ -38,13 +38,13 @@ class Recipe:
     backend: Fp8Backend = Fp8Backend.transformer_engine
     te_class: str = ""
     """Class in `transformer_engine.common.recipe`; empty for other engines."""
-    e4m3: bool
+    e4m3: bool = False
     """Without `fp8_hybrid` and `fp8_e4m3`: gradients are in E4M3 too, not in E5M2."""
     has_own_formats: bool = False
     """No key changes the formats."""
     scales_from: str
     """A sentence that says where a scale comes from."""
-    infinity_in: InfinityIn | None
+    infinity_in: InfinityIn | None = None
     """Where TE leaves a trace of an infinity (`fp8.infinities`). None: nowhere known, or the layers are ours and keep
     the largest amaxes themselves."""
     keeps_history: bool = False
@@ -92,7 +92,7 @@ class Recipe:
     """The oldest CUDA version that works."""
     hardware: str = ""
     """`capability` and `cuda` in words."""
-    peak_share: float
+    peak_share: float = 0.665
     """Share of the FP8 peak that a large product reaches in a training step (calibrated, see `plan.machine`)."""
     small: tuple[tuple[float, float], ...] = ()
     """(rows, columns): weights up to one of these sizes gain nothing from FP8. Empty: not measured."""
@@ -161,7 +161,6 @@ def _torchao(refusals: Mapping[str, str] | None = None, **fields: Any) -> Recipe
     """A recipe of `torchao.float8.Float8LinearConfig.from_recipe_name`."""
     return Recipe(
         backend=Fp8Backend.torchao,
-        infinity_in=None,
         has_own_formats=True,
         searches_amax=True,
         # torchao.float8.float8_utils.EPS
@@ -178,13 +177,11 @@ _TE = (
     Recipe(
         name="delayed",
         te_class="DelayedScaling",
-        e4m3=False,
         scales_from="the scale of a tensor comes from the amaxes of earlier passes",
         infinity_in=InfinityIn.history,
         keeps_history=True,
         finer="fp8=tensorwise, whose scales follow each tensor",
         leaves_wgrad_out=True,
-        peak_share=0.665,
         refusals={
             "first_last_layers_bf16": "amaxes are reduced once for all layers, and megatron-core refuses it",
             "cuda_graph_impl": "megatron-core 0.19 rolls the amax history of gradients once per layer, not per pass",
@@ -195,7 +192,6 @@ _TE = (
     Recipe(
         name="tensorwise",
         te_class="Float8CurrentScaling",
-        e4m3=False,
         scales_from="the scale of a tensor comes from the tensor itself",
         infinity_in=InfinityIn.amax,
         searches_amax=True,
@@ -203,7 +199,6 @@ _TE = (
         gains_by_graphs=True,
         scales_flag=("use_power_2_scales", "powers of two", "any"),
         scales="any",
-        peak_share=0.665,
         refusals={
             "fp8_params with tp_comm_overlap": "FP8 weights with user buffers were tested under delayed scaling only",
             "activation_cast_fusion with tp_comm_overlap": "tested with user buffers under delayed scaling only",
@@ -239,7 +234,6 @@ _TE = (
         te_class="MXFP8BlockScaling",
         e4m3=True,
         scales_from="the scale of 32 values comes from those values",
-        infinity_in=None,
         block=32,
         activation_scale_bytes=1 / 32,
         weight_scale_bytes=1 / 32,
@@ -248,8 +242,7 @@ _TE = (
         powers_of_two=True,
         capability=((10, 0), (12, 0)),
         hardware="compute capability 10.x (data-center Blackwell)",
-        # Blackwell's tensor cores apply these scales themselves. Not measured.
-        peak_share=0.665,
+        # peak_share is not measured: Blackwell's tensor cores apply these scales themselves.
         refusals={
             **_BLOCK_REFUSALS,
             # MixedPrecisionOptimizer.prepare_model_params_for_param_sync: weights would be zeros unless the loop
@@ -262,12 +255,10 @@ _TE = (
 _TORCHAO = (
     _torchao(
         name="tensorwise",
-        e4m3=False,
         scales_from="the scale of a tensor comes from the tensor itself",
         # _auto_filter_for_tensorwise (torchao/float8/float8_linear_utils.py), from products measured on an H100.
         small=((1024, 4096),),
         finer="fp8=torchao_rowwise",
-        peak_share=0.665,
     ),
     _torchao(
         name="rowwise",
