@@ -114,8 +114,9 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
     def __init__(self, *, apex_layer_norm: bool) -> None:
         self._apex_layer_norm = apex_layer_norm
 
+    @override
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """The class of norms; apex has fused kernels for LayerNorm only."""
+        # apex has fused kernels for LayerNorm only.
         if self._apex_layer_norm and not rms_norm:
             from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
@@ -217,7 +218,7 @@ def apply_quantization_overrides(chunk: MegatronModule) -> None:
 
 
 def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> ModuleSpec:
-    """megatron-core's local layer of a dense GPT, with the modules of `backend`."""
+    """megatron-core's local layer with the modules of `backend`."""
     parts = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm)
     parts.input_layernorm = parts.pre_mlp_layernorm = norm = backend.layer_norm(config.normalization == "RMSNorm")
     attention = parts.self_attention.submodules

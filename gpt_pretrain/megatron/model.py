@@ -247,7 +247,7 @@ def _parameters_by_group(
 ) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
     """This rank's parameters, those of experts apart, with the ranks that share the model.
 
-    Each parameter is on one of these ranks only: replicas and copies of a tied embedding are left out elsewhere.
+    Each parameter is listed on one of these ranks: replicas and the copy of a tied embedding are left out elsewhere.
     """
     own = [
         (".experts." in name, parameter)

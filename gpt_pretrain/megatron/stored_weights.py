@@ -115,7 +115,6 @@ class StoredWeight(torch.Tensor):
     from_float8 = dequantize
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The shape alone: values are many, and few of them say anything."""
         return f"StoredWeight({list(self.shape)}, scale={self.scale.item():.6g})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -124,7 +123,6 @@ class StoredWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See the class."""
         weight, kwargs = args[0], kwargs or {}
         if func.is_view and func is not torch.ops.aten.view.dtype:
             return tree_map(weight._around, func(weight.codes, *args[1:], **kwargs))

@@ -74,7 +74,7 @@ def _create_graphs() -> None:
     """megatron-core's recording at the end of a step, without its side effects.
 
     It first runs passes that draw random numbers, which a run without graphs or one resumed elsewhere would not draw.
-    It leaves memory on another stream that no later step needs.
+    Memory that the first step took on another stream is freed, because no later step needs it.
     """
     if not cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
         return
