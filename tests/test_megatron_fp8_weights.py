@@ -10,7 +10,7 @@ from megatron.core.fp8_utils import quantize_param_shard
 from megatron.core.optimizer import distrib_optimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.megatron.weights import cast_masters, install_weight_cast
+from gpt_pretrain.megatron.stored_weights import cast_masters, install_weight_cast
 
 
 class Float8Quantizer:

@@ -415,7 +415,7 @@ ELSEWHERE = {
     # Refused, but for its only value, which is a constant of the translation.
     "rules/no_effect.py": ("model.fp8_interval",),
     "rules/model.py": ("model.nccl_ub",),
-    "spec/recipes.py": ("model.fp8_backend",),
+    "spec/fp8.py": ("model.fp8_backend", "model.moe_grouped_kernel"),
     # Compared with what the launcher started.
     "rules/training.py": ("trainer.devices", "trainer.num_nodes"),
     "megatron/model.py": (
@@ -432,7 +432,6 @@ ELSEWHERE = {
         "model.embedding_gradient_fusion",
         "model.use_flash_attention",
     ),
-    "spec/experts.py": ("model.moe_grouped_kernel",),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

@@ -40,8 +40,8 @@ from gpt_pretrain.fp8.gemms import Phase, ProductListener
 from gpt_pretrain.fp8.linear_products import LinearProducts, Multiply
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.stored_weights import StoredWeight, install_stored_weights
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
-from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 if TYPE_CHECKING:

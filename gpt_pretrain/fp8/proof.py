@@ -32,8 +32,8 @@ from gpt_pretrain.fp8.state_checks import MasterCheck
 from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, sums_over_parameters
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import Fp8Settings
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "

@@ -44,7 +44,8 @@ from gpt_pretrain.fp8.gemms import (
 )
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.megatron.stored_weights import StoredWeight
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Fp8Settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.recipes import FORMAT_MAX
 
 # Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
 _COLUMNS = 256

@@ -29,8 +29,8 @@ from gpt_pretrain.fp8.local_layers import Fp8Linear
 from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.fp8.state_checks import Replay, is_recomputed
 from gpt_pretrain.fp8.te_products import is_te_linear
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC2, PROJ, Linear
-from gpt_pretrain.spec.recipes import Fp8Settings
 
 # The factor by which rounding errors that are not independent may miss the sum of independent ones.
 _COHERENCE = 8.0

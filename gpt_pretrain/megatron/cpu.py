@@ -1,10 +1,9 @@
 """megatron-core on a machine without CUDA.
 
 megatron-core 0.19 asks `torch.cuda` for the current device, allocates with `device="cuda"`, keeps its dropout state in
-CUDA generators and recognises parameters by the type name `torch.cuda.FloatTensor`. Where no CUDA device exists,
-`install_cpu_device` replaces each of these with its CPU twin for the life of the process; where one exists it does
-nothing. The same model, schedules and optimizers then run under gloo, and nothing else in the project asks which device
-it is on.
+CUDA generators and recognizes parameters by the type name `torch.cuda.FloatTensor`. Without a CUDA device
+`install_cpu_device` replaces each of these for the life of the process. The same model, schedules and optimizers then
+run under gloo, and nothing else in the project asks which device it is on.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites a CUDA device in any torch call to the CPU, and makes `Tensor.type()` answer the CUDA type name."""
+    """Turns CUDA devices in torch calls into the CPU, and lets `Tensor.type()` answer CUDA type names."""
 
     def __torch_function__(
         self,
@@ -55,7 +54,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """Twin of CUDA calls that wait for, or release, what the CPU does not have."""
+    """Twin of CUDA calls that wait for something or free it."""
 
 
 class _Event:
@@ -76,17 +75,17 @@ class _Stream:
     wait_stream = wait_event = synchronize = _do_nothing
 
     def record_event(self) -> "_Stream":
-        """An event that has passed already."""
+        """An event that has already passed."""
         return self
 
 
 def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Twin of the dispatcher's copy to the host: the tensor itself, or a NumPy array where that is asked for."""
+    """Twin of the dispatcher's copy to the host."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _random_state(*_: object, **__: object) -> torch.Tensor:
-    """Dropout draws from the CPU generator, so the tracker must switch that one's state."""
+    """Dropout draws from the CPU generator, so the tracker must switch its state."""
     return torch.get_rng_state()
 
 
@@ -95,12 +94,12 @@ def _set_random_state(state: torch.Tensor, *_: object, **__: object) -> None:
 
 
 def _gather_bytes(output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
-    """Twin of NCCL's gathers, which keep the types of tensors apart."""
+    """Twin of NCCL's gathers, which keep tensors of different types apart."""
     return torch.distributed.all_gather_into_tensor(output.view(torch.uint8), input.view(torch.uint8), **options)
 
 
 class _SharingGroup(torch.distributed.ProcessGroupGloo):
-    """A group of gloo's that looks for messages in the thread that the first group of the process has started."""
+    """A gloo group that shares the message thread of the process's first group."""
 
     _process_and_devices: ClassVar[tuple[int, Any]] = (0, None)
 
@@ -122,10 +121,7 @@ _installed = False
 
 
 def install_cpu_device() -> None:
-    """Makes megatron-core's CUDA calls answer for the CPU, if this machine has no CUDA device.
-
-    Call it before megatron-core is imported. A second call does nothing.
-    """
+    """Without a CUDA device, makes megatron-core's CUDA calls answer for the CPU; call it before importing that."""
     global _installed  # noqa: PLW0603 - torch.cuda is global, so is its replacement
     if _installed or torch.cuda.is_available():
         return
@@ -134,7 +130,7 @@ def install_cpu_device() -> None:
     patches.hide_libraries("transformer_engine", "apex")
     patch(
         patches.CPU_DEVICE,
-        # nn.Module.to and friends accept a torch.device here as they do an index.
+        # nn.Module.to and others accept a torch.device here in place of an index.
         current_device=lambda: _CPU,
         Event=_Event,
         Stream=_Stream,
@@ -151,7 +147,7 @@ def install_cpu_device() -> None:
     patch(patches.CPU_GROUPS, ProcessGroupGloo=_SharingGroup)
     patch(patches.CPU_RANDOM_STATE, get_rng_state=_random_state)
     patch(patches.CPU_TRACKED_STATE, _set_cuda_rng_state=_set_random_state)
-    # It warns that the CPU generator changed inside a forked state: here that is the point.
+    # It warns that the CPU generator changed inside a forked state, which is the point here.
     logging.getLogger(patches.CPU_TRACKED_STATE.place).setLevel(logging.ERROR)
     patch(patches.CPU_GATHER, dist_all_gather_func=_gather_bytes)
     patch(patches.CPU_DISPATCHER, maybe_move_tensor_to_cpu=_numbers)
@@ -167,10 +163,9 @@ def install_cpu_device() -> None:
 
 
 def let_compiler_see_twins() -> None:
-    """Lets torch.compile look into the twin that answers for the current device.
+    """Lets torch.compile trace the twin of `current_device`, which it takes for torch's own by its name.
 
-    It knows torch's functions by their names, so that it takes the twin for one of them. Process groups must be open:
-    as they open, torch looks the names up again.
+    Process groups must be open: while they open, torch looks the names up again.
     """
     if _installed:
         trace_rules.get_torch_obj_rule_map().pop(torch.cuda.current_device, None)

@@ -1,15 +1,14 @@
-"""Parts of a transformer that pass over memory fewer times than megatron-core's: all of them are bound by memory.
+"""Parts of a transformer that pass over memory fewer times than megatron-core's; all are bound by memory.
 
-**`split_and_rotate`**: queries, keys and values split out of one projection and rotated in one kernel, their gradients
-in another (`model.fused_single_qkv_rope`). megatron-core splits the projection of grouped heads, copies the queries
-into a tensor of their own and rotates them, then the keys; the attention copies keys or values whose layout does not
-suit it. Backward, gradients are rotated back one by one and then concatenated, so that each element is read and written
-up to three times each way. The kernel (`layers_triton`) does so once.
+**`split_and_rotate`** (`model.fused_single_qkv_rope`): one kernel (`layers_triton`) splits queries, keys and values
+out of their projection and rotates them; another joins their gradients. megatron-core splits, copies grouped queries
+into a tensor of their own, and rotates queries and keys one after the other; attention may copy keys or values again.
+Backward, it rotates each gradient back and concatenates them. An element is read and written up to three times each
+way.
 
-**`AccumulatingEmbedding`**: gradients of looked-up embeddings, added in fp32 to the rows of the main gradient that they
-belong to (`model.embedding_gradient_fusion`). Otherwise each microbatch's gradient of the whole table is written in
-BF16, with zeros for every token that did not occur, read again and added to the main gradient: 12 bytes per weight of
-the table, 2.8 ms for Llama 3's on an H200.
+**`AccumulatingEmbedding`** (`model.embedding_gradient_fusion`): gradients of looked-up embeddings are added in fp32 to
+their rows of the main gradient. Otherwise each microbatch writes the gradient of the whole table in BF16, mostly zeros,
+reads it again and adds it to the main gradient: 12 bytes per weight of the table, 2.8 ms for Llama 3's on an H200.
 """
 
 from collections.abc import Sequence
@@ -33,15 +32,15 @@ def split_and_rotate(
     """Replaces Transformer Engine's `apply_fused_qkv_rotary_pos_emb`, as megatron-core calls it.
 
     Args:
-        mixed: [s, b, groups, (heads of a group + 2) · width]: the queries, the key and the value of each group.
-        query_angles: The angles of each position, fp32 [≥ s, 1, 1, turned]; the second half equals the first, as in
-            megatron-core's `RotaryEmbedding`. Elements of a head beyond `turned` stay as they are.
+        mixed: [s, b, groups, (heads per group + 2) · width]: the queries, the key and the value of each group.
+        query_angles: fp32 [≥ s, 1, 1, turned], as from megatron-core's `RotaryEmbedding`: the second half equals the
+            first. Elements of a head beyond `turned` are not rotated.
         key_angles: The same tensor.
         widths: Elements of a group's queries, of its key, of its value.
 
     Returns:
-        Queries [s, b, heads, width], keys and values [s, b, groups, width], rotated in fp32 and rounded once. Each is
-        contiguous, so that Transformer Engine's attention takes it as it is.
+        Queries [s, b, heads, width], keys and values [s, b, groups, width], rotated in fp32 and rounded once. They are
+        contiguous, so that Transformer Engine's attention does not copy them.
     """
     assert query_angles is key_angles, "queries and keys share their angles"
     assert query_angles.dtype is torch.float32, "BF16 angles would be off by whole turns"
@@ -52,7 +51,7 @@ def split_and_rotate(
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Splits and rotates; the backward pass rotates gradients back and joins them."""
+    """Splits and rotates; backward rotates gradients back and joins them."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, angles: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
@@ -71,7 +70,7 @@ class _SplitAndRotate(torch.autograd.Function):
         from gpt_pretrain.kernels.layers_triton import launch_qkv_rope
 
         (angles,) = ctx.saved_tensors
-        # Attention may return them as parts of one tensor; the kernel reads those in place.
+        # Parts of one tensor, which attention may return, are read in place.
         parts = [each if each.stride(-1) == 1 else each.contiguous() for each in gradients]
         mixed = parts[0].new_empty(ctx.shape)
         launch_qkv_rope(mixed, parts, angles, joins=True)
@@ -82,10 +81,10 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
     """megatron-core's embedding, whose backward pass adds to the main gradient."""
 
     is_tied: bool
-    """The LM head of the same model chunk shares the weight, and reports its gradient to data parallelism."""
+    """The LM head of the same chunk shares the weight, and reports its gradient to data parallelism."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Tokens [b, s] to embeddings [b, s, h], or [s / TP, b, h] where they are scattered right away."""
+        """Tokens [b, s] to embeddings [b, s, h], or [s / TP, b, h] if they are scattered."""
         if not torch.is_grad_enabled():
             return super().forward(input_)  # type: ignore[no-any-return]
         rows = input_ - self.vocab_start_index
@@ -103,7 +102,7 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up rows of a weight (on several ranks the first row for -1); gradients go to its main gradient."""
+    """Looks up rows of a weight (for -1 the first one, on several ranks); gradients go to its main gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: Any, is_tied: bool, is_shared: bool) -> torch.Tensor:
@@ -120,18 +119,15 @@ class _Lookup(torch.autograd.Function):
 
             add_rows(weight.main_grad, tokens, token_gradients.contiguous())
         else:
-            # Where another rank has the row, gradients are zeros.
+            # The gradients of other ranks' rows are zeros.
             weight.main_grad.index_add_(0, tokens.clamp(min=0), token_gradients.float())
         weight.grad_added_to_main_grad = True
-        # Data parallelism waits for some gradient of each weight, and does not read this one.
+        # Data parallelism waits for a gradient of each weight, but does not read this one.
         return None, None if ctx.is_tied else torch.empty_like(weight), None, None
 
 
 def install_embeddings(chunks: Sequence[Any]) -> None:
-    """Turns the token embedding of these model chunks into an `AccumulatingEmbedding`; its weight stays.
-
-    Main gradients must be fp32, because BF16 would round the gradient of every token.
-    """
+    """Turns the chunks' token embedding into an `AccumulatingEmbedding`; main gradients must be fp32."""
     for chunk in chunks:
         if not chunk.pre_process:
             continue
@@ -140,12 +136,12 @@ def install_embeddings(chunks: Sequence[Any]) -> None:
         embedding.__class__ = AccumulatingEmbedding
         embedding.is_tied = chunk.post_process and chunk.share_embeddings_and_output_weights
         if embedding.is_tied:
-            # Nothing that the head returns beside its main gradient may be added to that.
+            # What the head returns beside its main gradient must not be added to that.
             embedding.weight.zero_out_wgrad = False
 
 
 def install_rotation() -> None:
-    """Makes attention use `split_and_rotate` where `TransformerConfig.fused_single_qkv_rope` says so."""
+    """Makes `TransformerConfig.fused_single_qkv_rope` mean `split_and_rotate`."""
     patch(ROTATION, apply_fused_qkv_rotary_pos_emb=split_and_rotate, HAVE_FUSED_QKV_ROPE=True)
 
 
@@ -158,13 +154,13 @@ def install_split() -> None:
 
 
 def install_weight_gradients() -> None:
-    """Makes column- and row-parallel layers, the LM head among them, add weight gradients to the main gradient.
+    """Lets column- and row-parallel layers, LM head included, add weight gradients to the main gradient without apex.
 
-    Transformer Engine's layers do so themselves where `gradient_accumulation_fusion` is set. apex's kernels stay where
-    they are installed.
+    Transformer Engine's layers need no help with `gradient_accumulation_fusion`.
     """
     if not WEIGHT_GRADIENTS.owner()._grad_accum_fusion_available:
         # apex has a function for each type of main gradient.
-        functions = dict.fromkeys(("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), accumulate_weight_gradient)
-        module = SimpleNamespace(**functions)
+        module = SimpleNamespace(
+            wgrad_gemm_accum_fp32=accumulate_weight_gradient, wgrad_gemm_accum_fp16=accumulate_weight_gradient
+        )
         patch(WEIGHT_GRADIENTS, fused_weight_gradient_mlp_cuda=module, _grad_accum_fusion_available=True)

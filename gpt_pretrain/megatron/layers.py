@@ -1,8 +1,8 @@
 """Layer specs: which module each part of a transformer layer is built from.
 
-With Transformer Engine (TE) that is megatron-core's own spec. Without it, `LocalLayers` supplies megatron-core's
-tensor-parallel linear layers and a norm that also works under sequence parallelism, which megatron-core's wrapper of
-torch's norms does not; and PyTorch's fused attention, where `Kernels.torch_attention` says so.
+With Transformer Engine (TE) that is megatron-core's own spec. `LocalLayers` works without it: megatron-core's
+tensor-parallel linear layers, norms that also support sequence parallelism, which megatron-core's wrapper of torch's
+norms does not, and PyTorch's fused attention with `Kernels.torch_attention`.
 """
 
 import re
@@ -12,42 +12,35 @@ from typing import Any, override
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.spec.kernels import Kernels
 
-# In this order: cuDNN's are the fastest on Hopper. The last one takes what the others refuse, in O(s) memory too.
+# In this order: cuDNN is fastest on Hopper, and the last takes what the others refuse, also in O(s) memory.
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 class TorchNorm:
     """torch's LayerNorm or RMSNorm, its parameters marked for sequence parallelism.
 
-    Under sequence parallelism each tensor parallel rank normalises its own part of the sequence, so that the gradients
-    of the norm's parameters must be summed over the ranks. megatron-core does so for parameters with the attribute
-    `sequence_parallel` (megatron.core.distributed.finalize_model_grads).
+    Each tensor parallel rank then normalizes its own part of the sequence, so the parameters' gradients must be summed
+    over the ranks. The attribute `sequence_parallel` asks megatron-core to (`finalize_model_grads`).
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.Module:  # type: ignore[misc]
@@ -60,7 +53,7 @@ class TorchNorm:
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention: each token attends to itself and those before it; `scale` multiplies the scores.
+    """Causal attention; `scale` multiplies the scores.
 
     Queries are [s, b, heads, width], keys and values [s, b, groups, width], the result [s, b, heads · width].
     """
@@ -73,10 +66,10 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's attention with other products: it is built, stored and loaded in the same way.
+    """megatron-core's attention with PyTorch's fused kernels; it is built, stored and loaded in the same way.
 
-    megatron-core's own writes the scores of all pairs of tokens to memory, [b, heads, s, s] in two precisions.
-    PyTorch's fused kernels keep a number for each token and head instead (FlashAttention, Dao 2023, arXiv 2307.08691).
+    megatron-core's own writes the scores [b, heads, s, s] to memory in two precisions. Fused kernels keep one number
+    per token and head instead (FlashAttention-2, Dao 2023, arXiv 2307.08691).
     """
 
     @override
@@ -99,31 +92,31 @@ class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-cor
 
 
 class WholeLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer that training steps run by what was recorded or compiled of it; otherwise its modules compute it."""
+    """A layer that training steps run as it was recorded or compiled."""
 
     is_replayed = True
-    """Whether training steps do so: hooks of modules, such as those that search for NaN, are not called then."""
+    """Whether they do so, which calls no hooks of modules, such as those that search for NaN."""
 
 
 class GraphedLayer(WholeLayer):
-    """A layer that training steps replay."""
+    """A layer that training steps replay as a CUDA graph."""
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        # megatron-core would also replay validations, and has no graph for the length of a sampled text.
+        # megatron-core would also replay validations, and has no graph for the length of a sample.
         return self.training and self.is_replayed and super()._should_call_local_cudagraph(*args, **kwargs)
 
 
 class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
-    """megatron-core's local layers; apex's fused layer norm where it is installed."""
+    """megatron-core's local layers."""
 
     layer: type[torch.nn.Module] = TransformerLayer
-    """The class of a transformer layer."""
 
     def __init__(self, *, apex_layer_norm: bool) -> None:
         self._apex_layer_norm = apex_layer_norm
 
+    @override
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        """The norm's class; apex has a fused kernel for LayerNorm only."""
+        # apex has fused kernels for LayerNorm only.
         if self._apex_layer_norm and not rms_norm:
             from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
@@ -131,26 +124,26 @@ class LocalLayers(LocalSpecProvider):  # type: ignore[misc]
         return TorchNorm
 
     def attach(self, chunk: MegatronModule) -> None:
-        """Called with each model chunk built from these layers, for layers that follow its passes."""
+        """Called with each model chunk once it is built."""
 
 
 def leave_sorted(chunk: torch.nn.Module) -> None:
-    """Lets rows of a rank that exchanges none with others go to its experts as they are, sorted by expert already.
+    """Passes rows to the experts unsorted on ranks that exchange none: they are sorted by expert already.
 
-    megatron-core 0.19 sorts the parts that all ranks have sent by expert, and copies all rows in doing so, also where
-    the only parts are the rank's own.
+    megatron-core 0.19 sorts the rows from all ranks by expert, which copies all of them, even if all are the rank's
+    own.
     """
     for layer in chunk.modules():
         dispatcher = getattr(layer, "token_dispatcher", None)
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size * dispatcher.tp_size == 1:
-            # What it sorts for are several experts; nothing else in it asks for their number.
+            # It sorts for several experts only, and reads their number for nothing else.
             dispatcher.num_local_experts = 1
 
 
 def build_layer_spec(
     config: TransformerConfig, kernels: Kernels, local_layers: LocalLayers, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk, TE's or local ones, each with its name in the whole model."""
+    """The layers of a model chunk, TE's or local, each with its name in the whole model."""
     if kernels.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -177,7 +170,7 @@ def build_layer_spec(
         layer = _local_layer_spec(config, local_layers)
         if kernels.torch_attention:
             layer.submodules.self_attention.submodules.core_attention = TorchAttention
-        # Left to megatron-core, the final norm is TE's wherever TE is installed.
+        # megatron-core would use TE's final norm wherever TE is installed.
         norm = local_layers.layer_norm(rms_norm=config.normalization == "RMSNorm")
     first = get_transformer_layer_offset(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
     return TransformerBlockSubmodules(
@@ -185,7 +178,7 @@ def build_layer_spec(
             ModuleSpec(
                 module=layer.module if kernels.cuda_graph_impl is None else GraphedLayer,
                 submodules=layer.submodules,
-                params={**layer.params, "name": _layer_name(first + index)},
+                params={**layer.params, "name": f"decoder.layers.{first + index}"},
             )
             for index in range(get_num_layers_to_build(config, vp_stage))
         ],
@@ -193,14 +186,10 @@ def build_layer_spec(
     )
 
 
-def _layer_name(layer: int) -> str:
-    return f"decoder.layers.{layer}"
-
-
 def whole_model_modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules of a model chunk with their names in the whole model.
 
-    Layers are counted over all pipeline stages, experts over all expert parallel ranks.
+    Layer numbers count over all pipeline stages, expert numbers over all expert parallel ranks.
     """
     decoder: Any = chunk.decoder
     layers = list(decoder.layers)
@@ -210,7 +199,7 @@ def whole_model_modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.M
 
     def in_whole_model(name: str) -> str:
         match = re.match(r"decoder\.layers\.(\d+)", name)
-        whole = _layer_name(int(match[1]) + first) + name[match.end() :] if match else name
+        whole = f"decoder.layers.{int(match[1]) + first}{name[match.end() :]}" if match else name
         return re.sub(r"(?<=\.local_experts\.)\d+", lambda expert: str(int(expert[0]) + first_expert), whole)
 
     for name, module in chunk.named_modules():
@@ -220,7 +209,7 @@ def whole_model_modules(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.M
 def apply_quantization_overrides(chunk: MegatronModule) -> None:
     """Takes the modules of `model.fp8_exclude` out of FP8 by their names in the whole model.
 
-    megatron-core matches names within the chunk, which start at layer 0 on every pipeline stage.
+    megatron-core would match names within the chunk, which start at layer 0 on every pipeline stage.
     """
     for name, module in whole_model_modules(chunk):
         finish: Any = getattr(module, "finish_init", None)
@@ -229,31 +218,15 @@ def apply_quantization_overrides(chunk: MegatronModule) -> None:
 
 
 def _local_layer_spec(config: TransformerConfig, backend: LocalLayers) -> ModuleSpec:
-    norm = backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
-    # megatron-core's own local spec stores its norms under the names of TE's fused modules, too.
-    stored_under = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if config.num_moe_experts is None:
-        # Before experts the norm is a separate module with TE, too.
-        stored_under["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return ModuleSpec(
-        module=backend.layer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_linear(),
-                    core_attention=backend.core_attention(),
-                    linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=norm if config.qk_layernorm else IdentityOp,
-                    k_layernorm=norm if config.qk_layernorm else IdentityOp,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=stored_under,
-        ),
-    )
+    """megatron-core's local layer with the modules of `backend`."""
+    parts = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm)
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm = backend.layer_norm(config.normalization == "RMSNorm")
+    attention = parts.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = backend.column_parallel_linear(), backend.row_parallel_linear()
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    parts.mlp = get_mlp_module_spec_for_backend(backend=backend, num_experts=config.num_moe_experts)
+    if config.num_moe_experts is not None:
+        # The map gives norms the names of TE's fused modules, but before experts TE's norm is a separate module, too.
+        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return ModuleSpec(module=backend.layer, submodules=parts)

@@ -1,16 +1,16 @@
-"""Where the loss is computed: from hidden states to the loss of each token, and from there to that of a microbatch.
+"""The loss: from hidden states to the loss of each token, and from there to that of a microbatch.
 
 megatron-core writes the logits of a microbatch, keeps them as an fp32 softmax and passes over them some ten times.
-`LossHead` takes the place of its LM head (`model.cross_entropy_loss_fusion` with `cross_entropy_fusion_impl=linear`):
-`kernels.cross_entropy` sends a few thousand tokens at a time through the head and never holds the logits of all of
-them. It computes gradients in the forward pass, so that each logit is computed once. For that it needs the gradient of
-each token's loss in advance: `loss_gradient` predicts it, and the backward pass checks the one that arrives.
+`LossHead` replaces its LM head (`model.cross_entropy_loss_fusion` with `cross_entropy_fusion_impl=linear`):
+`kernels.cross_entropy` sends a few thousand tokens at a time through the head and never holds all logits. It computes
+gradients in the forward pass, so each logit is computed once. That needs the gradient of each token's loss in advance:
+`loss_gradient` predicts it, and the backward pass checks the one that arrives.
 
-With another loss than the linear one, megatron-core computes logits and token losses itself. Either way `summed_loss`
-reduces token losses to what its schedules expect.
+With other losses megatron-core computes logits and token losses itself. Either way `summed_loss` reduces token losses
+to what its schedules expect.
 
 Under tensor parallelism each rank holds a part of the vocabulary. The ranks exchange three numbers per token for the
-loss; megatron-core's mappings sum the gradients of the hidden states over the ranks, as they do for its own head.
+loss; megatron-core's mappings sum the hidden states' gradients over the ranks, as they do for its own head.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,10 @@ from gpt_pretrain.spec.products import chunk_tokens
 
 
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of a microbatch as the schedules take it, from the cross entropy of each token in nats, [b, s].
+    """The loss of a microbatch as the schedules take it, from token losses [b, s] in nats.
 
-    `loss_mask`, [b, s], is 1 where a token counts.
-
-    Returns:
-        The sum over the tokens that count, their number, and both as a report, fp32 [2].
+    `loss_mask`, [b, s], is 1 for tokens that count. The result is the sum over these tokens, their number, and both as
+    a report, fp32 [2].
     """
     mask = loss_mask.reshape(-1).float()
     loss_sum = torch.dot(losses.reshape(-1).float(), mask)
@@ -43,24 +41,23 @@ def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Te
 
 
 def loss_gradient(loss_mask: torch.Tensor, num_microbatches: int, *, per_token: bool) -> torch.Tensor:
-    """The gradient of each token's loss that the schedules will hand back, [b, s] in fp32.
+    """The gradient of each token's loss that the schedules will hand back, fp32 [b, s].
 
-    megatron-core's `forward_step_calc_loss` divides the sum of `summed_loss` by the number of tokens, at least 1, and
-    by the number of microbatches. With `calculate_per_token_loss` it divides the gradients after they are summed.
+    megatron-core's `forward_step_calc_loss` divides `summed_loss` by the number of tokens, at least 1, and by the
+    number of microbatches. With `calculate_per_token_loss` it divides the summed gradients instead.
     """
     mask = loss_mask.float()
     return mask if per_token else mask / num_microbatches / mask.sum().clamp(min=1)
 
 
 class LossHead(ColumnParallelLinear):  # type: ignore[misc]
-    """megatron-core's LM head, which continues to the losses where it is given labels.
+    """megatron-core's LM head, which goes on to the losses if it gets labels.
 
-    Both the logits and the losses come out of this module's forward pass, so that whatever waits for gathered weights
-    or looks at results can hang on it.
+    Logits and losses both come from its forward pass, which hooks can wait for or look at.
     """
 
     tokens_at_once: int | None = None
-    """Tokens that go through the head together; None: as `spec.products.chunk_tokens` says."""
+    """Tokens that go through the head together; None: `spec.products.chunk_tokens`."""
 
     def forward(
         self,
@@ -71,14 +68,10 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
         labels: torch.Tensor | None = None,
         loss_gradient: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Losses in nats, [b, s] in fp32, and no bias; without labels megatron-core's logits.
+        """Losses in nats, fp32 [b, s], and no bias; without labels megatron-core's logits.
 
-        Args:
-            input_: [s, b, h] (s / TP under sequence parallelism).
-            weight: The embedding's where the two are tied, [vocab / TP, h]; None: the head's own.
-            runtime_gather_output: For logits.
-            labels: [b, s].
-            loss_gradient: [b, s], fp32: the gradient of the step's loss with respect to each token's loss.
+        `input_` is [s, b, h] (s / TP under sequence parallelism), `weight` [vocab / TP, h] a tied embedding's. `labels`
+        are [b, s]; `loss_gradient`, fp32 [b, s], is the gradient of the step's loss by each token's loss.
         """
         if labels is None or loss_gradient is None:
             return super().forward(input_, weight, runtime_gather_output)  # type: ignore[no-any-return]
@@ -100,7 +93,7 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
 
 
 def install_loss_heads(chunks: Sequence[Any]) -> None:
-    """Turns the LM heads of these model chunks into `LossHead`s; weights and all else stay."""
+    """Turns the LM heads of model chunks into `LossHead`s."""
     for chunk in chunks:
         if chunk.post_process:
             assert type(chunk.output_layer) is ColumnParallelLinear, "LossHead was written for this very class"

@@ -1,7 +1,6 @@
 """The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism.
 
-`translate_*` make megatron-core's configs of a run: the fields of `spec.core_fields`, in the types of torch and
-megatron-core.
+`translate_*` make a run's megatron-core configs: the fields of `spec.core_fields` in torch's and megatron-core's types.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,9 +52,8 @@ _ACTIVATIONS = {
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """The type of torch with this name."""
-    found: torch.dtype = getattr(torch, dtype.value)
-    return found
+    """The torch type with this name."""
+    return getattr(torch, dtype.value)  # type: ignore[no-any-return]
 
 
 def _live(value: Any) -> Any:
@@ -76,7 +74,7 @@ def _arguments(fields: Iterable[Field]) -> dict[str, Any]:
 
 
 def translate_transformer(spec: RunSpec) -> TransformerConfig:
-    """The config of the layers."""
+    """The layers' config."""
     return TransformerConfig(**_arguments(transformer_fields(spec)))
 
 
@@ -89,7 +87,7 @@ def translate_optimizer(spec: RunSpec) -> OptimizerConfig:
     """The config of the optimizer."""
     options = OptimizerConfig(**_arguments(optimizer_fields(spec)))
     if spec.model.optim.use_precision_aware_optimizer:
-        # Set after megatron-core's check, which asks for Transformer Engine's FusedAdam: ours replaces it.
+        # Set after megatron-core's check, which demands Transformer Engine's FusedAdam.
         for name, value in _arguments(optimizer_state_fields(spec)).items():
             setattr(options, name, value)
     return options
@@ -98,11 +96,9 @@ def translate_optimizer(spec: RunSpec) -> OptimizerConfig:
 def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPTModel]:
     """The GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
 
-    Layers without TE are built from `local_layers`; None: megatron-core's own, compiled if the run asks for that.
-
-    Returns:
-        Models that map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s], on the last
-        stage, and to hidden states [s, b, h] on the others (s / TP under sequence parallelism).
+    On the last stage they map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s]; on the
+    others to hidden states [s, b, h] (s / TP under sequence parallelism). Without TE layers are built from
+    `local_layers`; None: megatron-core's own, compiled if the run asks for it.
     """
     model, kernels, platform = spec.model, spec.kernels, spec.platform
     transformer_config = translate_transformer(spec)
@@ -150,24 +146,22 @@ class Model:
     """This rank's model, ready to train."""
 
     spec: RunSpec
-    """What it was built from."""
     gpt_chunks: list[GPTModel]
-    """The model chunks of this rank, unwrapped."""
+    """This rank's model chunks."""
     chunks: list[DistributedDataParallel]
-    """The same chunks, wrapped: what the schedules and the optimizer take."""
+    """The same chunks wrapped, for the schedules and the optimizer."""
     transformer_config: TransformerConfig
     output_processor: Callable[..., torch.Tensor] | None
-    """The function that turns GPTModel's hidden states into losses (`loss.losses_from_head`); its context is the
-    gradient of each token's loss. None: GPTModel computes logits and losses itself."""
+    """Turns GPTModel's hidden states into losses (`loss.losses_from_head`). None: GPTModel computes the losses."""
     num_parameters: int
     """Parameters of the whole model, over all ranks; tied embeddings count once."""
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """All ranks hold the newest parameters inside, for whatever reads them outside of a training step.
+        """Inside, all ranks hold the newest parameters, for readers outside of training steps.
 
-        With `overlap_param_gather` the optimizer leaves each rank with its own new shard, and the next forward pass in
-        training gathers the rest. A validation or a checkpoint in between would see the old ones.
+        With `overlap_param_gather` each rank has its own new shard after a step, and the next training forward pass
+        gathers the rest. A validation or a checkpoint in between would see old ones.
         """
         overlapped = self.chunks[0].ddp_config.overlap_param_gather
         if overlapped:
@@ -182,7 +176,7 @@ class Model:
 
     @contextmanager
     def without_overlapped_exchange(self) -> Iterator[None]:
-        """Microbatches follow each other inside, each through whole layers, for what counts or watches them."""
+        """Inside, microbatches pass through the layers one after the other, for what counts or watches them."""
         overlapped = self.transformer_config.overlap_moe_expert_parallel_comm
         self.transformer_config.overlap_moe_expert_parallel_comm = False
         try:
@@ -202,10 +196,7 @@ class Model:
 
 
 def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model:
-    """Builds this rank's chunks and wraps them in megatron-core's DistributedDataParallel.
-
-    Process groups must be open (`megatron.parallel.process_groups`). The arguments are those of `build_gpt_chunks`.
-    """
+    """Builds this rank's chunks (`build_gpt_chunks`), wrapped for data parallelism; process groups must be open."""
     gpt_chunks = build_gpt_chunks(spec, local_layers)
     transformer_config, kernels = gpt_chunks[0].config, spec.kernels
     linear = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
@@ -222,12 +213,12 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
             transformer_config,
             ddp_config,
             module,
-            # Only the first chunk's gradients are reduced while others still compute.
+            # Only the first chunk's gradients are reduced while others compute.
             disable_bucketing=index > 0,
         )
         for index, module in enumerate(modules)
     ]
-    # The schedules look for these in the config; megatron-core's training script sets them in the same way.
+    # The schedules look for these in the config, as megatron-core's training script sets them.
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = None
     if spec.model.overlap_grad_reduce:
@@ -254,35 +245,23 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
 def _parameters_by_group(
     chunks: Sequence[GPTModel],
 ) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
-    """This rank's parameters with the ranks that share the model: those of experts, and those of all the rest.
+    """This rank's parameters, those of experts apart, with the ranks that share the model.
 
-    Over these ranks each counts once: replicas and copies of a tied embedding are left out on all but one of them.
+    Each parameter is listed on one of these ranks: replicas and the copy of a tied embedding are left out elsewhere.
     """
-    named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
-    copies = {
-        id(parameter)
+    own = [
+        (".experts." in name, parameter)
         for chunk in chunks
-        for parameter in chunk.parameters()
-        if getattr(parameter, "shared", False) and not chunk.pre_process
-    }
-    for of_experts, rank, group in (
-        (False, parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_model_parallel_group()),
-        (
-            True,
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
-        ),
-    ):
-        yield (
-            group,
-            [
-                parameter
-                for name, parameter in named
-                if (".experts." in name) is of_experts
-                and id(parameter) not in copies
-                and (rank == 0 or getattr(parameter, "tensor_model_parallel", False))
-            ],
-        )
+        for name, parameter in chunk.named_parameters()
+        # A tied embedding has its copy on the last stage.
+        if chunk.pre_process or not getattr(parameter, "shared", False)
+    ]
+    dense_rank, dense_group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_model_parallel_group()
+    expert_rank = parallel_state.get_expert_tensor_parallel_rank()
+    expert_group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    for experts, rank, group in ((False, dense_rank, dense_group), (True, expert_rank, expert_group)):
+        whole = [each for of_experts, each in own if of_experts is experts]
+        yield group, [each for each in whole if rank == 0 or getattr(each, "tensor_model_parallel", False)]
 
 
 def sums_over_parameters(chunks: Sequence[GPTModel], *measures: Callable[[torch.nn.Parameter], int]) -> list[int]:

@@ -1,17 +1,17 @@
-"""An optimizer's state in a checkpoint: one form, however the ranks of a run share parameters and states.
+"""An optimizer's state in a checkpoint: one form for all layouts of parameters and states.
 
-megatron-core 0.19 writes a different form from each of its optimizers: plain, with masters, distributed. Here all of
-them write the same. The tensors of a parameter lie under `optimizer.state.KIND.PARAMETER` in the parameter's own shape,
-with KIND exp_avg and exp_avg_sq (Adam), momentum_buffer (SGD) and fp32_param (masters, where parameters are BF16). The
-steps taken are one number. The configuration says whatever else an optimizer holds. States in fewer bytes than fp32 are
-saved as plain numbers, in the smallest type that holds them exactly, and read into host memory first, so that runs with
-and without them continue from each other's checkpoints.
+megatron-core 0.19 writes another form from each of its optimizers: plain, with masters, distributed. Here all write the
+same. A parameter's tensors lie under `optimizer.state.KIND.PARAMETER` in the parameter's own shape, with KIND exp_avg
+and exp_avg_sq (Adam), momentum_buffer (SGD) and fp32_param (masters of BF16 parameters). The step count is one number.
+All else comes from the configuration. States in fewer bytes than fp32 are saved as plain numbers, in the smallest type
+that holds them exactly, and read into host memory first, so runs with and without them continue from each other's
+checkpoints.
 
 A distributed optimizer lays all parameters end to end and gives each rank a stretch of that line. megatron-core 0.19
-gathers the whole line on every rank before it saves: 12 bytes of host memory per parameter, and seconds in which
-training stands still. But a stretch of a tensor laid out row by row is a few boxes of it (the rest of a row, whole
-rows, the beginning of a row), and torch's checkpoint format takes any boxes that make up the whole. So each rank
-writes and reads its own boxes in place, and nothing is gathered. Readers assemble what they ask for, in any layout.
+gathers the whole line on every rank before it saves: 12 bytes of host memory per parameter, and seconds without
+training. But a stretch of a tensor laid out row by row is a few boxes (the rest of a row, whole rows, the beginning of
+a row), and torch's checkpoint format takes any boxes that make up the whole. So each rank writes and reads its own
+boxes in place. Readers assemble what they ask for, in any layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,12 +29,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import Master, Moment, StoredValues
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
+from gpt_pretrain.megatron.optimizer import PrecisionAwareAdam, PrecisionAwareOptimizer
 
 type _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-# Values that are copied to the device at once, to be stored there in fewer bytes.
+# Values copied to the device at once, to be stored there in fewer bytes.
 _VALUES_AT_ONCE = 2**16 * SCALED_BLOCK
 
 
@@ -44,10 +44,10 @@ def sharded_optimizer_state(
     """This rank's part of the optimizer, to write from or to read into.
 
     Args:
-        optimizer: megatron-core's; before its first step it gets its states first.
-        model_state: The sharded state of the model's chunks, which gives the tensors their names and places.
+        optimizer: megatron-core's; it gets its states if it made no step yet.
+        model_state: The sharded state of the model's chunks, with the tensors' names and places.
         metadata: megatron-core's choice of formats.
-        is_loading: Whether the tensors are to be read into; megatron-core's plain optimizers ask.
+        is_loading: Whether the tensors are to be read into.
 
     Returns:
         "step": steps taken; "tensors": what belongs to parameters; "parts": what stays on this rank, for
@@ -57,7 +57,7 @@ def sharded_optimizer_state(
     tensors: dict[str, Any] = {}
     nested: list[Any] = []
     for part in parts:
-        # megatron-core's own function forgets Adam's step count, which torch keeps beside the moments.
+        # megatron-core's function forgets Adam's step count, which torch keeps beside the moments.
         part.init_state_fn = _allocate_states
         _allocate_states(part.optimizer)
         if isinstance(part, DistributedOptimizer):
@@ -79,10 +79,7 @@ def sharded_optimizer_state(
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Restores what `sharded_optimizer_state` described and megatron-core has read.
-
-    Masters, moments and the step count come from the checkpoint; rates, betas and decay are the configuration's.
-    """
+    """Restores what `sharded_optimizer_state` described and megatron-core has read."""
     step = state["step"]
     for part, nested in zip(_parts(optimizer), state["parts"], strict=True):
         if isinstance(part, DistributedOptimizer):
@@ -98,7 +95,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
         if isinstance(part.optimizer, PrecisionAwareAdam):
             part.optimizer.steps_taken.fill_(step)
         if isinstance(part.optimizer, _ADAM):
-            # megatron-core hands one step tensor to all parameters, and each of them would count it up.
+            # megatron-core gives all parameters one step tensor, which each would count up.
             for parameter, moments in part.optimizer.state.items():
                 moments["step"] = torch.tensor(float(step), device=parameter.device)
 
@@ -107,8 +104,8 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
 def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weights: dict[str, Any]) -> None:
     """Makes masters from weights that were loaded without an optimizer, and FP8 weights from these masters.
 
-    The model's chunks hold the weights already; `weights` has the loaded tensors, not rounded to FP8, by chunk:
-    `model`, or `model0`, `model1`, ….
+    The chunks hold the weights already; `weights` has the loaded tensors before any rounding to FP8, by chunk: `model`,
+    or `model0`, `model1`, ….
     """
     for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
@@ -120,23 +117,21 @@ def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weight
 
 @torch.no_grad()
 def share_weights_of_masters(optimizer: MegatronOptimizer, model: Model) -> None:
-    """Makes weights follow the loaded masters on all ranks, where loading did not do so; after scales were loaded.
+    """Makes weights follow the loaded masters on all ranks; scales must be loaded already.
 
-    Weights stored in FP8 are BF16 in megatron-core's checkpoints. Cast from there, each would take the scale that it
-    happens to have in a fresh model (delayed) or one from a rounded amax (tensorwise), and the run would continue from
-    other weights than it was saved with.
+    FP8 weights are BF16 in megatron-core's checkpoints. Cast from there, each would take the scale of a fresh model
+    (delayed) or one from a rounded amax (tensorwise), and the run would not continue from the weights it had.
 
-    BF16 weights of the precision-aware optimizer: each rank has rewritten its part with the masters that it took. If
-    the masters were saved in another type, these differ from the loaded weights that the other ranks still hold.
+    With the precision-aware optimizer each rank rewrote its part of the BF16 weights from its masters. Masters saved in
+    another type make it differ from the loaded weights that other ranks still hold.
     """
-    in_fp8 = [
-        part
-        for part in _parts(optimizer)
-        if isinstance(part, DistributedOptimizer) and part.ddp_config.fp8_param_gather
-    ]
-    for part in in_fp8:
-        part._copy_main_params_to_model_params()
-    if in_fp8 or any(isinstance(part, PrecisionAwareOptimizer) for part in _parts(optimizer)):
+    must_gather = False
+    for part in _parts(optimizer):
+        in_fp8 = isinstance(part, DistributedOptimizer) and part.ddp_config.fp8_param_gather
+        if in_fp8:
+            part._copy_main_params_to_model_params()
+        must_gather |= in_fp8 or isinstance(part, PrecisionAwareOptimizer)
+    if must_gather:
         for chunk in model.chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -147,7 +142,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _allocate_states(inner: torch.optim.Optimizer, *_: object) -> None:
-    """Gives an optimizer before its first step the states that the step would make: zeros."""
+    """Gives an optimizer the zero states that its first step would make."""
     if not isinstance(inner, _ADAM):
         # `PrecisionAwareAdam` and SGD have their states already (`optimizer.build_optimizer`).
         assert isinstance(inner, PrecisionAwareAdam | torch.optim.SGD), f"{type(inner).__name__} has unknown states"
@@ -155,7 +150,7 @@ def _allocate_states(inner: torch.optim.Optimizer, *_: object) -> None:
     for group in inner.param_groups:
         for parameter in group["params"]:
             if not inner.state[parameter]:
-                # Fused, it counts where the parameter is.
+                # Fused Adam counts on the parameter's device.
                 inner.state[parameter] = {
                     "step": torch.tensor(0.0, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),
@@ -170,7 +165,7 @@ def _steps_taken(inner: torch.optim.Optimizer) -> int:
 
 
 def _states_as_they_lie(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
-    """Masters and moments of a parameter, [n] each; states in fewer bytes are read only when they are saved."""
+    """Masters and moments of a parameter, [n] each; those in fewer bytes are read only when they are saved."""
     if isinstance(part, PrecisionAwareOptimizer):
         return {kind: StoredValues(state) for kind, state in part.states(parameter).items()}
     states: dict[str, torch.Tensor] = dict(part._get_main_param_and_optimizer_states(parameter))
@@ -181,14 +176,14 @@ def _states_as_they_lie(part: DistributedOptimizer, parameter: torch.nn.Paramete
 
 
 class _HostStates:
-    """Host memory for states that take fewer bytes on the device, where they would not fit as plain numbers."""
+    """Host memory for states in few bytes, which may not fit the device as plain numbers."""
 
     def __init__(self, part: PrecisionAwareOptimizer) -> None:
         self._part = part
         self._read: list[tuple[Master | Moment, torch.Tensor]] = []
 
     def __call__(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
-        """Room for the states of a parameter, [n] each."""
+        """Memory for the states of a parameter, [n] each."""
         room = {}
         for kind, state in self._part.states(parameter).items():
             room[kind] = torch.empty(state.values.shape, dtype=state.saved_as, device="cpu")
@@ -209,11 +204,11 @@ class _Shards:
     own: dict[str, torch.Tensor]
     """The tensors by their names in the state."""
     host: _HostStates | None
-    """Owns the memory that is read into, unless the optimizer does."""
+    """Owns the memory; None: the optimizer does."""
 
 
 class _Place(str):
-    """Marks where a tensor was taken from, by its name among the tensors."""
+    """Stands for a tensor that was taken out, by its name among the tensors."""
 
     __slots__ = ()
 
@@ -237,9 +232,9 @@ def _own_shards(
     model_state: dict[str, Any],
     states_of: Callable[[torch.nn.Parameter], Mapping[str, torch.Tensor]],
 ) -> Iterator[ShardedTensor]:
-    """Masters and moments of this rank, where they lie in the tensors of the parameters.
+    """Masters and moments of this rank, with their places in the parameters' tensors.
 
-    `model_state`, the sharded state of the model's chunks, says where a parameter lies in the whole model. `states_of`
+    `model_state`, the sharded state of the model's chunks, gives the parameters' places in the whole model; `states_of`
     gives this rank's states of a parameter, [n] each, by their kinds in a checkpoint.
     """
     entries = nested_values(model_state)
@@ -255,7 +250,7 @@ def _own_shards(
 def _tensors_of(
     place: ShardedTensor | ShardedTensorFactory, prefix: str, dtype: torch.dtype
 ) -> Iterator[ShardedTensor]:
-    """The tensors that a parameter becomes in a checkpoint, without values; a SwiGLU's gate and up are two."""
+    """The tensors of a parameter in a checkpoint, without values; a SwiGLU's gate and up are two."""
     shape = torch.empty(place.data.shape, dtype=dtype, device="meta")
     if isinstance(place, ShardedTensorFactory):
         built = replace(place, key=prefix + place.key, data=shape).build()
@@ -265,9 +260,9 @@ def _tensors_of(
 
 
 def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """The boxes of one tensor that `values` hold: [n], this rank's stretch of the parameter, from `start` on.
+    """The boxes of a tensor, a contiguous view into a parameter, that this rank's stretch of the parameter covers.
 
-    The tensor is a contiguous view into the parameter.
+    `values`, [n], is the stretch, from `start` on.
     """
     assert place.data.is_contiguous(), f"{place.key} does not lie row by row in its parameter"
     first = place.data.storage_offset()
@@ -285,7 +280,7 @@ def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[
             global_shape=place.global_shape,
             global_offset=tuple(whole + offset for whole, offset in zip(place.global_offset, own, strict=True)),
             axis_fragmentations=None,
-            # No other rank of the data parallel group has it.
+            # No other data parallel rank has it.
             replica_id=(*place.replica_id[:-1], 0),
             allow_shape_mismatch=place.allow_shape_mismatch,
         )
@@ -293,11 +288,7 @@ def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[_Box]:
-    """Cuts the stretch from `start` to `end` of a tensor laid out row by row into boxes, in order.
-
-    Yields:
-        Offsets and sizes, one of each per axis.
-    """
+    """Cuts the stretch from `start` to `end` of a tensor laid out row by row into boxes (offsets, sizes), in order."""
     if start >= end:
         return
     if len(shape) <= 1:

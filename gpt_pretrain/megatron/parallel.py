@@ -1,11 +1,10 @@
 """Process groups: from the launcher's ranks to megatron-core's tensor, pipeline, context and data parallel groups.
 
-Also what ranks do together outside of training: agree on the configuration, or take an answer from rank 0; and
-Transformer Engine's (TE's) user buffers, memory of each rank that the others of its tensor parallel group read and
-write. With `model.tp_comm_overlap` a product of TE's linear layers overlaps with the exchange of its input or output
-between the tensor parallel ranks, piece by piece (`initialize_ub` of TE 2.12, pytorch/module/base.py). The buffers hold
-the activations of one microbatch. They belong to the run and are made before the layers, which look them up in every
-pass.
+Also what ranks do together outside of training (agree on the configuration, take an answer from rank 0), and the user
+buffers of Transformer Engine (TE): memory of each rank that the others of its tensor parallel group read and write.
+With `model.tp_comm_overlap` TE's linear layers exchange their inputs or outputs through them piece by piece, during the
+product (`initialize_ub` of TE 2.12, pytorch/module/base.py). They hold the activations of one microbatch and are made
+before the layers, which look them up in every pass.
 """
 
 import ctypes
@@ -36,7 +35,7 @@ from gpt_pretrain.spec.run_spec import RunSpec
 
 # Differences between ranks that an error names.
 _KEYS_SHOWN = 5
-# A busy machine lets a process wait so long.
+# A process on a busy machine may wait this long.
 _FAREWELL_S = 20.0
 _STANDARD_OUTPUT = 1
 
@@ -45,38 +44,38 @@ _STANDARD_OUTPUT = 1
 def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> Iterator[None]:
     """Opens torch.distributed and megatron-core's groups; closes them at the end.
 
-    Rank order is Megatron-LM's (TP fastest, then CP, DP, PP): the ranks of a tensor parallel group sit on one node.
-    A single process opens no port: its store lives in memory.
+    Rank order is Megatron-LM's (TP fastest, then CP, DP, PP), so a tensor parallel group sits on one node. A single
+    process opens no port: its store lives in memory.
 
     Raises:
         UserError: The ranks do not have the same `model`.
     """
     if platform.cuda:
-        # srun can show each task only a GPU of its own.
+        # srun can show each task its own GPU only.
         torch.cuda.set_device(launch.local_rank if launch.local_rank < platform.num_gpus else 0)
     backend = "nccl" if platform.cuda else "gloo"
     timeout = timedelta(minutes=30)
     if launch.world_size == 1:
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        # The launcher's store: torchrun has opened it already, srun's ranks open it on the first host.
+        # torchrun has opened this store already; srun's ranks open it on the first host.
         os.environ.setdefault("MASTER_ADDR", launch.master_addr)
         os.environ.setdefault("MASTER_PORT", str(launch.master_port))
-        # Without a device here, torch opens NCCL's communicators when their groups are first used. With one, it opens a
-        # communicator for every group. On four GPUs 14 of those 21 were for groups of one rank, which need none; with
-        # 64 channels each they took over 5 GiB of every GPU (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
+        # Without a device argument torch opens NCCL's communicators at first use, with one for every group. On four
+        # GPUs 14 of 21 groups had one rank, which needs none; with 64 channels each those took over 5 GiB of every GPU
+        # (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
         with ended_while_waiting():
             torch.distributed.init_process_group(
                 backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout
             )
     try:
-        # Before the groups are opened: ranks that disagree on these would wait for each other.
+        # Ranks that disagree on the groups would wait for each other as they open.
         check_ranks_agree(dict(flatten(config_to_dict(model), "model")))
         lay_out_ranks(model)
         yield
     except BaseException:
-        # Other ranks may be waiting in a collective that this one will never join. Closing NCCL's groups would wait for
-        # them, and the error would never be printed; the end of the process closes the groups.
+        # Other ranks may wait in a collective that this one will never join. Closing NCCL's groups would wait for them,
+        # and the error would never be printed; the end of the process closes the groups.
         if launch.world_size == 1:
             _close()
         raise
@@ -89,11 +88,10 @@ def _close() -> None:
 
 
 def check_ranks_agree(values: Mapping[str, Any]) -> None:
-    """Raises an error unless all ranks run the same configuration; every rank calls it.
+    """Raises an error unless all ranks run the same configuration; all ranks call it.
 
-    Each rank composes its own, from files and an environment that may differ. A rank with another layout, batch or
-    recipe would leave the others waiting in a collective, or train something that nobody asked for. `values` maps
-    dotted keys to plain values.
+    Each rank composes its own from files and an environment that may differ. Ranks that disagree would wait for each
+    other in a collective, or train something that nobody asked for. `values` maps dotted keys to plain values.
 
     Raises:
         UserError: They differ. It names the keys, the values and a rank that has them.
@@ -116,7 +114,7 @@ def check_ranks_agree(values: Mapping[str, Any]) -> None:
 
 
 def _wait_until_all_know() -> None:
-    """Rank 0 may hold the store, and a rank that leaves breaks off an exchange that others have not finished yet."""
+    """Keeps this rank until all have what they need: rank 0 may hold the store, and leaving breaks off an exchange."""
     store = torch.distributed.distributed_c10d._get_default_store()
     deadline = time.monotonic() + _FAREWELL_S
     known = store.add("ranks that know they differ", 1)
@@ -134,7 +132,7 @@ def _differences(everybody: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def lay_out_ranks(model: ModelConfig) -> None:
-    """Opens megatron-core's groups for a model's parallel sizes and seeds dropout; torch.distributed is open."""
+    """Opens megatron-core's groups for a model's parallel sizes, and seeds dropout."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,
@@ -142,7 +140,7 @@ def lay_out_ranks(model: ModelConfig) -> None:
         context_parallel_size=model.context_parallel_size,
         expert_model_parallel_size=model.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size(model),
-        # These would be additional groups for CPU tensors beside NCCL.
+        # Those would be groups for CPU tensors beside NCCL's.
         create_gloo_process_groups=False,
     )
     track_random_states(in_graphs=False)
@@ -150,23 +148,17 @@ def lay_out_ranks(model: ModelConfig) -> None:
 
 
 def track_random_states(*, in_graphs: bool) -> None:
-    """Chooses the tracker of dropout's random states: TE's `in_graphs`, because CUDA graphs can draw from it."""
+    """Chooses the tracker of dropout's random states; CUDA graphs need TE's (`in_graphs`)."""
     tensor_parallel.random.initialize_rng_tracker(use_te_rng_tracker=in_graphs, force_reset=True)
 
 
 def seed_dropout(seed: int) -> None:
-    """Sets this rank's random states of dropout.
-
-    They differ between tensor parallel ranks where activations are split, and between pipeline stages.
-    """
+    """Seeds dropout, differently on pipeline stages, and on tensor parallel ranks that split activations."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
-    """Runs a function on rank 0 and gives its result, or its UserError, to every rank; all ranks call it.
-
-    An error on one rank alone would leave the others waiting for it.
-    """
+    """Runs a function on rank 0 and gives its result, or its error as a UserError, to all ranks; all ranks call it."""
     answer: list[tuple[Result | None, str | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
         try:
@@ -183,10 +175,7 @@ def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
 
 
 def sum_over(group: torch.distributed.ProcessGroup, values: torch.Tensor) -> None:
-    """Sums `values` over the ranks of a group in place; a group of one sends nothing.
-
-    For a single rank NCCL would open a communicator that takes 0.4 GiB of the GPU (see `process_groups`).
-    """
+    """Sums `values` over a group in place; for one rank NCCL would open a communicator of 0.4 GiB for nothing."""
     if group.size() > 1:
         torch.distributed.all_reduce(values, group=group)
 
@@ -196,18 +185,18 @@ def context_parallel_slices(tensors: dict[str, torch.Tensor]) -> dict[str, torch
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return tensors
-    # Without the group megatron-core 0.19 takes all ranks for it: CP 2 × DP 2 would leave out half of each sequence.
+    # By default megatron-core 0.19 slices over all ranks: CP 2 × DP 2 would skip half of each sequence.
     slices: dict[str, torch.Tensor] = get_batch_on_this_cp_rank(tensors, is_hybrid_cp=False, cp_group=group)
     return slices
 
 
 def data_parallel_rank() -> int:
-    """This rank's index among those that see different samples; context parallel ranks see the same ones."""
+    """This rank's index among those with different samples; context parallel ranks share theirs."""
     return int(parallel_state.get_data_parallel_rank())
 
 
 def is_last_stage_writer() -> bool:
-    """Whether this rank holds the loss and reports it for its tensor parallel group."""
+    """Whether this rank reports the loss for its tensor parallel group."""
     return bool(
         parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -216,10 +205,10 @@ def is_last_stage_writer() -> bool:
 
 @contextmanager
 def user_buffers(spec: RunSpec) -> Iterator[None]:
-    """Makes the buffers if `model.tp_comm_overlap` asks for them; process groups are open.
+    """Makes user buffers if `model.tp_comm_overlap` asks for them; process groups must be open.
 
     Raises:
-        UserError: The GPUs of this host have no multicast, and the environment does not allow a run without it.
+        UserError: The GPUs have no multicast, and the environment does not say to do without.
     """
     model = spec.model
     if not model.tp_comm_overlap:
@@ -245,16 +234,13 @@ def user_buffers(spec: RunSpec) -> Iterator[None]:
             bootstrap_backend="nccl",
         )
     yield
-    # Not after an error: that would wait for the GPU, which may be waiting for a rank that will never come.
+    # After an error this would wait for the GPU, which may be waiting for a rank that never comes.
     base.destroy_ub()
 
 
 @contextmanager
 def silent_output() -> Iterator[None]:
-    """Discards what is written to the standard output inside, by C libraries too.
-
-    The standard output belongs to the run, and TE reports every buffer there.
-    """
+    """Discards standard output, also that of C libraries: TE reports every buffer there."""
     sys.stdout.flush()
     kept = os.dup(_STANDARD_OUTPUT)
     try:
@@ -263,7 +249,7 @@ def silent_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        # C keeps its own buffer of lines.
+        # C has its own buffer.
         ctypes.CDLL(None).fflush(None)
         os.dup2(kept, _STANDARD_OUTPUT)
         os.close(kept)
@@ -271,9 +257,9 @@ def silent_output() -> Iterator[None]:
 
 @contextmanager
 def without_user_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, exchanges follow the products of a forward pass without gradients, whose length is then free.
+    """Inside, forward passes without gradients exchange after their products and can have any length.
 
-    With overlap TE cuts the output of a row-parallel product into pieces of the buffer's shape, gradients or not.
+    With overlap TE cuts the output of a row-parallel product into pieces of the buffer's shape.
     """
     modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     overlapped = [module for module in modules if getattr(module, "ub_overlap_rs_fprop", False)]

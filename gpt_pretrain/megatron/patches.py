@@ -1,9 +1,8 @@
 """Every change to another library's globals: what is replaced, why, and the upstream version that makes it unnecessary.
 
-The replacements live with their subjects and are put in place by `patch`, or `patched` for a while. Nothing else in the
-package assigns to what it imports from another library. A library that no longer has the patched name raises an error
-before the run starts, instead of ignoring what nobody reads any more. When raising the version of a library, read the
-records' `until`.
+The replacements live with their subjects; `patch` puts them in place, or `patched` for a while. Nothing else in the
+package assigns to what it imports from another library. If a library no longer has the patched name, that is an error
+before the run starts. When raising a library's version, read the records' `until`.
 
 One change to torch replaces no attribute and is not listed: without a GPU, `cpu.py` enters a `TorchFunctionMode`.
 """
@@ -25,13 +24,13 @@ class Patch:
     place: str
     """The module, or "module:Class"."""
     names: Mapping[str, _Parameters]
-    """Each name with the parameters of the Python function that it stands for; None for anything else."""
+    """Each name with the parameters of its Python function; None for anything else."""
     absent_without: str | None = None
-    """A library that brings the functions among the names; without it they do not exist before they are patched."""
+    """A library without which the names do not exist until they are patched."""
     what: str
     why: str
     until: str
-    """The version, or the condition, that ends the patch."""
+    """The condition that ends the patch."""
 
     def owner(self) -> Any:
         """The module or class, imported."""
@@ -41,10 +40,10 @@ class Patch:
 
 
 def patch(record: Patch, **values: Any) -> None:
-    """Replaces names of a record for the life of the process; repeating it with the same values changes nothing.
+    """Replaces names of a record for the life of the process.
 
     Raises:
-        RuntimeError: The installed library does not have the name.
+        RuntimeError: The installed library lacks the name.
     """
     owner = record.owner()
     for name, value in values.items():
@@ -54,7 +53,7 @@ def patch(record: Patch, **values: Any) -> None:
 
 @contextmanager
 def patched(record: Patch, **values: Any) -> Iterator[None]:
-    """Replaces names of a record, like `patch`, while the context lasts, whatever ends it."""
+    """Replaces names of a record, like `patch`, while the context lasts."""
     owner = record.owner()
     before = {}
     for name in values:
@@ -71,7 +70,7 @@ def patched(record: Patch, **values: Any) -> Iterator[None]:
 
 
 def hide_libraries(*names: str) -> None:
-    """Makes imports of these libraries fail from now on, unless they were imported already (see `CPU_LIBRARIES`)."""
+    """Makes later imports of these libraries fail, unless they are imported already (`CPU_LIBRARIES`)."""
     for name in names:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes an import fail
 
@@ -124,35 +123,34 @@ CPU_TRACKED_STATE = _without_cuda(
 CPU_RECOMPUTATION = _without_cuda(
     "megatron.core.tensor_parallel.random:CheckpointFunction",
     {"backward": ("ctx", "args")},
-    "recomputed activations enter a function mode of their own: torch switches a mode off while its handler runs, and "
-    "a backward pass runs inside of one",
+    "recomputation enters its own function mode: torch disables a mode in its handler, where backward passes run",
 )
 CPU_GROUPS = Patch(
     place="torch.distributed.distributed_c10d",
     names={"ProcessGroupGloo": None},
-    what="all groups of a process look for messages in one thread",
-    why="torch 2.11 starts a thread for each of gloo's groups that looks for messages 100 times a second, idle or not: "
-    "of megatron-core's 20 groups these threads took 2% of a core on each rank, and their wake-ups slowed the others",
-    until="torch hands a group's options on to ProcessGroupGloo, or gloo's threads wait for messages",
+    what="all groups of a process share one message thread",
+    why="torch 2.11 starts a thread per gloo group that polls 100 times a second, idle or not: for megatron-core's 20 "
+    "groups that took 2% of a core on each rank and slowed the others",
+    until="torch passes a group's options to ProcessGroupGloo, or gloo's threads wait for messages",
 )
 CPU_DISPATCHER = _without_cuda(
     "megatron.core.transformer.moe.token_dispatcher",
     {"maybe_move_tensor_to_cpu": ("tensor", "as_numpy", "record_stream")},
-    "counts of tokens, which are on the CPU already, become the numbers that collectives take",
+    "token counts, which are on the CPU already, become the numbers that collectives take",
 )
 CPU_GATHER = Patch(
     place="megatron.core.distributed.param_and_grad_buffer",
     names={"dist_all_gather_func": None},
     what="parameters are gathered as bytes",
-    why="gloo takes all that is gathered in one call for tensors of one type (torch 2.11): of FP8 and BF16 parameters "
-    "it wrote codes as BF16 numbers, without an error",
+    why="gloo assumes one type for all tensors of a call (torch 2.11): with FP8 and BF16 parameters it silently wrote "
+    "codes as BF16 numbers",
     until="torch's ProcessGroupGloo.allgather_into_tensor_coalesced takes several types, or refuses them",
 )
 CPU_LIBRARIES = Patch(
     place="sys",
     names={"modules": None},
     what="Transformer Engine and apex do not import (hide_libraries)",
-    why="megatron-core takes their optimizers and norms wherever they import, and those are CUDA kernels",
+    why="megatron-core uses their optimizers and norms, which are CUDA kernels, wherever they import",
     until="megatron-core's caller can choose the implementations",
 )
 
@@ -160,16 +158,16 @@ COMPILED_SHAPES = Patch(
     place="torch._dynamo.config",
     names={"recompile_limit": None},
     what="one function may be compiled for 64 shapes instead of 8",
-    why="TorchAO's casts and products are one function each, and a model has more shapes of tensors than 8",
+    why="TorchAO's casts and products are one function each, and a model has more than 8 tensor shapes",
     until="torch.compile takes the limit as an argument",
 )
 COMPILED_GRAPHS = Patch(
     place="torch.compiler.config",
     names={"cache_key_tag": None},
-    what="graphs that torch.compile keeps on disk are found by the CPU's instruction set too",
-    why="torch 2.11 writes C++ for one instruction set and finds it under a key that does not name the set: with "
-    "ATEN_CPU_CAPABILITY lowered, or a cache that unlike hosts share, it compiles that for another set, which fails "
-    "(at::vec has not been declared) or reads vectors of another width",
+    what="the key of torch.compile's cached graphs names the CPU's instruction set",
+    why="torch 2.11 caches C++ for one instruction set under a key without it: with ATEN_CPU_CAPABILITY lowered, or a "
+    "cache shared by unlike hosts, compiling it for another set fails (at::vec has not been declared) or reads vectors "
+    "of another width",
     until="torch._inductor.codecache.FxGraphHashDetails has the instruction set",
 )
 
@@ -177,16 +175,16 @@ GRADIENT_NORM = Patch(
     place="megatron.core.optimizer.clip_grads",
     names={"l2_norm_impl": None, "multi_tensor_scale_tensor_impl": None},
     what="gradient norm and clipping by torch's foreach kernels, without a wait",
-    why="megatron-core 0.19 computes them on the device only with Transformer Engine's multi_tensor_scale_tensor, "
-    "which 2.12 lacks; otherwise it reads each gradient's norm back to the host: 148 waits per step of GPT-2 small",
+    why="megatron-core 0.19 needs Transformer Engine's multi_tensor_scale_tensor, which 2.12 lacks, to compute them on "
+    "the device; otherwise it reads each gradient's norm back to the host: 148 waits per step of GPT-2 small",
     until="Transformer Engine has multi_tensor_scale_tensor; it is then left in place",
 )
 SPLIT = Patch(
     place="megatron.core.transformer.attention",
     names={"SplitAlongDim": None},
     what="Transformer Engine's split of queries, keys and values",
-    why="megatron-core 0.19 looks for it under a name that Transformer Engine 2.12 no longer has, and falls back to "
-    "torch's split, which copies the three gradients together: 14 ms of 312 in a step of GPT-2 small on an H200",
+    why="megatron-core 0.19 looks for it under a name that Transformer Engine 2.12 no longer has; torch's split copies "
+    "the three gradients together: 14 of 312 ms in a step of GPT-2 small on an H200",
     until="megatron-core finds transformer_engine.pytorch.utils.SplitAlongDim; it is then left in place",
 )
 ROTATION = Patch(
@@ -194,15 +192,15 @@ ROTATION = Patch(
     names={"apply_fused_qkv_rotary_pos_emb": None, "HAVE_FUSED_QKV_ROPE": None},
     absent_without="transformer_engine",
     what="queries, keys and values split and rotated in one kernel (fused_layers.split_and_rotate)",
-    why="with Transformer Engine 2.12's kernel of this name a step of Llama 3 8B is no faster than with separate ones",
+    why="Transformer Engine 2.12's kernel of this name makes a step of Llama 3 8B no faster",
     until="Transformer Engine's apply_fused_qkv_rotary_pos_emb is as fast",
 )
 WEIGHT_GRADIENTS = Patch(
     place="megatron.core.tensor_parallel.layers",
     names={"fused_weight_gradient_mlp_cuda": None, "_grad_accum_fusion_available": None},
     absent_without="fused_weight_gradient_mlp_cuda",
-    what="weight gradients added to the main gradient by the product that computes them, in torch's addmm",
-    why="column- and row-parallel layers ask apex's module fused_weight_gradient_mlp_cuda, which is rarely installed",
+    what="weight gradients added to the main gradient by torch's addmm, which computes them",
+    why="column- and row-parallel layers use apex's module fused_weight_gradient_mlp_cuda, which is rarely installed",
     until="megatron-core fuses them without apex; apex's own is left in place",
 )
 
@@ -210,15 +208,15 @@ OPTIMIZERS = Patch(
     place="megatron.core.optimizer",
     names={"USING_PYTORCH_OPTIMIZER": None, "Adam": None, "SGD": None, "DistributedOptimizer": None},
     what="torch's optimizers, or PrecisionAwareAdam in PrecisionAwareOptimizer",
-    why="Transformer Engine's and apex's update by what the host tells them, so that skipping a step needs a wait; and "
-    "the precision-aware optimizer hands over None for FP8 weights of every recipe but delayed scaling",
+    why="Transformer Engine's and apex's skip a step only on the host's word, which is a wait; and the precision-aware "
+    "optimizer supports FP8 weights under delayed scaling only",
     until="megatron-core lets its caller choose the classes of optimizers",
 )
 OPTIMIZER_STATES = Patch(
     place="megatron.core.optimizer.distrib_optimizer",
     names={"HAVE_APEX_OR_TE": None},
-    what="states of torch's optimizers also where Transformer Engine or apex is installed",
-    why="the distributed optimizer takes every optimizer for theirs as soon as one of them imports",
+    what="states of torch's optimizers even if Transformer Engine or apex is installed",
+    why="the distributed optimizer takes every optimizer for theirs if one of them imports",
     until="as the record above",
 )
 WEIGHT_CAST = Patch(
@@ -232,9 +230,9 @@ WEIGHT_CAST = Patch(
             "fsdp_shard_model_params",
         )
     },
-    what="FP8 weights cast from their masters shard by shard (weights.cast_masters)",
-    why="Transformer Engine 2.12 takes a shard for a matrix of one row and casts it together with its transpose, many "
-    "times slower than reading and writing it, and holds all shards in BF16 at once",
+    what="FP8 weights cast from their masters shard by shard (stored_weights.cast_masters)",
+    why="Transformer Engine 2.12 also transposes each shard as a matrix of one row, many times slower than reading and "
+    "writing it, and holds all shards in BF16 at once",
     until="Transformer Engine's cast_master_weights_to_fp8 makes no transposes of shards",
 )
 FP8_WEIGHTS = Patch(
@@ -245,30 +243,29 @@ FP8_WEIGHTS = Patch(
         "_modify_underlying_storage_impl": None,
         "te_post_all_gather_processing": None,
     },
-    what="weights of local layers that are stored in FP8 pass for FP8 weights (stored_weights.py)",
-    why="megatron-core 0.19 knows Transformer Engine's classes only, and local layers must do without it",
+    what="local layers' stored FP8 weights count as FP8 weights (stored_weights.py)",
+    why="megatron-core 0.19 knows Transformer Engine's classes only, and local layers work without it",
     until="megatron-core asks a weight itself, or lets its caller register a class",
 )
 FIRST_VALUES = Patch(
     place="transformer_engine.pytorch.quantization:FP8GlobalStateManager",
     names={"with_high_precision_init_val": ()},
-    what="layers that are being built keep no copy of their weights' first values",
-    why="Transformer Engine 2.12 copies every FP8 weight to the host before it is drawn: 14 GB, over ten seconds for "
-    "Llama 3 8B",
+    what="layers under construction keep no copy of their weights' first values",
+    why="Transformer Engine 2.12 copies undrawn FP8 weights to the host: 14 GB and over ten seconds for Llama 3 8B",
     until="weights can be drawn by TransformerEngineBaseModule.reset_parameters itself",
 )
 
 GRAPH_RECORDING = Patch(
     place="megatron.core.pipeline_parallel.schedules",
     names={"create_cudagraphs": ()},
-    what="recording graphs restores random states, frees the first step's memory and survives an error",
+    what="recording graphs restores random states, frees the first step's memory and cleans up after an error",
     why="megatron-core 0.19 leaves all three to its own training script, or undone",
     until="megatron-core's create_cudagraphs leaves nothing but graphs behind",
 )
 GRAPH_MEMORY = Patch(
     place="megatron.core.transformer.cuda_graphs",
     names={"HAVE_TQDM": None, "alloc_tensor_from_graph_mempool": ("meta",)},
-    what="no progress bar, and a list of what torch's pool of the graphs was opened for",
+    what="no progress bar, and a list of the uses of torch's graph pool",
     why="the console belongs to the run, and megatron-core 0.19 never calls _cuda_releasePool",
     until="delete_cuda_graphs gives the graphs' memory back",
 )
@@ -277,7 +274,7 @@ CHECKPOINT_INDEX = Patch(
     place="torch.distributed.checkpoint.filesystem:FileSystemReader",
     names={"read_metadata": ("self", "args", "kwargs")},
     what="a checkpoint's index is unpickled by a list of names (pickles.py)",
-    why="torch 2.11 unpickles it freely, so that whoever wrote the checkpoint runs code in whoever loads it",
+    why="torch 2.11 unpickles it freely: whoever wrote the checkpoint can run code where it is loaded",
     until="torch reads .metadata by a list, or not as a pickle",
 )
 CHECKPOINT_OBJECTS = Patch(
@@ -293,7 +290,7 @@ def _watched(place: str, *names: str) -> Patch:
     return Patch(
         place=place,
         names=dict.fromkeys(names),
-        what="the live layers' products are reported to the proof and the statistics while these watch",
+        what="the proof and the statistics hear of the live layers' products while they watch",
         why="Transformer Engine has no hook at the products themselves",
         until="Transformer Engine tells a listener about each product (its debug tools write files)",
     )
@@ -316,9 +313,9 @@ def _searched(place: str, name: str, parameters: _Parameters) -> Patch:
     return Patch(
         place=place,
         names={name: parameters},
-        what="tensors that are cast in blocks are searched for infinities during a step (fp8/infinities.py)",
-        why="Transformer Engine 2.12 makes the largest code of an infinity and keeps no amax of a block",
-        until="Transformer Engine's casts leave an infinity, or tell of it",
+        what="during a step tensors that are cast in blocks are searched for infinities (fp8/infinities.py)",
+        why="Transformer Engine 2.12 turns an infinity into the largest code and keeps no amax of a block",
+        until="Transformer Engine's casts keep or report an infinity",
     )
 
 

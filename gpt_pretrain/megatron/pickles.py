@@ -1,9 +1,8 @@
-"""A checkpoint is read without running anything that it says: pickles may name what is on a list, and nothing else.
+"""A checkpoint is read without running anything in it: pickles may name what is on a list, and nothing else.
 
 torch keeps a checkpoint's index and its objects (random states, step counts, FP8 scales) as pickles, and Transformer
-Engine keeps each layer's scales as a pickle in a tensor. A pickle calls whatever it names. A checksum is no
-protection: whoever can write the pickle can write that, too. What a file names beyond the lists is an error before it
-is looked up.
+Engine keeps each layer's scales as a pickle in a tensor. A pickle calls whatever it names, and a checksum is no
+protection: who can write the pickle can write that too. A name that is not listed is an error before it is looked up.
 """
 
 import io
@@ -27,7 +26,7 @@ from gpt_pretrain.config.errors import UserError, reason
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patch
 
-# What torch's writer puts into an index (torch 2.11), and into those of earlier versions.
+# What torch 2.11 and earlier versions write into an index.
 _INDEX = frozenset(
     {
         *(
@@ -54,9 +53,9 @@ _INDEX = frozenset(
 
 
 class _Unpickler(pickle._Unpickler):
-    """Takes what is named on a list of modules and names alone.
+    """Looks up listed (module, name) pairs only.
 
-    It is Python's own: the one in C takes 64 GiB of memory for a place in its memo that a pickle of 9 bytes asks for.
+    It is the unpickler in Python: a pickle of 9 bytes can make the memo of the one in C take 64 GiB.
     """
 
     def __init__(self, stream: IOBase, names: Collection[tuple[str, str]]) -> None:
@@ -65,12 +64,12 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._names:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which it has no need of")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
-    """`FileSystemReader.read_metadata` (torch 2.11) by the list, for files of the checkpoint's own directory alone."""
+    """`FileSystemReader.read_metadata` (torch 2.11) by the list, with every entry checked."""
     path = self._get_metadata_path(kwargs.get("rank"))
     try:
         with self.fs.create_stream(path, "rb") as stream:
@@ -87,13 +86,13 @@ def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadat
 
 
 def _checked_index(index: Any, directory: Path) -> Metadata:
-    """The index, if it names no file elsewhere and all its tensors are whole: torch would leave out what is missing.
+    """The index, if it names no file elsewhere and its tensors are whole; torch would silently skip missing parts.
 
     Raises:
-        ValueError: It is no such index.
+        ValueError: It is not such an index.
     """
     if not isinstance(index, Metadata):
-        raise ValueError("it is no index")
+        raise ValueError("it is not an index")
     sizes: dict[str, int] = {}
     for info in index.storage_data.values():
         name = str(info.relative_path)
@@ -110,7 +109,7 @@ def _checked_index(index: Any, directory: Path) -> Metadata:
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise ValueError(f"the pieces of {key} do not make the whole")
         if not isinstance(entry.properties.dtype, torch.dtype):
-            raise ValueError(f"{key} is of no type")
+            raise ValueError(f"{key} has no type")
     return index
 
 
@@ -118,7 +117,7 @@ _torch_load_bytes = DefaultLoadPlanner.load_bytes
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    """`DefaultLoadPlanner.load_bytes`, given a copy of what could be read by torch's own list and megatron-core's."""
+    """`DefaultLoadPlanner.load_bytes` of a copy that holds only what torch's and megatron-core's lists allow."""
     try:
         loaded = torch.load(value, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -134,26 +133,26 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
 
 @contextmanager
 def restricted(checkpoint: Path) -> Iterator[None]:
-    """Inside, torch and megatron-core read a checkpoint's directory by the lists, to which they keep from now on.
+    """Inside, a checkpoint is read by the lists, which stay in force afterwards.
 
     Raises:
-        UserError: It names what no checkpoint needs, or cannot be read; torch's own error says less.
+        UserError: It names what no checkpoint needs, or cannot be read.
     """
     safe_globals.register_safe_globals()
     patch(patches.CHECKPOINT_INDEX, read_metadata=_read_metadata)
     patch(patches.CHECKPOINT_OBJECTS, load_bytes=_load_bytes)
     with unreadable_told(checkpoint):
-        # torch takes an error in the index for an index that is not there, and looks for another.
+        # torch takes an error in the index for a missing index, and would look for another.
         FileSystemReader(checkpoint).read_metadata()
         yield
 
 
 @contextmanager
 def unreadable_told(checkpoint: Path) -> Iterator[None]:
-    """Inside, a checkpoint's content is used, which may be no run's although the files are as they were written.
+    """Inside, a checkpoint's content is used, which may be nonsense even if its files are intact.
 
     Raises:
-        UserError: In place of any error but those of memory that runs out and of other ranks that are gone.
+        UserError: In place of any error, except when memory runs out or other ranks are gone.
     """
     try:
         yield
@@ -163,7 +162,7 @@ def unreadable_told(checkpoint: Path) -> Iterator[None]:
         failure = next((failure for failure, _ in error.failures.values()), error)
         raise failure if isinstance(failure, UserError) else _unreadable(checkpoint, failure) from error
     except Exception as error:
-        # A rank that has lost the others raises Gloo's plain RuntimeError, which begins with a file of Gloo's sources.
+        # A rank that lost the others raises gloo's plain RuntimeError, which names a file of gloo's sources.
         if "/third_party/gloo/" in str(error):
             raise
         raise _unreadable(checkpoint, error) from error
@@ -174,9 +173,9 @@ def _unreadable(checkpoint: Path, error: BaseException) -> UserError:
 
 
 def harmless_state(name: str, state: Any) -> Any:
-    """A layer's FP8 state as Transformer Engine takes it, pickled anew from what megatron-core's list lets through.
+    """A layer's FP8 state for Transformer Engine, pickled again from what megatron-core's list allows.
 
-    A checkpoint holds it under `name` as bytes, uint8 [n]. Anything else was read by the lists already.
+    A checkpoint holds it under `name` as uint8 [n]. Anything else was read by the lists already.
 
     Raises:
         UserError: It names something else.
@@ -192,6 +191,6 @@ def harmless_state(name: str, state: Any) -> Any:
 
 
 def _of_torch(error: pickle.UnpicklingError) -> str:
-    """The message of torch, without its advice to load the file freely."""
+    """The message of torch without its advice to load the file freely."""
     _, found, said = str(error).partition("WeightsUnpickler error: ")
-    return said.partition("\n")[0].strip() if found else "it is no pickle of tensors and plain values"
+    return said.partition("\n")[0].strip() if found else "it is not a pickle of tensors and plain values"

@@ -1,18 +1,18 @@
-"""Transformer Engine's layers with other kernels in their place: built, stored and loaded in the same way.
+"""Transformer Engine's layers with other kernels: they are built, stored and loaded in the same way.
 
-**`CastingMLP`** (`model.activation_cast_fusion`): the activation is computed and cast to FP8 in one kernel, and so is
-its gradient. megatron-core writes the activation in BF16, and Transformer Engine reads it again to write it as FP8 and
-as transposed FP8. On the way back the gradient of the first projection's output, the widest tensor of a layer, goes the
-same way. The kernels (`kernels.activation_triton`) use the scales and amaxes of the casts that they replace: the
-quantizers are the projections' own, and so are the codes.
+**`CastingMLP`** (`model.activation_cast_fusion`): one kernel computes the activation and casts it to FP8, another does
+so for its gradient. megatron-core writes the activation in BF16, and Transformer Engine reads it again to write it as
+FP8 and as transposed FP8; backward, the gradient of the first projection's output, the widest tensor of a layer, goes
+the same way. The kernels (`kernels.activation_triton`) use the projections' own quantizers, so scales, amaxes and codes
+are those of the casts that they replace.
 
 **`OneKernelExperts`** (`model.moe_grouped_kernel=triton`): each product of a layer's experts is one kernel
-(`kernels.grouped_products_triton`), in BF16 whatever the precision of other layers.
+(`kernels.grouped_products_triton`), always in BF16.
 
-**`FlashAttention`** (`model.use_flash_attention`): FlashAttention-4 computes attention in place of cuDNN. For Llama 3's
-heads on an H200 its kernels take 94% of the time of cuDNN 9.19's forward and 89% backward
-(benchmarks/flash_attention_h200.md). It comes as the package flash-attn-4, is written in CuTe's Python and compiled at
-its first call, which takes some seconds per shape of heads (https://github.com/Dao-AILab/flash-attention).
+**`FlashAttention`** (`model.use_flash_attention`): FlashAttention-4 in place of cuDNN. For Llama 3's heads on an H200
+its kernels take 94% of the time of cuDNN 9.19's forward and 89% backward (benchmarks/flash_attention_h200.md). The
+package flash-attn-4 is written in CuTe's Python and compiles at its first call, which takes seconds per shape of heads
+(https://github.com/Dao-AILab/flash-attention).
 
 Import this file only where one of them is asked for: Triton is not installed everywhere.
 """
@@ -37,17 +37,17 @@ from gpt_pretrain.kernels.grouped_products_triton import GroupedWeights, RowPlac
 
 
 class CastingMLP(MLP):  # type: ignore[misc]
-    """megatron-core's MLP with its activation fused with the casts around it, where both projections run in FP8."""
+    """megatron-core's MLP whose activation is fused with the casts around it if both projections run in FP8."""
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, h] to [s, b, h], and the bias of the second projection, which is yet to be added."""
+        """[s, b, h] to [s, b, h], and the second projection's bias, still to be added."""
         first, second = self.linear_fc1, self.linear_fc2
         if not _multiply_in_fp8(first, second):
             return super().forward(hidden_states, per_token_scale, **kwargs)  # type: ignore[no-any-return]
         check_arguments({"per_token_scale": per_token_scale, **kwargs})
-        # Two-dimensional, because Transformer Engine drops the transpose of a tensor that it reshapes.
+        # Two-dimensional: Transformer Engine drops the transpose of a tensor that it reshapes.
         inputs, bias = first(hidden_states.view(-1, hidden_states.size(-1)))
         # Before its own first pass the second projection has no quantizers.
         second.init_fp8_metadata()
@@ -55,7 +55,7 @@ class CastingMLP(MLP):  # type: ignore[misc]
         activated = _ActivationCast.apply(inputs, bias, self, with_backward)  # type: ignore[no-untyped-call]
         output, output_bias = second(activated)
         if with_backward:
-            # The backward pass reads the transpose only.
+            # Backward reads the transpose only.
             activated.update_usage(rowwise_usage=False, columnwise_usage=True)
         return output.view(*hidden_states.shape[:-1], -1), output_bias
 
@@ -67,10 +67,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _multiply_in_fp8(*layers: Any) -> bool:
-    """Whether all of these are Transformer Engine's layers and compute in FP8, which `model.fp8_exclude` can prevent.
-
-    After the first step the proof (`gpt_pretrain.fp8`) reports layers that should be Transformer Engine's and are not.
-    """
+    """Whether all are Transformer Engine's layers and compute in FP8; `model.fp8_exclude` may prevent that."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -85,12 +82,10 @@ def allocate(
 ) -> tuple[Any, CastInto]:
     """An unwritten Transformer Engine tensor [rows, columns] of this quantizer, and where to write it.
 
-    `like` has the device, and the type that the codes stand for. `columnwise` adds the transpose, which weight
-    gradients read.
+    It has the device and the nominal type of `like`. `columnwise` adds the transpose, which weight gradients read.
 
     Raises:
-        TypeError: The quantizer is neither of delayed scaling (Float8Quantizer) nor of tensorwise
-            (Float8CurrentScalingQuantizer).
+        TypeError: The quantizer has more than one scale per tensor.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
     from transformer_engine_torch import DType
@@ -102,8 +97,8 @@ def allocate(
     tensor = quantizer.make_empty(shape, dtype=like.dtype, device=like.device)
     dtype = torch.float8_e4m3fn if quantizer.dtype == DType.kFloat8E4M3 else torch.float8_e5m2
     if current:
-        assert not quantizer.with_amax_reduction, "this tensor is whole, not one rank's part"
-        assert not quantizer.force_pow_2_scales, "the recipe asks for any scales"
+        assert not quantizer.with_amax_reduction, "this tensor is whole, not a rank's part"
+        assert not quantizer.force_pow_2_scales, "the recipe allows any scales"
         quantizer.amax.zero_()
     return tensor, CastInto(
         codes=tensor._data.view(dtype),
@@ -117,7 +112,7 @@ def allocate(
 
 
 class _ActivationCast(torch.autograd.Function):
-    """The activation of [rows, columns] as an FP8 tensor; the gradient of its input is an FP8 tensor, too."""
+    """The activation of [rows, columns] as an FP8 tensor; its input's gradient is one too."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: CastingMLP, with_backward: bool) -> Any:
@@ -141,10 +136,7 @@ class _ActivationCast(torch.autograd.Function):
 
 
 class OneKernelExperts(TEGroupedMLP):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's experts, whose linear layers leave their products to one kernel each.
-
-    Rows are not padded for FP8 where the rest of the model runs in it.
-    """
+    """megatron-core's experts with one kernel for each product; rows are not padded for FP8."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -155,7 +147,7 @@ class OneKernelExperts(TEGroupedMLP):  # type: ignore[misc]  # megatron-core has
 
 
 def use_one_kernel(experts: Any) -> None:
-    """Replaces the forward passes of both linear layers, which Transformer Engine has built, and the gradients'."""
+    """Replaces the forward and backward passes of both linear layers that Transformer Engine built."""
     rows = RowPlaces()
     for linear in (experts.linear_fc1, experts.linear_fc2):
         assert not linear.use_bias, "experts have no biases"
@@ -166,8 +158,8 @@ def use_one_kernel(experts: Any) -> None:
 def _multiply_by_experts(
     weights: Mapping[str, torch.Tensor], kept: GroupedWeights, x: torch.Tensor, m_splits: Sequence[int]
 ) -> tuple[torch.Tensor, None]:
-    """[rows, in] sorted by expert to [rows, out], and no bias; weights are in the order of the experts."""
-    # To ask a module for each by its name takes the host longer than the launch.
+    """[rows, in] sorted by expert to [rows, out], and no bias; weights are in the experts' order."""
+    # Asking a module for each by name takes the host longer than the launch.
     return multiply_by_experts(x, m_splits, tuple(weights.values()), kept), None
 
 
@@ -182,16 +174,16 @@ class _NothingToRemove(torch.nn.Module):
 
 
 def with_one_kernel(mlp: Any) -> Any:
-    """The spec of a layer's experts (`get_moe_module_spec_for_backend`) with these in their place."""
+    """A layer's spec of experts (`get_moe_module_spec_for_backend`) with `OneKernelExperts`."""
     parts = mlp.keywords["submodules"]
     experts = partial(OneKernelExperts, submodules=parts.experts.keywords["submodules"])
     return partial(mlp.func, submodules=replace(parts, experts=experts))
 
 
 def announce_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Tells data parallelism that exchanges gradients behind the backward pass when those of these experts are there.
+    """Tells data parallelism with overlapped exchanges when these experts' gradients are complete.
 
-    It listens to autograd, which does not see these weights.
+    It listens to autograd, which does not see their weights.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -206,12 +198,12 @@ def _register(chunk: Any, weights: Sequence[torch.Tensor]) -> None:
 
 
 def _one_sequence(each: torch.Tensor) -> torch.Tensor:
-    """[s, b, heads, width] → [1, s, b · heads, width]: sequences side by side as heads of one."""
+    """[s, b, heads, width] → [1, s, b · heads, width]: sequences become heads of one."""
     return each.reshape(1, each.size(0), -1, each.size(-1))
 
 
 def _are_parts_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the three lie side by side head by head, as a projection with as many groups as heads leaves them."""
+    """Whether the three alternate head by head in one tensor, as in a projection with as many groups as heads."""
     width = query.size(-1)
     return query.stride(2) == 3 * width and all(
         part.shape == query.shape
@@ -223,10 +215,10 @@ def _are_parts_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 class _CausalAttention(torch.autograd.Function):
-    """The package's kernels; where the inputs were parts of one tensor, so are their gradients.
+    """The package's kernels; if the inputs are parts of one tensor, so are their gradients.
 
-    Transformer Engine's split of the projection takes such gradients as they are and copies others together. The
-    package's own autograd function makes a tensor for each.
+    Transformer Engine's split of the projection copies other gradients together, and the package's own autograd
+    function makes a tensor for each.
     """
 
     @staticmethod
@@ -239,7 +231,7 @@ class _CausalAttention(torch.autograd.Function):
         out, log_sum_exp, *_ = _flash_attn_fwd(*inputs, softmax_scale=scale, causal=True, return_lse=True)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
         ctx.scale = scale
-        # Transformer Engine's attention asks both, too, and `trainer.deterministic` sets both.
+        # Like Transformer Engine's attention; `trainer.deterministic` sets both.
         ctx.in_order = (
             torch.are_deterministic_algorithms_enabled() or os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
         )
@@ -271,26 +263,25 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """Causal attention: each token attends to itself and those before it.
+    """Causal attention; `scale` multiplies the scores, None: 1/√width.
 
     Queries are [s, b, heads, width], keys and values [s, b, groups, width], in BF16 or FP16; the result is
-    [s, b, heads · width]. `scale` multiplies the scores; None: 1/√width.
+    [s, b, heads · width].
 
-    megatron-core lays the sequences of a batch side by side, FlashAttention one after the other. Here they become
-    batch · heads heads of one sequence: head i reads keys and values of head i // (heads / groups), so that each head
-    reads those of its own sequence. Nothing is copied that is contiguous, as `split_and_rotate` leaves it, nor are the
-    parts of one projection with as many groups as heads, whose gradients are parts of one tensor, too. Gradients of
-    queries, and of keys and values that several heads read, are summed in a fixed order where deterministic algorithms
-    are on, and otherwise in the order in which they are ready.
+    megatron-core interleaves a batch's sequences, FlashAttention wants one after the other. Here they become batch ·
+    heads heads of one sequence: head i reads keys and values of head i // (heads / groups), those of its own sequence.
+    Contiguous tensors, as `split_and_rotate` leaves them, are not copied, nor are the parts of one projection with as
+    many groups as heads. Gradients that are sums (of queries, and of keys and values that several heads read) are
+    summed in a fixed order if deterministic algorithms are on.
     """
     if not _are_parts_of_one(query, key, value):
-        # Queries were rotated out of the projection; a view of it would keep all of it alive for the values.
+        # Queries were rotated out of the projection; values that are a view would keep all of it alive.
         value = value.contiguous()
     return _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class FlashAttention(TEDotProductAttention):  # type: ignore[misc]
-    """Transformer Engine's attention with other products: it is built, stored and loaded in the same way."""
+    """Transformer Engine's attention with FlashAttention-4's products."""
 
     @override
     def forward(

@@ -1,34 +1,32 @@
 """Transformer layers that a training step launches as a whole: replayed as CUDA graphs, or compiled by torch.compile.
 
-**CUDA graphs** (`model.cuda_graph_impl=local`): a layer's kernels are recorded once and from then on launched together,
-because those of a small model end sooner than the host can launch the next. megatron-core
-(megatron.core.transformer.cuda_graphs) runs the first training step as usual, records a graph of each layer's forward
-pass and one of its backward pass at the end of the step, and replays them in later steps. Embedding, LM head, loss, the
-exchange of gradients and the optimizer stay outside. A replay reads and writes the recorded addresses and calls no
-Python.
+**CUDA graphs** (`model.cuda_graph_impl=local`): a layer's kernels are recorded once and then launched together, because
+a small model's kernels end sooner than the host can launch the next. megatron-core
+(megatron.core.transformer.cuda_graphs) runs the first training step as usual, records each layer's forward and backward
+pass at its end, and replays them in later steps. Embedding, LM head, loss, gradient exchange and optimizer stay
+outside. A replay uses the recorded addresses and calls no Python.
 
 **Compiled layers** (`model.compile`, without Transformer Engine): TorchInductor fuses norms, residuals, rotation and
-activation into a few kernels between the matrix products. All layers of a run have the same shapes and share the graph,
-which is compiled once, in the first step. Nothing falls back: where a layer breaks the graph, or asks for a second one,
-the run ends. What of megatron-core 0.19.2 would break the graph, and what stands in its place:
+activation into a few kernels between the matrix products. All layers have the same shapes and share one graph, compiled
+in the first step. Nothing falls back: a graph break or a second graph ends the run. What would break the graph in
+megatron-core 0.19.2, and what replaces it:
 
-- linear layers in an autograd function that exchanges asynchronously, and that warns on rank 0: the same exchange by
+- linear layers in an autograd function that exchanges asynchronously and warns on rank 0: the same exchange by
   megatron-core's own mapping, before `torch.nn.functional.linear`;
-- attention that writes its scores into a buffer of the whole process: `layers.TorchAttention`;
-- exchanges along the sequence, whose gradients torch 2.11 traces wrongly (`rules.model`): refused;
-- weight gradients that a kernel adds to `main_grad`, activations and residuals that are compiled by themselves, dropout
-  from megatron-core's own random states, hooks that gather parameters: refused, or left out (`spec.kernels`).
+- attention that writes its scores into a process-wide buffer: `layers.TorchAttention`;
+- exchanges along the sequence, whose gradients torch 2.11 traces wrongly: refused (`rules.model`);
+- kernels that add weight gradients to `main_grad`, activations and residuals compiled by themselves, dropout from
+  megatron-core's own random states, hooks that gather parameters: refused, or left out (`spec.kernels`).
 
-Only training steps, which have one shape, run so. Validation and sampling run the layers' modules; so does, inside
-`without_graphs`, whatever looks into them. The proof of FP8 (`fp8/proof.py`) watches the first step, the recording
-included.
+Only training steps, which have one shape, run so. Validation and sampling run the layers' modules, and so does all that
+looks into them inside `without_graphs`. The proof of FP8 (`fp8/proof.py`) watches the first step and its recording.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core import tensor_parallel
@@ -46,23 +44,21 @@ from gpt_pretrain.megatron.layers import GraphedLayer, LocalLayers, WholeLayer
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
 from gpt_pretrain.megatron.patches import COMPILED_GRAPHS, COMPILED_SHAPES, GRAPH_MEMORY, GRAPH_RECORDING, patch
 
-# megatron-core's own; and the pool that it took memory from, listed once per call.
+# megatron-core's own, and the pool it took memory from, once per call.
 _allocate = cuda_graphs.alloc_tensor_from_graph_mempool
 _taken_from: list[tuple[int, int]] = []
-# Graphs of one compiled function. Those of all runs of one process count, such as the jobs of a sweep; and TorchAO's
-# functions are compiled for the shapes of four linear layers, three tensors of each along two dimensions, also in
-# validation.
+# Graphs of one compiled function, over all runs of the process, such as a sweep's jobs. TorchAO's functions are
+# compiled for four linear layers' shapes, three tensors each along two dimensions, and again for validation.
 _MOST_GRAPHS = 64
 
 
 def prepare_graphs(seed: int) -> None:
-    """Prepares megatron-core for graphs, before the layers are built, on a GPU.
-
-    An earlier job of a sweep may have left graphs behind. Graphs also need random states that they can hold.
-    """
+    """Prepares megatron-core for graphs on a GPU, before the layers are built."""
+    # An earlier job of a sweep may have left some.
     cuda_graphs.delete_cuda_graphs()
     patch(GRAPH_RECORDING, create_cudagraphs=_create_graphs)
     patch(GRAPH_MEMORY, HAVE_TQDM=False, alloc_tensor_from_graph_mempool=_allocate_in_pool)
+    # Graphs need random states that they can hold.
     track_random_states(in_graphs=True)
     seed_dropout(seed)
 
@@ -75,10 +71,10 @@ def _allocate_in_pool(meta: Any) -> torch.Tensor:
 
 
 def _create_graphs() -> None:
-    """Records graphs at the end of a step like megatron-core's function, and undoes the rest of what that does.
+    """megatron-core's recording at the end of a step, without its side effects.
 
-    Before a recording it runs passes that draw random numbers, which a run without graphs, or one that is resumed
-    elsewhere, would not draw. The first step took memory on another stream, which no later step needs.
+    It first runs passes that draw random numbers, which a run without graphs or one resumed elsewhere would not draw.
+    Memory that the first step took on another stream is freed, because no later step needs it.
     """
     if not cuda_graphs._CudagraphGlobalRecord.cudagraph_record:
         return
@@ -88,8 +84,8 @@ def _create_graphs() -> None:
     try:
         cuda_graphs.create_cudagraphs()
     except BaseException:
-        # Otherwise megatron-core and Transformer Engine would take the next job of a sweep for a recording, and leave
-        # out its gradients.
+        # Otherwise megatron-core and Transformer Engine would treat a sweep's next job as a recording, without
+        # gradients.
         cuda_graphs._set_capture_end()
         if cuda_graphs.HAVE_TE_GRAPHS:
             cuda_graphs.te_set_capture_end()
@@ -102,7 +98,7 @@ def _create_graphs() -> None:
 
 @contextmanager
 def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, modules compute the layers, and their hooks are called."""
+    """Inside, the layers' modules run, and their hooks are called."""
     layers = _layers_of(WholeLayer, chunks)
     for layer in layers:
         layer.is_replayed = False
@@ -114,11 +110,11 @@ def without_graphs(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def release_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    """Frees the graphs of a run that has ended, and their memory, which no other tensor can use.
+    """Frees the graphs of a finished run and their memory, which a sweep's next job could not use otherwise.
 
-    Otherwise the next job of a sweep has to do without that memory: a layer's runner and the outputs of its replay
-    refer to each other through autograd's nodes, which Python's collector does not see. torch also counts the users of
-    a pool, from `_cuda_beginAllocateCurrentThreadToPool` to `_cuda_releasePool`, which megatron-core 0.19 never calls.
+    A layer's runner and its replay's outputs refer to each other through autograd's nodes, which Python's collector
+    does not see. torch also counts a pool's users, from `_cuda_beginAllocateCurrentThreadToPool` to
+    `_cuda_releasePool`, which megatron-core 0.19 never calls.
     """
     for layer in _layers_of(GraphedLayer, chunks):
         for runner in layer.cudagraph_manager.cudagraph_runners:
@@ -133,14 +129,14 @@ def _layers_of[Layer: WholeLayer](kind: type[Layer], chunks: Sequence[torch.nn.M
 
 
 def prepare_compiler() -> None:
-    """Lets torch.compile keep as many graphs as a run needs, each for the instruction set that it was made for."""
+    """Lets torch.compile keep as many graphs as a run needs, each under its instruction set."""
     patch(COMPILED_SHAPES, recompile_limit=_MOST_GRAPHS)
     asked = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     patch(COMPILED_GRAPHS, cache_key_tag=asked + torch.backends.cpu.get_cpu_capability())
 
 
 class _Linear(torch.nn.Module):
-    """What column- and row-parallel layers have in common, before megatron-core's class in the bases."""
+    """What column- and row-parallel layers share; it precedes megatron-core's class among the bases."""
 
     def _forward_impl(
         self,
@@ -152,7 +148,7 @@ class _Linear(torch.nn.Module):
         tp_group: torch.distributed.ProcessGroup | None,
         **_: Any,
     ) -> torch.Tensor:
-        """x·wᵀ + b; the other arguments belong to what is off."""
+        """x·wᵀ + b; the other arguments are for features that are off."""
         if allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         return torch.nn.functional.linear(input, weight, bias)
@@ -176,17 +172,16 @@ class CompiledLayer(WholeLayer):
         """megatron-core's forward pass of hidden states [s, b, h].
 
         Raises:
-            RunError: torch.compile does not take the layer whole, or asks for a second graph.
+            RunError: torch.compile breaks the graph, or asks for a second one.
         """
         if not (self.is_replayed and self.training and torch.is_grad_enabled()):
             return super().forward(hidden_states, *args, **kwargs)
-        # A batch of one has any stride: the embedding's transpose leaves another than layers do, and a graph is made
-        # for strides.
+        # Graphs are made for strides, and in a batch of one the embedding's transpose leaves other strides than layers.
         hidden_states = hidden_states.flatten(0, 1).view(hidden_states.shape)
         try:
             return self.run_compiled(self, hidden_states, *args, **kwargs)
         except TorchDynamoException as error:
-            # What a backend raised, torch hands on inside of its own.
+            # torch wraps what a backend raises.
             why = reason(getattr(error, "inner_exception", error))
             raise RunError(
                 f"model.compile=true: torch.compile did not make one graph of a layer: {why}; use model.compile=false"
@@ -194,11 +189,11 @@ class CompiledLayer(WholeLayer):
 
 
 class _SecondGraphError(Exception):
-    """Layers that should share a graph do not."""
+    """Layers need more than the graph that they should share."""
 
 
 class CompiledLayers(LocalLayers):
-    """megatron-core's local layers, made to be compiled, and compiled; process groups must be open."""
+    """megatron-core's local layers, compiled; process groups must be open."""
 
     layer = CompiledLayer
 
@@ -207,20 +202,20 @@ class CompiledLayers(LocalLayers):
         prepare_compiler()
         let_compiler_see_twins()
         self._num_graphs = 0
-        # Not the name of torch's backend: another run's graphs would be taken for this one's.
+        # Under the name of torch's backend another run's graphs would be taken for this one's.
         backend = partial(self._compile)
         self._run = torch.compile(TransformerLayer.forward, fullgraph=True, dynamic=False, backend=backend)
 
+    @override
     def column_parallel_linear(self) -> type:
-        """The class of column-parallel layers."""
         return _ColumnParallelLinear
 
+    @override
     def row_parallel_linear(self) -> type:
-        """The class of row-parallel layers."""
         return _RowParallelLinear
 
+    @override
     def attach(self, chunk: MegatronModule) -> None:
-        """Lets the layers of a model chunk run compiled."""
         for layer in chunk.decoder.layers:
             layer.run_compiled = self._run
 

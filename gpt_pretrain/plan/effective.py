@@ -21,7 +21,8 @@ from gpt_pretrain.spec.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
-from gpt_pretrain.spec.recipes import DELAYED_KEYS, Fp8Settings
+from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.recipes import DELAYED_KEYS
 from gpt_pretrain.spec.run_spec import RunSpec
 
 # The keys that the plan shows, beside trainer.precision.

@@ -29,9 +29,9 @@ from gpt_pretrain.plan.stages import (
     per_layer,
     plan_stages,
 )
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
-from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 GIB = 2**30

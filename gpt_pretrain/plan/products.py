@@ -7,8 +7,8 @@ from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms
-from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
 # Both dimensions of an FP8 product's operands are multiples of this in recipes with one scale per tensor, which count

@@ -216,8 +216,8 @@ def _optimizer_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, flo
     moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
     seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
     if settings is not None and settings.params:
-        # `megatron.weights` reads masters, writes BF16, reads that and writes FP8; all recipes but delayed read the
-        # masters once more, for their amax. `megatron.stored_weights` passes over fp32 in place of BF16. Transposes are
+        # `megatron.stored_weights` reads masters, writes BF16, reads that and writes FP8; all recipes but delayed read
+        # the masters once more, for their amax. For local layers it passes over fp32 in place of BF16. Transposes are
         # of whole weights.
         cast = 17 if settings.in_local_layers else 9 if settings.recipe.keeps_history else 13
         transposes = 2 if machine.gpu.needs_fp8_transposes or settings.in_local_layers else 0

@@ -14,8 +14,8 @@ from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbed
 from gpt_pretrain.config.derived import kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.experts import passing_bytes
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
-from gpt_pretrain.spec.recipes import Fp8Settings
 from gpt_pretrain.spec.run_spec import Layout, RunSpec
 
 

@@ -13,6 +13,7 @@ from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.check import spell_out
+from gpt_pretrain.spec.fp8 import Fp8Settings, emulation, local_layers
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
     ATTENTION,
@@ -27,7 +28,7 @@ from gpt_pretrain.spec.platform import (
     Platform,
     leading_version,
 )
-from gpt_pretrain.spec.recipes import Fp8Settings, Recipe, emulation, local_layers
+from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # The first version whose recipes and quantizers this project was read against and tested with.

@@ -12,6 +12,7 @@ from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, u
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.spec.fp8 import local_layers
 from gpt_pretrain.spec.kernels import (
     Obstacle,
     activation_cast_obstacles,
@@ -21,7 +22,7 @@ from gpt_pretrain.spec.kernels import (
     qkv_rope_obstacles,
 )
 from gpt_pretrain.spec.products import Resolved
-from gpt_pretrain.spec.recipes import local_layers, recipes_for
+from gpt_pretrain.spec.recipes import recipes_for
 
 # Keys that count something; the rules divide by them.
 _COUNTED = (

@@ -26,8 +26,8 @@ from gpt_pretrain.config.derived import (
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
-from gpt_pretrain.spec.recipes import Fp8Settings
 
 type Accepts = Callable[[str, int], bool]
 """Whether no rule about shapes mentions a key of `model.` where it has a value."""

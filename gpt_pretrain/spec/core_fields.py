@@ -1,10 +1,10 @@
-"""Every field of megatron-core's configs that a run sets: from which keys it follows, and its value.
+"""Every field of megatron-core's configs that a run sets, with its value and the keys that decide it.
 
-The one place that knows which key reaches which field. `megatron.model` builds megatron-core's configs from it and
-`plan.effective` prints it. It needs no torch: values for which torch or megatron-core has a type stand here by name.
+This is the one place that knows which key reaches which field. `megatron.model` builds megatron-core's configs from it
+and `plan.effective` prints it. It needs no torch: values that torch or megatron-core has a type for are named here.
 
-Every field whose default differs between NeMo, megatron-core and Transformer Engine is set explicitly: the layers get
-what `config.yaml` says.
+Fields whose defaults differ between NeMo, megatron-core and Transformer Engine are all set, so the layers get what
+`config.yaml` says.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from gpt_pretrain.spec.run_spec import RunSpec
 
 
 class Dtype(Enum):
-    """A tensor type by torch's name."""
+    """A tensor type; the value is torch's name."""
 
     fp32 = "float32"
     bf16 = "bfloat16"
@@ -37,17 +37,17 @@ class Dtype(Enum):
 
 
 class ActivationFunction(Enum):
-    """The function that megatron-core is given for an activation."""
+    """The function that megatron-core gets for an activation."""
 
     silu = "silu"
     gelu = "gelu"
-    """The exact GELU; also selects megatron-core's fused bias+GELU, which computes the tanh form."""
+    """The exact GELU. It also selects megatron-core's fused bias+GELU, which computes the tanh form."""
     gelu_tanh = "gelu_tanh"
 
 
 @dataclass(frozen=True, slots=True)
 class HighPrecision:
-    """megatron-core's override per module: linear layers whose names match a pattern stay out of FP8."""
+    """megatron-core's per-module override: linear layers whose names match a pattern stay out of FP8."""
 
     patterns: tuple[str, ...]
 
@@ -59,11 +59,11 @@ class Field:
     name: str
     value: Any
     keys: tuple[str, ...] = ()
-    """The keys of the configuration that decide it."""
+    """The configuration keys that decide it."""
 
 
 def params_dtype(spec: RunSpec) -> Dtype:
-    """Type of parameters and activations: `trainer.precision`, where auto is bf16 on a GPU and fp32 without one."""
+    """Type of parameters and activations: `trainer.precision`; auto is bf16 on a GPU and fp32 without one."""
     precision = spec.config.trainer.precision
     if precision is Precision.auto:
         return Dtype.bf16 if spec.platform.cuda else Dtype.fp32
@@ -71,7 +71,7 @@ def params_dtype(spec: RunSpec) -> Dtype:
 
 
 def _named(section: object, path: str, *names: str) -> Iterator[Field]:
-    """Fields that have the name and the value of a key of a section."""
+    """Fields with the name and the value of a key."""
     for name in names:
         value = getattr(section, name)
         yield Field(name, value.value if isinstance(value, Enum) else value, (f"{path}.{name}",))
@@ -102,12 +102,12 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("qk_layernorm", model.qk_layernorm, ("model.qk_layernorm",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
-    # megatron/weights.py draws the weights anew, independent of the layout; built on the device.
+    # Weights are built on the device; megatron/weights.py draws them again, the same in every layout.
     yield Field("use_cpu_initialization", False)
 
 
 def _expert_fields(spec: RunSpec) -> Iterator[Field]:
-    """Fields of a mixture of experts; its layout is set without one too."""
+    """Fields of a mixture of experts; the layout fields are set without one too."""
     model = spec.model
     yield from _of_model(spec, "num_moe_experts", "expert_model_parallel_size")
     ranks = expert_tensor_parallel_size(model)
@@ -118,30 +118,29 @@ def _expert_fields(spec: RunSpec) -> Iterator[Field]:
     yield from _of_model(spec, "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_router_padding_for_quantization")
     yield from _of_model(spec, "overlap_moe_expert_parallel_comm")
     yield Field("moe_ffn_hidden_size", moe_ffn_hidden_size(model), ("model.moe_ffn_hidden_size",))
-    # The weights of a token's experts add up to 1: the softmax is taken over their scores alone, as in Mixtral.
+    # The softmax is over the chosen experts' scores alone, so a token's weights add up to 1, as in Mixtral.
     yield Field("moe_router_pre_softmax", False)
     yield Field("moe_router_score_function", "softmax")
-    # BF16 scores tie, and ties fall differently at every layout.
+    # BF16 scores tie, and every layout breaks ties differently.
     yield Field("moe_router_dtype", "fp32")
     yield from _named(spec.kernels, "model", "moe_grouped_gemm", "moe_permute_fusion")
 
 
 def _layout_fields(spec: RunSpec) -> Iterator[Field]:
-    model = spec.model
-    virtual = "model.virtual_pipeline_model_parallel_size"
+    model, virtual = spec.model, "model.virtual_pipeline_model_parallel_size"
     interleaved = model.virtual_pipeline_model_parallel_size is not None
     yield from _of_model(spec, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     yield from _of_model(spec, "virtual_pipeline_model_parallel_size", "sequence_parallel", "tp_comm_overlap")
-    # Batched sends to the stages before and after carry no tag: with two interleaved stages both are the same rank, and
-    # activations arrive as gradients. Ordered, overlapped sends tell them apart.
+    # Batched sends carry no tag. With two interleaved stages the previous and the next stage are one rank, which would
+    # take activations for gradients. Overlapped sends are ordered, which tells them apart.
     yield Field("overlap_p2p_comm", interleaved, (virtual,))
     yield Field("batch_p2p_comm", not interleaved, (virtual,))
-    # The host need not wait for each exchange: that guards against a fault of older PyTorch.
+    # Waiting on the host for each exchange guards against a bug of older PyTorch.
     yield Field("batch_p2p_sync", False)
     pipelined = model.pipeline_model_parallel_size > 1
     yield Field("deallocate_pipeline_outputs", pipelined, ("model.pipeline_model_parallel_size",))
-    # Backward, NCCL exchanges beside a product that does not need what is exchanged, as without user buffers: with them
-    # steps were about 0.5% slower (benchmarks/LOG.md).
+    # In the backward pass NCCL exchanges beside independent products, with or without user buffers; exchanging through
+    # the buffers made steps about 0.5% slower (benchmarks/LOG.md).
     yield Field("tp_comm_bulk_dgrad", not model.tp_comm_overlap, ("model.tp_comm_overlap",))
     yield Field("tp_comm_bulk_wgrad", not model.tp_comm_overlap, ("model.tp_comm_overlap",))
 
@@ -152,7 +151,7 @@ def _precision_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("params_dtype", dtype, precision)
     yield Field("pipeline_dtype", dtype, precision)
     yield Field("deterministic_mode", spec.config.trainer.deterministic, ("trainer.deterministic",))
-    # A mean over unmasked tokens, exact at every layout. Without a mask the cheaper mean of means is the same.
+    # The exact mean over unmasked tokens in every layout. Without a mask the cheaper mean of means is the same.
     yield Field("calculate_per_token_loss", spec.model.data.eod_mask_loss, ("model.data.eod_mask_loss",))
 
 
@@ -162,7 +161,7 @@ def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
     if fp8 is None:
         yield Field("fp8", None, ("model.fp8",))
         if spec.fp8 is not None:
-            # Local layers bring their own FP8. An override, even one that matches no module, makes megatron-core tell
+            # Local layers bring their own FP8. Any override, even one that matches no module, makes megatron-core tell
             # them of a step's first microbatch (MegatronModule.set_is_first_microbatch).
             yield Field("quant_recipe", HighPrecision(()))
         return
@@ -184,16 +183,14 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     kernels = spec.kernels
     graphs = "none" if kernels.cuda_graph_impl is None else kernels.cuda_graph_impl.value
     yield Field("cuda_graph_impl", graphs, ("model.cuda_graph_impl",))
-    # Whole layers.
+    # None named: whole layers.
     yield Field("cuda_graph_modules", [])
-    implementation = "transformer_engine" if kernels.transformer_engine else "local"
-    yield Field(
-        "transformer_impl", implementation, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate")
-    )
+    layers = "transformer_engine" if kernels.transformer_engine else "local"
+    yield Field("transformer_impl", layers, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate"))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
     yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     yield from _named(kernels, "model", "fused_single_qkv_rope", "gradient_accumulation_fusion")
-    # megatron-core 0.19 has no linear loss: `megatron.loss` takes the loss over from it.
+    # megatron-core 0.19 has no linear loss; `megatron.loss` replaces its loss.
     native = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native
     yield Field("cross_entropy_loss_fusion", native, ("model.cross_entropy_loss_fusion",))
     yield Field("cross_entropy_fusion_impl", "native")
@@ -203,7 +200,7 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
 
 
 def transformer_fields(spec: RunSpec) -> list[Field]:
-    """Of `TransformerConfig`: the layers."""
+    """Fields of `TransformerConfig`: the layers."""
     return [
         *_architecture_fields(spec),
         *_expert_fields(spec),
@@ -215,23 +212,22 @@ def transformer_fields(spec: RunSpec) -> list[Field]:
 
 
 def ddp_fields(spec: RunSpec) -> list[Field]:
-    """Of `DistributedDataParallelConfig`: gradient reduction and parameter gathering."""
-    model, num_shards = spec.model, spec.layout.shards
-    virtual = "model.virtual_pipeline_model_parallel_size"
+    """Fields of `DistributedDataParallelConfig`: gradient reduction and parameter gathering."""
+    model, num_shards, virtual = spec.model, spec.layout.shards, "model.virtual_pipeline_model_parallel_size"
     interleaved = model.virtual_pipeline_model_parallel_size is not None
     buckets = ddp_bucket_size(model, num_shards)
     averages = spec.platform.cuda and num_shards > 1 and model.num_moe_experts is None and not model.data.eod_mask_loss
     return [
         *_of_model(spec, "grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
         _distributed_optimizer(spec),
-        # With fp8_param alone the optimizer skips FP8 weights: they never change. With this alone BF16 is gathered.
+        # With fp8_param alone the optimizer never updates FP8 weights; with this alone BF16 is gathered.
         Field("fp8_param_gather", spec.stored_fp8 is not None, ("model.fp8_params",)),
         Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size")),
-        # Chunks of one pipeline rank gather their parameters at the same points on all ranks.
+        # A rank's chunks gather their parameters at the same points on all pipeline ranks.
         Field("align_param_gather", model.overlap_param_gather and interleaved, (virtual,)),
-        # NCCL divides as it reads; otherwise a separate pass over the gradients does, 15 ms for Llama 3 8B. gloo
-        # cannot, and with losses per token there is nothing to divide by. On one rank NCCL would multiply by 1 to
-        # average, and does nothing to sum. megatron-core scales experts' gradients in a pass before it averages.
+        # NCCL divides as it reads, which saves a pass over the gradients (15 ms for Llama 3 8B). gloo cannot. One rank
+        # would only multiply by 1, losses per token have nothing to divide by, and megatron-core scales experts'
+        # gradients in a pass of its own.
         Field("average_in_collective", averages),
         Field("check_for_nan_in_grad", False),
     ]
@@ -243,7 +239,7 @@ def _distributed_optimizer(spec: RunSpec) -> Field:
 
 
 def optimizer_fields(spec: RunSpec) -> list[Field]:
-    """Of `OptimizerConfig`, but for the precision-aware optimizer."""
+    """Fields of `OptimizerConfig`, except for those of `optimizer_state_fields`."""
     optim, dtype, fp8 = spec.model.optim, params_dtype(spec), spec.te_fp8 or spec.stored_fp8
     optimizer = OPTIMIZERS[optim.name]
     return [
@@ -261,13 +257,13 @@ def optimizer_fields(spec: RunSpec) -> list[Field]:
         Field("params_dtype", dtype, ("trainer.precision",)),
         _distributed_optimizer(spec),
         *_of_model(spec, "overlap_param_gather"),
-        # The default, None, would mean delayed.
+        # The default means delayed.
         Field("fp8_recipe", None if fp8 is None else fp8.recipe.name, ("model.fp8_recipe",)),
     ]
 
 
 def optimizer_state_fields(spec: RunSpec) -> list[Field]:
-    """Of `OptimizerConfig`: the types that the precision-aware optimizer keeps its states in."""
+    """Fields of `OptimizerConfig` about the types of the precision-aware optimizer's states."""
     optim, path = spec.model.optim, "model.optim"
     types = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     return [

@@ -1,7 +1,7 @@
 """Which kernels each part of the model runs on: the configuration's nulls, resolved for a machine.
 
 Each null becomes the fastest choice that is correct there. The functions `…_obstacles` name the settings that exclude
-an optimisation: with one of them null leaves it out, and `rules.model` refuses a request for it.
+an optimization: beside one of them null leaves it out, and `rules.model` refuses an explicit true.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,87 +12,86 @@ from gpt_pretrain.config.choices import (
     CrossEntropyFusion,
     CudaGraphImpl,
     MoeGroupedKernel,
+    MoeTokenDispatcher,
     PositionEmbedding,
     Precision,
 )
 from gpt_pretrain.config.derived import kv_channels, matmul_parameters_per_layer, num_query_groups
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.experts import grouped_kernel, permutation_obstacles
+from gpt_pretrain.spec.fp8 import Fp8Settings, grouped_kernel, local_layers
 from gpt_pretrain.spec.platform import APEX_PARTS, Platform
 from gpt_pretrain.spec.products import FC1, FC2, Resolved
-from gpt_pretrain.spec.recipes import Fp8Settings, local_layers
 
-# A setting, and why it excludes the optimisation.
+# A setting, and why it excludes the optimization.
 type Obstacle = tuple[str, str]
 
-# Heads that FlashAttention-4 takes (`_validate_head_dims` of its interface.py).
+# Head widths that FlashAttention-4 takes (`_validate_head_dims` in its interface.py).
 WIDTH_MULTIPLE, WIDEST, WIDEST_ON_BLACKWELL = 8, 256, 128
-# Head widths with which FlashAttention-4 made steps faster than cuDNN on Hopper, with and without rotated queries and
-# keys. Others were not measured (benchmarks/flash_attention_h200.md).
+# Head widths at which it beat cuDNN on Hopper, with and without rotated queries and keys. Others were not measured
+# (benchmarks/flash_attention_h200.md).
 ROTATED_FLASH_ATTENTION_WIDTHS = (128,)
 FLASH_ATTENTION_WIDTHS = (64, 128)
 
-# Operations of one layer on one microbatch, 6 per weight and token, up to which graphs gain. On an H200 they made
-# GPT-2 124M 1.4 times as fast at 32 × 1,024 tokens (1.4e12), and no faster at 64 × 1,024 (2.8e12).
+# Graphs gain up to this many operations of a layer on a microbatch, 6 per weight and token. On an H200 they sped up
+# GPT-2 124M by 1.4 at 32 × 1,024 tokens (1.4e12), and not at 64 × 1,024 (2.8e12).
 _MAX_LAYER_FLOPS = 2e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Which implementation each part of the model runs on: the configuration's nulls, resolved for this machine."""
+    """Which implementation each part of the model runs on."""
 
     transformer_engine: bool
     compile: bool
-    """Whole layers by torch.compile, which fuses the operations between their products."""
+    """torch.compile takes whole layers and fuses what lies between their products."""
     bias_activation_fusion: bool
     activation_cast_fusion: bool
     bias_dropout_add_fusion: bool
     masked_softmax_fusion: bool
     use_flash_attention: bool
     torch_attention: bool
-    """Attention of local layers by PyTorch's fused kernels, rather than megatron-core's, which writes all scores."""
+    """Local layers use PyTorch's fused attention, not megatron-core's, which writes all scores."""
     apply_rope_fusion: bool
     fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
     embedding_gradient_fusion: bool
     cross_entropy_loss_fusion: CrossEntropyFusion | None
-    """None: megatron-core's loss of separate operations."""
+    """None: megatron-core's unfused loss."""
     moe_grouped_gemm: bool
     moe_grouped_kernel: MoeGroupedKernel | None
-    """None: there is no grouped product."""
+    """None: no grouped products."""
     moe_permute_fusion: bool
     cuda_graph_impl: CudaGraphImpl | None
     """None: no CUDA graphs."""
 
 
 def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
-    """Resolves each `null` of the kernel keys of a run that breaks no rule; explicit values stand."""
+    """Resolves the `null`s among the kernel keys; explicit values stand. The run breaks no rule."""
     config, model, settings = run.config, run.model, run.fp8
-    # Local layers compute emulated FP8, TorchAO's FP8 and compiled layers, even where TE is installed.
+    # Emulated FP8, TorchAO's FP8 and compiled layers need local layers, even where TE is installed.
     in_local_layers = model.compile or (settings is not None and settings.in_local_layers)
-    otherwise_te = platform.transformer_engine is not None and not in_local_layers
 
     def choose(value: bool | None, otherwise: bool) -> bool:
         return otherwise if value is None else value
 
-    te = choose(model.transformer_engine, otherwise_te)
+    te = choose(model.transformer_engine, platform.transformer_engine is not None and not in_local_layers)
+    te_experts = te and model.num_moe_experts is not None
     graphs = _plan_graphs(run, world_size, transformer_engine=te)
-    # Compiled layers have no place for separately fused kernels.
+    # A compiled layer has no place for separately fused kernels.
     fuses = platform.cuda and not model.compile
     accumulates = choose(model.gradient_accumulation_fusion, fuses)
-    rotary = model.position_embedding_type is PositionEmbedding.rope
-    # Deterministic and fp32 runs serve as references, and PyTorch's kernels draw dropout from their own random state.
-    plain = config.trainer.deterministic or config.trainer.precision is Precision.fp32 or model.attention_dropout > 0
+    # References keep plain attention, and PyTorch's kernels draw dropout from their own random state.
+    plain = _is_reference(config) or model.attention_dropout > 0
     fast_local = fuses and not te and not plain
     rotates = choose(model.fused_single_qkv_rope, (te or fast_local) and not any(qkv_rope_obstacles(model)))
     softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain and not model.compile)
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     rows = model.vocab_size // model.tensor_model_parallel_size
-    grouped = choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None)
+    grouped = choose(model.moe_grouped_gemm, te_experts)
     return Kernels(
         transformer_engine=te,
         compile=model.compile,
-        # torch.compile compiles this and bias_dropout_add_fusion: worth it on a GPU, minutes of C++ without one.
+        # torch.compile makes this and bias_dropout_add_fusion: worthwhile on a GPU, minutes of C++ without one.
         # The fused GELU needs a bias and computes the tanh form; SwiGLU has no such limits.
         bias_activation_fusion=choose(
             model.bias_activation_fusion,
@@ -121,11 +120,13 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and not any(flash_attention_obstacles(model)),
         ),
         torch_attention=model.compile or (fast_local and not softmax),
-        apply_rope_fusion=choose(model.apply_rope_fusion, te and rotary),
+        apply_rope_fusion=choose(
+            model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
+        ),
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
-        # With more tokens in a microbatch, the table no longer dominates: 16,384 tokens and 51,200 rows gain, 131,072
-        # and 50,304 lose, and nothing between was measured (benchmarks/fused_kernels_h200.md).
+        # Larger microbatches outweigh the table: 16,384 tokens with 51,200 rows gain, 131,072 with 50,304 lose, and
+        # nothing in between was measured (benchmarks/fused_kernels_h200.md).
         embedding_gradient_fusion=choose(
             model.embedding_gradient_fusion,
             platform.cuda
@@ -137,21 +138,19 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         cross_entropy_loss_fusion=_plan_loss(config, platform),
         moe_grouped_gemm=grouped,
         moe_grouped_kernel=grouped_kernel(model) if grouped else None,
-        moe_permute_fusion=choose(
-            model.moe_permute_fusion, te and model.num_moe_experts is not None and not any(permutation_obstacles(model))
-        ),
+        moe_permute_fusion=choose(model.moe_permute_fusion, te_experts and not any(permutation_obstacles(model))),
         cuda_graph_impl=graphs,
     )
 
 
 def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) -> CudaGraphImpl | None:
-    """What records graphs of the layers; None: nothing. Replays on several ranks are not tested."""
+    """What records CUDA graphs of the layers; None: nothing."""
     model = run.model
     if model.cuda_graph_impl is not None:
         return None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl
     recipe_gains = run.fp8 is not None and run.fp8.recipe.gains_by_graphs
     layer_flops = 6 * matmul_parameters_per_layer(model) * model.micro_batch_size * model.encoder_seq_length
-    # The bitwise comparison (tests/test_gpu_graphs.py) covers GPT's layers, all of them in FP8.
+    # The bitwise comparison (tests/test_gpu_graphs.py) covers GPT's layers, all in FP8, on one rank.
     compared = model.position_embedding_type is PositionEmbedding.learned_absolute and not (
         model.first_last_layers_bf16 or model.fp8_exclude
     )
@@ -164,10 +163,10 @@ def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) ->
 
 
 def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:
-    """Whether FlashAttention-4 was measured to be faster with heads of this width, in a layout that needs no copies."""
+    """Whether FlashAttention-4 was measured to be faster at this head width, in a layout that needs no copies."""
     if rotates:
         return kv_channels(model) in ROTATED_FLASH_ATTENTION_WIDTHS
-    # Without rotation and grouped queries, q, k and v are parts of one tensor, and so are their gradients.
+    # Only without rotation and grouped queries are q, k and v parts of one tensor, and their gradients too.
     parts_of_one = (
         model.position_embedding_type is not PositionEmbedding.rope
         and num_query_groups(model) == model.num_attention_heads
@@ -175,12 +174,15 @@ def _is_faster_by_flash_attention(model: ModelConfig, *, rotates: bool) -> bool:
     return parts_of_one and kv_channels(model) in FLASH_ATTENTION_WIDTHS
 
 
+def _is_reference(config: Config) -> bool:
+    """Whether others are compared with this run, so that it keeps plain kernels."""
+    return config.trainer.deterministic or config.trainer.precision is Precision.fp32
+
+
 def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
     fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
     if fused is None:
-        # Deterministic and fp32 runs serve as references: they keep the plain loss.
-        to_compare = config.trainer.deterministic or config.trainer.precision is Precision.fp32
-        fused = implementation is not None or (platform.cuda and not to_compare)
+        fused = implementation is not None or (platform.cuda and not _is_reference(config))
     return (implementation or CrossEntropyFusion.linear) if fused else None
 
 
@@ -203,7 +205,7 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
 
 
 def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-    """Settings that exclude `model.activation_cast_fusion`; looks at the layers in FP8 only if `sizes_known`."""
+    """Settings that exclude `model.activation_cast_fusion`; `sizes_known`: the FP8 layers can be looked at."""
     model, settings = run.model, run.fp8
     if settings is None:
         yield "model.fp8=false", "there is no cast to compute an activation with"
@@ -216,30 +218,28 @@ def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[O
     if model.activation is Activation.swiglu and model.bias:
         yield "model.bias=true", "it adds a bias only to a GELU"
     if model.bias_activation_fusion is False:
-        yield "model.bias_activation_fusion=false", "that asks for an activation of separate operations"
+        yield "model.bias_activation_fusion=false", "that asks for an unfused activation"
     if model.transformer_engine is False:
-        yield "model.transformer_engine=false", "it writes tensors of Transformer Engine"
+        yield "model.transformer_engine=false", "it writes Transformer Engine's tensors"
     if model.num_moe_experts is not None:
-        yield f"model.num_moe_experts={model.num_moe_experts}", "experts have an MLP of their own"
+        yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
     elif settings is not None and sizes_known:
         yield from _no_layer_to_fuse_in(run, settings)
     yield from _untested_with_activation_cast(model, settings)
 
 
 def _untested_with_activation_cast(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Obstacle]:
-    if model.activations_checkpoint_granularity is not None:
-        granularity = model.activations_checkpoint_granularity.name
-        yield f"model.activations_checkpoint_granularity={granularity}", "not tested with recomputation"
+    if (granularity := model.activations_checkpoint_granularity) is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}", "not tested with recomputation"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "not tested in replayed layers"
-    if model.tp_comm_overlap and settings is not None:
-        why = settings.recipe.why_not("activation_cast_fusion with tp_comm_overlap")
-        if why is not None:
-            yield "model.tp_comm_overlap=true", why
+    why = settings and settings.recipe.why_not("activation_cast_fusion with tp_comm_overlap")
+    if model.tp_comm_overlap and why:
+        yield "model.tp_comm_overlap=true", why
 
 
 def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obstacle]:
-    """Settings that leave no layer with an activation between two products in FP8."""
+    """Settings that leave no layer whose activation lies between two FP8 products."""
     in_fp8 = {(linear.layer, linear.kind) for linear in run.linears if linear.precision == "fp8"}
     model = run.model
     if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
@@ -253,9 +253,9 @@ def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
     """Settings that exclude `model.embedding_gradient_fusion`."""
     model = config.model
     if model.gradient_accumulation_fusion is False:
-        yield "model.gradient_accumulation_fusion=false", "a tied LM head must add its gradient in the product too"
+        yield "model.gradient_accumulation_fusion=false", "a tied LM head must also add its gradient in the product"
     if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
-        yield "model.grad_reduce_in_fp32=false", "BF16 would round the gradient of every token"
+        yield "model.grad_reduce_in_fp32=false", "BF16 would round every token's gradient"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "not tested beside replayed layers"
 
@@ -265,9 +265,9 @@ def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
     if model.position_embedding_type is not PositionEmbedding.rope:
         yield f"model.position_embedding_type={model.position_embedding_type.name}", "there is nothing to rotate"
     if model.apply_rope_fusion is False:
-        yield "model.apply_rope_fusion=false", "it asks for a rotation by separate operations"
+        yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
     if model.qk_layernorm:
-        yield "model.qk_layernorm=true", "queries and keys are normalised between their projection and the rotation"
+        yield "model.qk_layernorm=true", "queries and keys are normalized between their projection and the rotation"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "not tested in replayed layers"
 
@@ -284,7 +284,7 @@ def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         size = model.context_parallel_size
         yield f"model.context_parallel_size={size}", "ranks exchange keys and values in Transformer Engine's attention"
     if model.attention_dropout:
-        yield f"model.attention_dropout={model.attention_dropout}", "it drops nothing"
+        yield f"model.attention_dropout={model.attention_dropout}", "it has no dropout"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "not tested in replayed layers"
     width = kv_channels(model)
@@ -292,15 +292,27 @@ def flash_attention_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         yield f"heads of {width} channels", f"it takes multiples of {WIDTH_MULTIPLE} up to {WIDEST}"
 
 
+def permutation_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
+    """Settings that exclude `model.moe_permute_fusion`."""
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "its kernels are Transformer Engine's"
+    ep = model.expert_model_parallel_size
+    if model.moe_token_dispatcher_type is MoeTokenDispatcher.allgather and ep > 1:
+        yield (
+            f"model.moe_token_dispatcher_type=allgather and model.expert_model_parallel_size={ep}",
+            "Transformer Engine 2.12 returns no tokens at all on a rank whose experts got none, and the run would end",
+        )
+
+
 def graph_obstacles(run: Resolved) -> Iterator[Obstacle]:
-    """Settings that exclude CUDA graphs; with any of them, `null` means none."""
+    """Settings that exclude CUDA graphs."""
     model = run.model
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(model, name)
         if size > 1:
             yield f"model.{name}={size}", "graphs are for models that fit one GPU, and not tested across several"
     if model.overlap_grad_reduce:
-        yield "model.overlap_grad_reduce=true", "reducing gradients behind replays is not tested"
+        yield "model.overlap_grad_reduce=true", "reducing gradients during replays is not tested"
     yield from _layers_without_graphs(model)
     yield from _fp8_without_graphs(run)
 
@@ -311,20 +323,17 @@ def _layers_without_graphs(model: ModelConfig) -> Iterator[Obstacle]:
     if model.num_moe_experts is not None:
         why = "a router gives each expert a different number of tokens, and a graph has fixed shapes"
         yield f"model.num_moe_experts={model.num_moe_experts}", why
-    granularity = model.activations_checkpoint_granularity
-    if granularity is not None:
-        setting = f"model.activations_checkpoint_granularity={granularity.name}"
-        yield setting, "a graph keeps what its backward pass needs"
+    if (granularity := model.activations_checkpoint_granularity) is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}", "a graph keeps what backward needs"
     for name in ("hidden_dropout", "attention_dropout"):
-        probability = getattr(model, name)
-        if probability > 0:
+        if (probability := getattr(model, name)) > 0:
             yield f"model.{name}={probability}", "random numbers drawn in replays are not tested"
 
 
 def _fp8_without_graphs(run: Resolved) -> Iterator[Obstacle]:
     model, settings, interval = run.model, run.fp8, run.config.logging.fp8_statistics_interval
     if cause := local_layers(model):
-        yield cause, "these layers take decisions in Python, which a replay would not repeat"
+        yield cause, "these layers decide in Python, which a replay would not repeat"
     if settings is not None and (why := settings.recipe.why_not("cuda_graph_impl")) is not None:
         yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.fp8_dot_product_attention:

@@ -11,7 +11,7 @@ from gpt_pretrain.config.choices import MomentDtype, OptimizerName
 from gpt_pretrain.config.schema import OptimConfig
 from gpt_pretrain.kernels import SCALED_BLOCK
 
-# Bytes of a moment of one parameter; scaled types have one fp32 scale per block.
+# Bytes of a parameter's moment; scaled types have one fp32 scale per block.
 MOMENT_BYTES = {
     MomentDtype.fp32: 4.0,
     MomentDtype.bf16: 2.0,
@@ -22,21 +22,21 @@ MOMENT_BYTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """An optimizer."""
+    """An optimizer's properties."""
 
     core_name: str
     """`OptimizerConfig.optimizer`."""
     decoupled_weight_decay: bool
     has_distributed_form: bool
-    """megatron-core shards its states over the data-parallel ranks."""
+    """megatron-core can shard its states over the data-parallel ranks."""
     has_small_states: bool
     """It can keep masters and moments in fewer bytes (`use_precision_aware_optimizer`)."""
     state_bytes: Callable[[OptimConfig], float]
-    """Bytes of fp32 states per parameter, masters left out."""
+    """Bytes of fp32 states per parameter, without masters."""
     moved_bytes: int
-    """Bytes that a step reads and writes per parameter: gradient, master and states, and the BF16 weight."""
+    """Bytes read and written per parameter and step: gradient, master, states and the BF16 weight."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Keys of `model.optim` that it does not read, with the reasons."""
+    """Keys of `model.optim` that it ignores, with the reasons."""
 
 
 OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
@@ -46,8 +46,8 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
         has_distributed_form=True,
         has_small_states=True,
         state_bytes=lambda _: 8,
-        # Reads gradient, master and two moments (16), writes the last three and the weight (14), after the whole
-        # gradient was read for its norm (4).
+        # The norm reads the gradient (4); the update reads gradient, master and two moments (16) and writes the last
+        # three and the weight (14).
         moved_bytes=34,
         unread={"momentum": "model.optim.name=adam, whose momentum is the first of model.optim.betas"},
     ),
@@ -64,5 +64,5 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
 
 
 def names_with(column: str) -> list[str]:
-    """Names of the optimizers for which a column is true, for messages."""
+    """Names of the optimizers whose field `column` is true, for messages."""
     return [name.name for name, optimizer in OPTIMIZERS.items() if getattr(optimizer, column)]

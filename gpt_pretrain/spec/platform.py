@@ -1,9 +1,8 @@
 """What this machine offers to the run: GPU, Transformer Engine, FlashAttention-4, TorchAO, apex, and its environment.
 
-megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once: null in
-the configuration ("where available") becomes a value that the header prints, and an explicit `true` that the machine
-cannot meet is an error rather than a slower run (`rules.machine`). Only the detection imports torch; everything that
-follows from a `Platform` works without it.
+megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once. A null in
+the configuration ("where available") becomes a value that the header prints; an explicit `true` that the machine cannot
+meet is an error, not a slower run (`rules.machine`). Only the detection imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +29,20 @@ if TYPE_CHECKING:
 FP8_CAPABILITY = (8, 9)
 HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (9, 0), (10, 0), (12, 0)
 ATTENTION = "attention"
-# Environment variables that change what a recipe of TE 2.12 computes: the value that changes nothing, the recipe or the
-# products concerned, and what others do. NVTE_UNFUSED_FP8_UPDATE is absent: it computes the same scales in Python.
+# Environment variables that change what a recipe of TE 2.12 computes: the value that changes nothing, the recipe or
+# products concerned, and what other values do. NVTE_UNFUSED_FP8_UPDATE computes the same scales, in Python.
 RECIPE_VARIABLES = {
     "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": ("0", "tensorwise", "rounds scales to powers of two"),
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("0", "blockwise", "makes scales other numbers than powers of two"),
     "NVTE_DPA_FP8_RECIPE": ("", ATTENTION, "gives attention another recipe"),
     "NVTE_DPA_FP8DS_AMAX_ALGO": ("most_recent", ATTENTION, "changes attention's amax history"),
     "NVTE_DPA_FP8DS_AMAX_HISTLEN": ("1", ATTENTION, "changes attention's amax history"),
-    "NVTE_DPA_FP8DS_REDUCE_AMAX": ("1", ATTENTION, "lets ranks quantise attention with different scales"),
+    "NVTE_DPA_FP8DS_REDUCE_AMAX": ("1", ATTENTION, "lets ranks quantize attention with different scales"),
     "NVTE_FP8_DPA_BWD": ("1", ATTENTION, "takes attention's backward pass out of FP8"),
     "NVTE_DPA_FP8CS_O_in_F16": ("1", ATTENTION, "keeps attention's output in FP8 for the backward pass"),
     "NVTE_UnfusedDPA_Emulate_FP8": ("0", ATTENTION, "lets attention fall back to an emulation"),
 }
-# Each keeps one library from multicast: NCCL, PyTorch's symmetric memory, NVSHMEM, and Transformer Engine's user
+# Each keeps one library from using multicast: NCCL, PyTorch's symmetric memory, NVSHMEM, and Transformer Engine's user
 # buffers, which then reach other GPUs by CUDA IPC.
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
@@ -51,17 +50,17 @@ MULTICAST_OFF = {
     "NVSHMEM_DISABLE_NVLS": "1",
     "UB_SKIPMC": "1",
 }
-# The one that says whether the host has multicast.
+# The one that tells whether the host has multicast.
 NO_MULTICAST = "NCCL_NVLS_ENABLE"
 USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 
 # The oldest version tested, and the names that `megatron.te_layers` uses.
 OLDEST_FLASH_ATTENTION = "4.0.0b36"
 _FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
-# TorchAO's casts and products are no public API: another version may have them elsewhere, or round differently.
+# TorchAO's casts and products are not public API: another version may have moved them, or round differently.
 TESTED_TORCHAO = (0, 18)
 _TORCHAO = "torchao.float8.float8_training_tensor", "Float8TrainingTensor", "hp_tensor_and_scale_to_float8"
-# What each part of apex needs: its Python module, where it has one, and its compiled kernels.
+# The Python modules and compiled kernels that each part of apex needs.
 APEX_PARTS = {
     "apex_layer_norm": ("apex.normalization", "fused_layer_norm_cuda"),
     "apex_optimizer": ("apex.optimizers", "amp_C"),
@@ -72,38 +71,33 @@ APEX_PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """Hardware and optional libraries of this process; the defaults are those of a machine with none of them."""
+    """Hardware and optional libraries of this process.
+
+    The version of a library is None where it cannot be used, and its problem is None unless it is installed.
+    """
 
     cuda: bool
-    """A CUDA device is there."""
     num_gpus: int
     """CUDA devices that this process sees."""
     device_name: str
-    """Name of the GPU, or of the processor's kind."""
+    """The GPU's name, or "CPU"."""
     compute_capability: tuple[int, int] | None = None
-    """CUDA compute capability of the GPU: (9, 0) is Hopper; None without one."""
+    """The GPU's: (9, 0) is Hopper."""
     torch_cuda: str | None = None
     """CUDA version that PyTorch was built for: "13.0"; None without a GPU."""
     transformer_engine: str | None = None
-    """Version of Transformer Engine, if it imports on this machine."""
     transformer_engine_problem: str | None = None
-    """Why Transformer Engine, though installed, does not import."""
     torchao: str | None = None
-    """Version of TorchAO, if it is the one that `fp8.torchao` calls."""
     torchao_problem: str | None = None
-    """Why TorchAO, though installed, is not used."""
     compiler_problem: str | None = None
     """Why torch.compile cannot compile for this CPU; not looked up on a GPU, where Triton compiles."""
     recipe_variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that are set and could change what an FP8 recipe computes."""
+    """Those set in the environment that could change what an FP8 recipe computes."""
     multicast_variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that are set and say whether libraries may use NVLink multicast."""
+    """Those set in the environment that say whether libraries may use NVLink multicast."""
     flash_attention: str | None = None
-    """Version of FlashAttention-4, if it imports on this machine."""
     flash_attention_problem: str | None = None
-    """Why FlashAttention-4, though installed, is not used."""
     apex_layer_norm: bool = False
-    """apex's fused layer norm."""
     apex_optimizer: bool = False
     """apex's fused Adam and multi-tensor kernels; TE brings its own."""
     apex_softmax: bool = False
@@ -125,7 +119,7 @@ class Platform:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether the GPU is a Hopper, whose FP8 products read rows of both operands: layers keep transposed copies."""
+        """Whether it is a Hopper GPU. Its FP8 products read rows of both operands, so layers keep transposed copies."""
         return self.compute_capability is not None and HOPPER <= self.compute_capability < BLACKWELL
 
     @property
@@ -144,12 +138,12 @@ class Platform:
 
 
 def recipe_variables() -> dict[str, str]:
-    """The `RECIPE_VARIABLES` that the environment sets, with their values."""
+    """The `RECIPE_VARIABLES` set in the environment."""
     return {name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ}
 
 
 def multicast_variables() -> dict[str, str]:
-    """The `MULTICAST_OFF` variables that the environment sets, with their values."""
+    """The `MULTICAST_OFF` variables set in the environment."""
     return {name: os.environ[name] for name in MULTICAST_OFF if name in os.environ}
 
 
@@ -159,7 +153,7 @@ def leading_version(text: str) -> tuple[int, ...]:
 
 
 def _imports(module: str) -> bool:
-    """Whether a module is there and loads, which a compiled extension built for another torch does not."""
+    """Whether a module is installed and loads; an extension compiled for another torch does not."""
     if importlib.util.find_spec(module.split(".", 1)[0]) is None:
         return False
     try:
@@ -176,7 +170,7 @@ def _why_it_does_not_load(module: str, *names: str) -> str | None:
         for name in names:
             getattr(loaded, name)
     # Shared libraries and compilers that do not fit the driver or PyTorch fail in many ways (OSError, RuntimeError,
-    # AssertionError), all of which the user should know.
+    # AssertionError), and the user should hear of all of them.
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -189,33 +183,37 @@ def _transformer_engine() -> tuple[str | None, str | None]:
     return (importlib.metadata.version("transformer_engine") if problem is None else None), problem
 
 
-def flash_attention() -> tuple[str | None, str | None]:
-    """The fields of `Platform` about FlashAttention-4: its version, or why it is not used where it is installed."""
+def _version_and_problem(
+    distribution: str, needed: str, suits: Callable[[str], bool], names: tuple[str, ...]
+) -> tuple[str | None, str | None]:
+    """The two fields of `Platform` about a library; `names` are a module and what is used from it."""
     try:
-        # The distribution's version: the module has none, and flash_attn beside it belongs to another package.
-        version = importlib.metadata.version("flash-attn-4")
+        version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None, None
-    if Version(version) < Version(OLDEST_FLASH_ATTENTION):
-        return None, f"{OLDEST_FLASH_ATTENTION} or newer is needed, and {version} is installed"
-    problem = _why_it_does_not_load(*_FLASH_ATTENTION)
+    problem = _why_it_does_not_load(*names) if suits(version) else f"{needed} is needed, and {version} is installed"
     return (version if problem is None else None), problem
+
+
+def flash_attention() -> tuple[str | None, str | None]:
+    """FlashAttention-4's version if it can be used, and why not if it is installed and cannot."""
+    # The module has no version, and flash_attn beside it belongs to another distribution.
+    oldest = Version(OLDEST_FLASH_ATTENTION)
+    return _version_and_problem(
+        "flash-attn-4", f"{oldest} or newer", lambda version: Version(version) >= oldest, _FLASH_ATTENTION
+    )
 
 
 def torchao() -> tuple[str | None, str | None]:
-    """The fields of `Platform` about TorchAO: its version, or why it is not used where it is installed."""
-    try:
-        version = importlib.metadata.version("torchao")
-    except importlib.metadata.PackageNotFoundError:
-        return None, None
-    if leading_version(version)[:2] != TESTED_TORCHAO:
-        return None, f"{'.'.join(map(str, TESTED_TORCHAO))} is needed, and {version} is installed"
-    problem = _why_it_does_not_load(*_TORCHAO)
-    return (version if problem is None else None), problem
+    """TorchAO's version if it can be used, and why not if it is installed and cannot."""
+    needed = ".".join(map(str, TESTED_TORCHAO))
+    return _version_and_problem(
+        "torchao", needed, lambda version: leading_version(version)[:2] == TESTED_TORCHAO, _TORCHAO
+    )
 
 
 def compiler_problem() -> str | None:
-    """The field of `Platform`: torch.compile calls $CXX or else g++ (torch._inductor.config.cpp.cxx)."""
+    """Why torch.compile finds no C++ compiler: it calls $CXX, or else g++ (torch._inductor.config.cpp.cxx)."""
     named = os.environ.get("CXX")
     if shutil.which(named or "g++") is not None:
         return None
@@ -223,12 +221,12 @@ def compiler_problem() -> str | None:
 
 
 def apex_parts() -> dict[str, bool]:
-    """The fields of `Platform` about apex: which of its parts load."""
+    """Which parts of apex load, by their fields of `Platform`."""
     return {field: all(map(_imports, modules)) for field, modules in APEX_PARTS.items()}
 
 
 def detect_platform() -> Platform:
-    """Looks up what is there; imports Transformer Engine, FlashAttention-4, TorchAO and apex where installed."""
+    """Looks up what there is; imports Transformer Engine, FlashAttention-4, TorchAO and apex if they are installed."""
     with ended_while_importing():
         import torch
 

@@ -1,7 +1,7 @@
 """Every matrix product of a training step on one rank: its shape, and whether it runs in FP8 and why.
 
 Pure arithmetic on the configuration; `Resolved` is all that follows from it without a machine. The rules check the
-shapes, `gpt_pretrain.plan` prints them, and the proof of a run compares them with the live modules.
+shapes, `gpt_pretrain.plan` prints them, and a run's proof of FP8 compares them with the live modules.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,18 +18,16 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
 )
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.recipes import Fp8Settings, resolve_fp8
+from gpt_pretrain.spec.fp8 import Fp8Settings, resolve_fp8
 
-# The linear layers of a transformer layer, in the order of the forward pass, by megatron-core's names.
+# megatron-core's names of a transformer layer's linear layers, in the order of the forward pass.
 QKV, PROJ, FC1, FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
-# With a mixture of experts, in place of the last two.
+# In place of the last two with a mixture of experts.
 ROUTER, EXPERT_FC1, EXPERT_FC2 = "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"
 
 _TOO_SMALL = f"too small to gain (model.fp8_exclude={AUTO})"
 
-_OF_ONE_KERNEL = "one BF16 kernel computes all experts (model.moe_grouped_kernel)"
-
-# Logits of a chunk: 1 GiB in BF16. Smaller chunks are slower, as products and because each reads the main gradient.
+# Logits in a chunk: 1 GiB in BF16. Smaller chunks are slower products, and each reads the main gradient.
 _CHUNK_LOGITS = 2**29
 
 
@@ -48,16 +46,16 @@ class Linear:
     in_features: int
     """Columns of the rank's weight."""
     count: int
-    """Weights of this shape on the rank, each with its own rows: experts, which share one module."""
+    """Weights of this shape on the rank: its experts, which share one module but not their rows."""
     tokens: int
-    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks where they split the sequence;
-    for an expert the mean, as if the router spread tokens evenly."""
+    """Rows of x in the product: microbatch · sequence / CP, gathered over the TP ranks that split the sequence. For an
+    expert the mean, as if the router spread tokens evenly."""
     local_tokens: int
     """Rows of x that the rank holds and casts: tokens / TP where the input is split along the sequence."""
     precision: str
-    """Of the forward and dgrad products: "fp8" or "high"."""
+    """Of forward and dgrad: "fp8" or "high"."""
     wgrad_precision: str
-    """The same of the weight gradient's product."""
+    """Of wgrad."""
     reason: str
     """Why it is not in FP8; empty if it is."""
 
@@ -92,7 +90,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a kind of layer, the same in all layers; see `Linear`."""
+    """What a kind of linear layer has in common in all layers; see `Linear`."""
 
     out_features: int
     in_features: int
@@ -102,7 +100,7 @@ class _Shape:
 
 
 def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape]:
-    """Shapes of the MLP, or of the router and one rank's experts."""
+    """Shapes of the MLP, or of the router and a rank's experts."""
     tp, hidden, gated = model.tensor_model_parallel_size, model.hidden_size, model.activation is Activation.swiglu
     if model.num_moe_experts is None:
         inner = ffn_hidden_size(model) // tp
@@ -111,7 +109,7 @@ def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape
     experts, etp = model.num_moe_experts, expert_tensor_parallel_size(model)
     ep = model.expert_model_parallel_size
     inner = moe_ffn_hidden_size(model) // etp
-    # Each rank routes its own part of the sequence; the ranks that share an expert compute all tokens routed to it.
+    # Each rank routes its part of the sequence; the ranks that share an expert compute all tokens routed to it.
     rows = max(1, tokens // tp * etp * ep * model.moe_router_topk // experts)
     return {
         ROUTER: _Shape(experts, hidden, 1, split, local_tokens=split),
@@ -136,10 +134,10 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     sizes = {kind: asdict(shape) for kind, shape in shapes.items()}
     for layer in range(model.num_layers):
         for kind, shape in shapes.items():
-            reason = _why_not_fp8(model, settings, layer, kind, shape)
+            reason = "model.fp8=false" if settings is None else _why_not_fp8(model, settings, layer, kind, shape)
             fp8 = not reason
             yield Linear(
-                module=_name(layer, kind),
+                module=f"decoder.layers.{layer}.{kind}",
                 layer=layer,
                 kind=kind,
                 **sizes[kind],
@@ -158,34 +156,27 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     )
 
 
-def _name(layer: int, kind: str) -> str:
-    return f"decoder.layers.{layer}.{kind}"
-
-
-def _why_not_fp8(model: ModelConfig, settings: Fp8Settings | None, layer: int, kind: str, shape: _Shape) -> str:
-    if settings is None:
-        return "model.fp8=false"
-    never = {ROUTER: "routers stay out of FP8"}
-    if settings.experts_left_out:
-        never |= dict.fromkeys((EXPERT_FC1, EXPERT_FC2), _OF_ONE_KERNEL)
-    if kind in never:
-        return never[kind]
+def _why_not_fp8(model: ModelConfig, settings: Fp8Settings, layer: int, kind: str, shape: _Shape) -> str:
+    if kind == ROUTER:
+        return "routers stay out of FP8"
+    if settings.experts_left_out and kind in (EXPERT_FC1, EXPERT_FC2):
+        return "one BF16 kernel computes all experts (model.moe_grouped_kernel)"
     if layer < settings.num_layers_at_start_in_bf16:
         return f"first {settings.num_layers_at_start_in_bf16} layer(s) (model.num_layers_at_start_in_bf16)"
     if layer >= model.num_layers - settings.num_layers_at_end_in_bf16:
         return f"last {settings.num_layers_at_end_in_bf16} layer(s) (model.num_layers_at_end_in_bf16)"
-    if settings.excludes(_name(layer, kind)):
+    if settings.excludes(f"decoder.layers.{layer}.{kind}"):
         return "model.fp8_exclude"
     is_small = settings.exclude_small and settings.recipe.is_small(shape.out_features, shape.in_features)
     return _TOO_SMALL if is_small else ""
 
 
 def chunk_tokens(num_tokens: int, num_columns: int) -> int:
-    """Tokens that go through the LM head together in a linear loss (`megatron.loss`): a power of two or all of them."""
+    """Tokens that go through the LM head together in a linear loss (`megatron.loss`): a power of two, or all."""
     return min(num_tokens, 1 << (max(1, _CHUNK_LOGITS // num_columns).bit_length() - 1))
 
 
-def attention_flops(model: ModelConfig) -> float:
+def _attention_flops(model: ModelConfig) -> float:
     """Operations of causal attention's two products, in one layer and one forward pass of a rank's microbatch."""
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
@@ -205,7 +196,7 @@ def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What follows from a configuration without a machine, also if it breaks rules."""
+    """What follows from a configuration without a machine, even if it breaks rules."""
 
     config: Config
     fp8: Fp8Settings | None
@@ -218,24 +209,21 @@ class Resolved:
 
     @cached_property
     def linears(self) -> tuple[Linear, ...]:
-        """The linear layers of the whole model in forward order, the LM head last.
-
-        Sizes must be positive and divide as the layout asks.
-        """
+        """The model's linear layers in forward order, the LM head last; sizes must divide as the layout asks."""
         return tuple(linears(self.model, self.fp8))
 
     @property
     def kept_out(self) -> tuple[Linear, ...]:
-        """The linear layers that settings keep out of a run's FP8, in forward order."""
+        """The linear layers that settings keep out of FP8, in forward order."""
         if self.fp8 is None:
             return ()
-        own = (linear for linear in self.linears if linear.layer >= 0 and linear.kind != ROUTER)
-        return tuple(linear for linear in own if linear.precision != "fp8")
+        could_be = (linear for linear in self.linears if linear.layer >= 0 and linear.kind != ROUTER)
+        return tuple(linear for linear in could_be if linear.precision != "fp8")
 
     @property
     def fp8_flops_share(self) -> float:
         """Share of a step's matrix operations, attention and LM head included, that run in FP8."""
-        total = attention = 3.0 * self.model.num_layers * attention_flops(self.model)
+        total = attention = 3.0 * self.model.num_layers * _attention_flops(self.model)
         in_fp8 = attention if self.fp8 is not None and self.fp8.dot_product_attention else 0.0
         for linear in self.linears:
             for gemm in gemms(linear):
@@ -245,15 +233,15 @@ class Resolved:
 
 
 def describe_kept_out(run: Resolved) -> list[str]:
-    """What settings keep out of FP8, a phrase for each reason; another where `AUTO` finds nothing."""
-    same: dict[str, list[Linear]] = {}
+    """What settings keep out of FP8, one phrase per reason; another one if `AUTO` finds nothing."""
+    by_reason: dict[str, list[Linear]] = {}
     for linear in run.kept_out:
-        same.setdefault(linear.reason, []).append(linear)
+        by_reason.setdefault(linear.reason, []).append(linear)
     phrases = [
         f"{len(linears)} linear layers kept out ({', '.join(shapes_of(linears))}; {reason})"
-        for reason, linears in same.items()
+        for reason, linears in by_reason.items()
     ]
-    if run.fp8 is not None and run.fp8.exclude_small and _TOO_SMALL not in same:
+    if run.fp8 is not None and run.fp8.exclude_small and _TOO_SMALL not in by_reason:
         phrases.append(f"no linear layer {_TOO_SMALL}")
     return phrases
 

@@ -3,8 +3,7 @@
     Config → `resolve` → Resolved → rules
                                   → `build_run_spec`, with the machine → RunSpec → model, optimizer, training, plan
 
-Code that needs the FP8 of a run, its kernels, its layout or its matrix products takes a `RunSpec`; nothing computes
-them a second time.
+Code that needs a run's FP8, kernels, layout or matrix products takes a `RunSpec`; nothing computes them again.
 """
 
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.derived import data_parallel_size, expert_tensor_parallel_size, num_microbatches
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.kernels import Kernels, plan_kernels
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.products import Resolved, resolve
-from gpt_pretrain.spec.recipes import Fp8Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +36,12 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks that share optimizer states where they are sharded: DP · CP."""
+        """Ranks over which optimizer states can be sharded: DP · CP."""
         return self.dp * self.cp
 
     @property
     def expert_shards(self) -> int:
-        """The same for the parameters of experts: a stage's ranks over EP · expert tensor parallelism."""
+        """The same for the parameters of experts: a pipeline stage's ranks / (EP · expert tensor parallel)."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
@@ -62,19 +61,19 @@ class RunSpec(Resolved):
 
     @property
     def te_fp8(self) -> Fp8Settings | None:
-        """The FP8 of Transformer Engine's layers; None also where local layers compute it."""
+        """The FP8 of Transformer Engine's layers; None if local layers compute it."""
         return None if self.fp8 is None or self.fp8.in_local_layers else self.fp8
 
     @property
     def stored_fp8(self) -> Fp8Settings | None:
-        """The FP8 of layers that store their weights in it; None where weights have high precision."""
-        # Emulated layers of TE keep high-precision weights (`rules.fp8`).
+        """The FP8 of layers that store their weights in it; None: weights have high precision."""
+        # Emulated TE layers keep high-precision weights (`rules.fp8`).
         stores = self.fp8 is not None and (self.fp8.backend is Fp8Backend.torchao or not self.fp8.emulate)
         return self.fp8 if stores and self.model.fp8_params else None
 
 
 def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpec:
-    """Resolves a configuration that breaks no rule; `rules.machine` checks whether the machine can do what it asks."""
+    """Resolves a configuration that breaks no rule; `rules.machine` checks whether the machine can run it."""
     resolved = resolve(config)
     return RunSpec(
         config=config,
