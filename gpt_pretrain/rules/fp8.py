@@ -28,18 +28,6 @@ _LONGEST_HISTORY = 65_536
 _HISTORY_BYTES = 5 * 4
 
 
-def statistics(config: Config) -> Iterator[str]:
-    """Ranges of what is logged about FP8."""
-    interval, threshold = config.logging.fp8_statistics_interval, config.logging.fp8_saturation_threshold
-    proof_interval = config.logging.fp8_proof_interval
-    if proof_interval is not None and proof_interval < 1:
-        yield f"logging.fp8_proof_interval={proof_interval} is too small; use 1 or more, or null for no later proof"
-    if interval is not None and interval < 1:
-        yield f"logging.fp8_statistics_interval={interval} is too small; use 1 or more, or null for no statistics"
-    if not 0 < threshold <= 1:
-        yield f"logging.fp8_saturation_threshold={threshold} is no share of a tensor; use above 0 up to 1"
-
-
 def formats(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     """NeMo's two switches: e4m3 wins where both are set, and one of them must be."""
     if settings.recipe.has_own_formats:
@@ -324,7 +312,6 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     `sizes_known` says that all counts are positive: the rules about layers by name divide by them.
     """
     config, model, settings = run.config, run.model, run.fp8
-    yield from statistics(config)
     if settings is None:
         return
     problems = list(engine(settings))

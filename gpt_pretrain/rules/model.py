@@ -190,20 +190,6 @@ def fusions(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def numbers(model: ModelConfig) -> Iterator[str]:
-    """Ranges of single values."""
-    for name in ("hidden_dropout", "attention_dropout"):
-        value = getattr(model, name)
-        if not 0 <= value < 1:
-            yield f"model.{name}={value} is no dropout probability; use 0 up to below 1"
-    for name, usual in (("layernorm_epsilon", "1e-5"), ("init_method_std", "0.02")):
-        value = getattr(model, name)
-        if value <= 0:
-            yield f"model.{name}={value} is not positive; use {usual} or another"
-    if model.seed < 0:
-        yield f"model.seed={model.seed} is negative; use 0 or more"
-
-
 def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
     """A problem for each obstacle to what was asked for, with what to use instead."""
     for setting, why in obstacles:
@@ -267,6 +253,15 @@ def gradients(model: ModelConfig) -> Iterator[str]:
             "multicast on even where the host forbids it, and continues without registered buffers where NCCL refuses "
             "them; use false"
         )
+
+
+def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
+    """All problems of kernels and exchanges that no division decides."""
+    yield from gradients(run.model)
+    yield from graph_problems(run)
+    yield from compile_problems(run)
+    yield from fusions(run.model)
+    yield from fused_kernel_problems(run, sizes_known=sizes_known)
 
 
 def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:

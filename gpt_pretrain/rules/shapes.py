@@ -218,6 +218,14 @@ def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
         )
 
 
+def division_problems(model: ModelConfig, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
+    """All rules above; without `launch`, none about the world size."""
+    yield from attention_heads(model, launch, accepts)
+    yield from rotated_pairs(model, accepts)
+    yield from widths_over_tensor_ranks(model, accepts)
+    yield from sequence(model, accepts)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Need:
     """What FP8 products require: the value of a key is a multiple of a step."""

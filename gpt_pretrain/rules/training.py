@@ -61,27 +61,11 @@ def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
         yield from _launched(config.trainer, launch)
 
 
-def _at_least(section: object, prefix: str, minimum: int, *names: str) -> Iterator[str]:
-    """Keys of a section below a minimum."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < minimum:
-            yield f"{prefix}.{name}={value} is too small; use {minimum} or more"
-
-
 def _optimizer(config: Config) -> Iterator[str]:
     """Ranges of the optimizer, and what the distributed one supports."""
     optim = config.model.optim
-    if optim.lr <= 0:
-        yield f"model.optim.lr={optim.lr} is not positive; a usual value is 3e-4"
-    if optim.eps <= 0:
-        yield f"model.optim.eps={optim.eps} is not positive; a usual value is 1e-8"
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"model.optim.betas={optim.betas} are not two numbers of at least 0 and below 1; use [0.9,0.95] or others"
-    if not 0 <= optim.momentum < 1:
-        yield f"model.optim.momentum={optim.momentum} is not at least 0 and below 1; use 0.9 or another"
-    if optim.weight_decay < 0:
-        yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
     # `rules.fp8` has FP8 parameters, which need the distributed optimizer.
     if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
         also = " with overlap_param_gather=false" * config.model.overlap_param_gather
@@ -100,8 +84,6 @@ def _schedule(config: Config) -> Iterator[str]:
     decay_key = f"model.optim.sched.decay_steps={decay}"
     if sched.decay_steps is None:
         decay_key = f"trainer.max_steps={decay} (decay_steps=null)"
-    yield from _at_least(sched, "model.optim.sched", 0, "warmup_steps")
-    yield from _at_least(sched, "model.optim.sched", 1, "decay_steps", "wsd_decay_steps")
     if 0 < decay <= warmup:
         yield (
             f"model.optim.sched.warmup_steps={warmup} is not below {decay_key}; "
@@ -220,8 +202,6 @@ def _corpus(data: DataConfig) -> Iterator[str]:
     if name is not None and not getattr(data, name):
         yield f"model.data.data_impl={data.data_impl.name} has no corpus; name it in model.data.{name}=[…]"
     yield from _prefixes(data.data_prefix)
-    yield from _at_least(data, "model.data", 0, "num_workers")
-    yield from _at_least(data, "model.data", 1, "num_dataset_builder_threads")
     if not data.text_key:
         yield "model.data.text_key is empty; name the field that holds the text"
 
@@ -270,10 +250,6 @@ def _tokenizer(config: Config) -> Iterator[str]:
 
 def _trainer(section: TrainerConfig) -> Iterator[str]:
     """Lengths and intervals of the run."""
-    yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
-    yield from _at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
-    yield from _at_least(section, "trainer", 1, "max_skipped_steps", "spike_threshold")
-    yield from _at_least(section, "trainer", 1, "max_spike_rewinds", "spike_margin")
     try:
         limit = max_time_s(section)
     except ConfigError as error:
@@ -343,10 +319,6 @@ def _files(config: Config) -> Iterator[str]:
         yield "run_dir is empty; name a directory, or null for outputs/DATE/TIME_NAME"
     if not config.name or "/" in config.name:
         yield f"name={config.name!r} becomes part of a directory's name; use at least one character, and no slash"
-    yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval", "keep_last", "keep_every")
-    minutes = config.checkpoint.save_interval_minutes
-    if minutes is not None and not minutes > 0:
-        yield f"checkpoint.save_interval_minutes={minutes} is not positive; use 30, or null for no such saves"
     if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
         yield (
             f"checkpoint.keep_every={config.checkpoint.keep_every} exempts checkpoints from deletion, and "
@@ -376,10 +348,7 @@ def _reports(config: Config) -> Iterator[str]:
             "logging.wandb=true needs the package wandb, which is not installed; "
             f"{how_to_install('wandb')}, or use logging.wandb=false"
         )
-    if config.logging.peak_tflops is not None and config.logging.peak_tflops <= 0:
-        yield f"logging.peak_tflops={config.logging.peak_tflops} is not positive; use null for the table's value"
     sample = config.sample
-    yield from _at_least(sample, "sample", 0, "max_new_tokens", "temperature")
     if sample.max_new_tokens > 0 and not sample.prompt:
         yield (
             f"sample.prompt is empty, and sample.max_new_tokens={sample.max_new_tokens}; "
