@@ -58,9 +58,10 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
     (lambda value: value > 0, "is not positive; use null for the table's value", "logging.peak_tflops"),
     (
         lambda value: 0 <= value < 1,
-        "is not at least 0 and below 1; use 0 up to below 1",
-        "model.hidden_dropout model.attention_dropout model.optim.momentum",
+        "is out of range; use 0 up to below 1",
+        "model.hidden_dropout model.attention_dropout",
     ),
+    (lambda value: 0 <= value < 1, "is not at least 0 and below 1; use 0.9 or another", "model.optim.momentum"),
     (lambda value: 0 < value <= 1, "is not a fraction; use above 0 up to 1", "logging.fp8_saturation_threshold"),
 )
 # The key of a `key=value` that a message offers.

@@ -13,6 +13,7 @@ from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.check import spell_out
+from gpt_pretrain.rules.model import refusal
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
     ATTENTION,
@@ -83,11 +84,9 @@ def _attention(spec: RunSpec, settings: Fp8Settings) -> Iterator[str]:
     elif width > 128 or width % 16:
         yield f"{key} needs heads of a multiple of 16 up to 128 channels, and model.kv_channels={width}; use false"
     if capability < BLACKWELL and not settings.recipe.keeps_history and not _is_attention_delayed(platform):
-        yield (
-            f"{key} cannot be combined with model.fp8_recipe={settings.recipe.name}: on Hopper, cuDNN's FP8 attention "
-            "takes delayed scales only; use false, or fp8=delayed, or export NVTE_DPA_FP8_RECIPE=DelayedScaling "
-            "for attention alone"
-        )
+        why = "on Hopper, cuDNN's FP8 attention takes delayed scales only"
+        export = "export NVTE_DPA_FP8_RECIPE=DelayedScaling for attention alone"
+        yield refusal(key, f"model.fp8_recipe={settings.recipe.name}", why, "false", "fp8=delayed", export)
 
 
 def _is_attention_delayed(platform: Platform) -> bool:
@@ -222,10 +221,6 @@ def _why_local_layers(spec: RunSpec) -> str:
     return f"{local_layers(spec.model) or compiled or 'model.transformer_engine=false'} excludes them"
 
 
-def _why_no_grouped_products(spec: RunSpec) -> str:
-    return "experts are computed one by one" if spec.kernels.transformer_engine else _why_local_layers(spec)
-
-
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
     """Settings that need Transformer Engine's layers where they are missing, and what those layers cannot do."""
     model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
@@ -245,24 +240,19 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
         if getattr(model, key) and not te:
             yield f"model.{key}=true needs Transformer Engine layers: {_why_local_layers(spec)}; use null or false"
     if model.moe_grouped_kernel is not None and not model.fp8_emulate and spec.kernels.moe_grouped_kernel is None:
-        yield (
-            f"model.moe_grouped_kernel={model.moe_grouped_kernel.name} needs grouped products of Transformer Engine "
-            f"layers: {_why_no_grouped_products(spec)}; use null"
-        )
+        why = "experts are computed one by one" if te else _why_local_layers(spec)
+        kernel = f"model.moe_grouped_kernel={model.moe_grouped_kernel.name}"
+        yield f"{kernel} needs grouped products of Transformer Engine layers: {why}; use null"
     if model.fused_single_qkv_rope and not platform.cuda:
         yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
-    for setting, asked, instead in (
-        ("cuda_graph_impl=local", model.cuda_graph_impl is CudaGraphImpl.local, "null or none"),
-        ("tp_comm_overlap=true", model.tp_comm_overlap, "false"),
-    ):
-        if asked and missing:
-            why = platform.why_no_transformer_engine
-            yield f"model.{setting} needs Transformer Engine layers: {why}; use {instead}"
+    no_te = f"needs Transformer Engine layers: {platform.why_no_transformer_engine}"
+    if missing and model.cuda_graph_impl is CudaGraphImpl.local:
+        yield f"model.cuda_graph_impl=local {no_te}; use null or none"
+    if missing and model.tp_comm_overlap:
+        yield f"model.tp_comm_overlap=true {no_te}; use false"
     if te and spec.config.trainer.precision is Precision.fp32:
-        yield (
-            "trainer.precision=fp32 cannot be combined with Transformer Engine layers, which multiply in TF32; "
-            "use bf16, or model.transformer_engine=false"
-        )
+        ways = "bf16", "model.transformer_engine=false"
+        yield refusal("trainer.precision=fp32", "Transformer Engine layers", "they multiply in TF32", *ways)
 
 
 def _kernel_problems(spec: RunSpec) -> Iterator[str]:
@@ -286,10 +276,8 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
             "here; set gradient_accumulation_fusion=true, or use null or false"
         )
     if model.compile and platform.compiler_problem is not None:
-        yield (
-            f"model.compile=true needs a C++ compiler on a CPU: {platform.compiler_problem}; install g++, "
-            "or use compile=false"
-        )
+        why = platform.compiler_problem
+        yield f"model.compile=true needs a C++ compiler on a CPU: {why}; install g++, or use compile=false"
     for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
             yield f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"

@@ -13,7 +13,6 @@ from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.spec.kernels import (
-    Obstacle,
     activation_cast_obstacles,
     embedding_gradient_obstacles,
     flash_attention_obstacles,
@@ -109,15 +108,13 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
         return
     chunks = pp * (vp or 1)
     if model.num_layers % chunks:
-        product, sizes = f"model.pipeline_model_parallel_size={pp}", one_of(divisors(model.num_layers))
+        divisor, sizes = f"model.pipeline_model_parallel_size={pp}", one_of(divisors(model.num_layers))
         way = f"pipeline_model_parallel_size={sizes}"
         if vp is not None:
-            product += f" × model.virtual_pipeline_model_parallel_size={vp}"
+            divisor += f" × model.virtual_pipeline_model_parallel_size={vp}"
             way = f"a product of {sizes}"
-        yield (
-            f"model.num_layers={model.num_layers} is not divisible by {product}; "
-            f"use {one_of(multiples_near(model.num_layers, chunks))}, or {way}"
-        )
+        near = one_of(multiples_near(model.num_layers, chunks))
+        yield indivisible(f"model.num_layers={model.num_layers}", divisor, near, way)
     if vp is not None and launch is not None and _batch_fits(model, launch):
         microbatches = num_microbatches(model, launch.world_size)
         if microbatches % pp:
@@ -147,12 +144,9 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
         )
     elif not _batch_fits(model, launch):
         ranks = world // size
-        samples = model.micro_batch_size * ranks
-        yield (
-            f"model.global_batch_size={model.global_batch_size} is not divisible by model.micro_batch_size="
-            f"{model.micro_batch_size} × {ranks} data-parallel ranks = {samples}; "
-            f"use {one_of(multiples_near(model.global_batch_size, samples))}"
-        )
+        batch, samples = model.global_batch_size, model.micro_batch_size * ranks
+        divisor = f"model.micro_batch_size={model.micro_batch_size} × {ranks} data-parallel ranks = {samples}"
+        yield indivisible(f"model.global_batch_size={batch}", divisor, one_of(multiples_near(batch, samples)))
 
 
 def recomputation(model: ModelConfig) -> Iterator[str]:
@@ -190,10 +184,20 @@ def fusions(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
-    """A problem for each obstacle to what was asked for, with what to use instead."""
-    for setting, why in obstacles:
-        yield f"{asked} cannot be combined with {setting}: {why}; use {instead}"
+def refusal(asked: str, setting: str, why: str, *ways: str) -> str:
+    """The message about two settings that exclude each other, and what to use instead."""
+    return f"{asked} cannot be combined with {setting}: {why}; use {', or '.join(ways)}"
+
+
+def indivisible(product: str, divisor: str, *ways: str) -> str:
+    """The message about a number that must be a multiple of another, and what to use instead."""
+    return f"{product} is not divisible by {divisor}; use {', or '.join(ways)}"
+
+
+def refusals(asked: str, obstacles: Iterable[tuple[str, ...]], instead: str) -> Iterator[str]:
+    """A message for each obstacle to what was asked for: a setting, why, and possibly another way out."""
+    for setting, why, *ways in obstacles:
+        yield refusal(asked, setting, why, instead, *ways)
 
 
 def graph_problems(run: Resolved) -> Iterator[str]:
@@ -266,36 +270,30 @@ def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
 
 def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
-    model = run.model
-    if not model.tp_comm_overlap:
-        return
-    asked = "model.tp_comm_overlap=true"
-    tp = model.tensor_model_parallel_size
+    if run.model.tp_comm_overlap:
+        yield from refusals("model.tp_comm_overlap=true", _overlap_obstacles(run, launch), "tp_comm_overlap=false")
+
+
+def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[tuple[str, ...]]:
+    model, tp = run.model, run.model.tensor_model_parallel_size
     if tp == 1 or not model.sequence_parallel:
-        yield (
-            f"{asked} overlaps exchanges along the sequence, and model.tensor_model_parallel_size={tp} with "
-            f"model.sequence_parallel={str(model.sequence_parallel).lower()} has none; use parallelism=tp2_sp, or false"
-        )
+        layout = f"model.tensor_model_parallel_size={tp} and model.sequence_parallel={show(model.sequence_parallel)}"
+        yield layout, "it overlaps exchanges along the sequence, and there are none", "parallelism=tp2_sp"
     if cause := local_layers(model) or "model.transformer_engine=false" * (model.transformer_engine is False):
-        yield f"{asked} needs Transformer Engine's linear layers, and {cause} excludes them; use false"
+        yield cause, "it needs Transformer Engine's linear layers"
     if model.num_moe_experts is not None:
-        yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"
-    yield from (f"{asked} was not tested with {setting}; use false" for setting in _untested_with_overlap(run))
+        yield f"model.num_moe_experts={model.num_moe_experts}", "it has no buffers for experts"
+    for setting in _untested_with_overlap(run):
+        yield setting, "not tested"
     if model.hidden_size % 4:
-        yield (
-            f"{asked} cuts a layer's output into four pieces, and model.hidden_size={model.hidden_size} is not "
-            f"divisible by 4; use hidden_size={one_of(multiples_near(model.hidden_size, 4))}, or tp_comm_overlap=false"
-        )
+        near = one_of(multiples_near(model.hidden_size, 4))
+        yield f"model.hidden_size={model.hidden_size}", "it splits a layer's output in four", f"hidden_size={near}"
     if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
-        yield (
-            f"{asked} exchanges tensors with one scale, and model.fp8_recipe={run.fp8.recipe.name}: {why}; use false, "
-            f"or fp8={one_of(recipes_for('tp_comm_overlap'))}"
-        )
+        why = f"{why}, and tensors with one scale are exchanged"
+        yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={one_of(recipes_for('tp_comm_overlap'))}"
     if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
-        yield (
-            f"{asked} works within a node, and {launch.local_world_size} processes per node do not hold whole groups "
-            f"of model.tensor_model_parallel_size={tp}; use false"
-        )
+        why = f"it works within a node, and {launch.local_world_size} processes do not hold whole groups of this size"
+        yield f"model.tensor_model_parallel_size={tp}", why
 
 
 def _untested_with_overlap(run: Resolved) -> Iterator[str]:
