@@ -5,7 +5,6 @@ divisions of widths, heads and sequences, `rules.experts` and `rules.fp8` what t
 """
 
 from collections.abc import Iterable, Iterator
-from enum import Enum
 
 from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
@@ -33,36 +32,22 @@ _COUNTED = (
 COUNTS = tuple(_COUNTED.split())
 # With fewer, a router has nothing to choose from.
 _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
-# By the reason: keys of `model.` that exclude compiled layers, each with a value that does not; None for experts, since
-# a model without them is another model.
-_NOT_COMPILED: dict[str, dict[str, str | None]] = {
-    "it compiles megatron-core's local layers": {
-        "transformer_engine": "null",
-        "use_flash_attention": "null",
-        "apply_rope_fusion": "null",
-        "fused_single_qkv_rope": "null",
-        "activation_cast_fusion": "null",
-        "tp_comm_overlap": "false",
-        "cuda_graph_impl": "null",
-        "context_parallel_size": "1",
-    },
-    "a layer is one graph, and this part is compiled or computed by itself": dict.fromkeys(
-        (
-            "bias_activation_fusion",
-            "bias_dropout_add_fusion",
-            "masked_softmax_fusion",
-            "gradient_accumulation_fusion",
-            "embedding_gradient_fusion",
-        ),
-        "null",
-    ),
-    "hooks that wait for parameters would break the graph of a layer": {"overlap_param_gather": "false"},
+# By the reason: keys of `model.` that exclude compiled layers, each with a value that does not. Experts have none:
+# without them it is another model.
+_NOT_COMPILED = {
+    "it compiles megatron-core's local layers": "transformer_engine=null use_flash_attention=null "
+    "apply_rope_fusion=null fused_single_qkv_rope=null activation_cast_fusion=null tp_comm_overlap=false "
+    "cuda_graph_impl=null context_parallel_size=1",
+    "a layer is one graph, and this part is compiled or computed by itself": "bias_activation_fusion=null "
+    "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null "
+    "embedding_gradient_fusion=null",
+    "hooks that wait for parameters would break the graph of a layer": "overlap_param_gather=false",
     # torch 2.11 traces megatron-core's exchanges along the sequence wrongly, whatever the backend: the first gradient
     # norm of a toy was 0.979 instead of 1.166, which the same modules uncompiled gave (TP 2, CPU).
-    "its gradients were wrong where ranks split the sequence": {"sequence_parallel": "false"},
-    "experts get a different number of tokens in each step, and a graph has fixed shapes": {"num_moe_experts": None},
-    "not tested with recomputation": {"activations_checkpoint_granularity": "null"},
-    "random numbers drawn in compiled layers are not tested": {"hidden_dropout": "0", "attention_dropout": "0"},
+    "its gradients were wrong where ranks split the sequence": "sequence_parallel=false",
+    "experts get a different number of tokens in each step, and a graph has fixed shapes": "num_moe_experts",
+    "not tested with recomputation": "activations_checkpoint_granularity=null",
+    "random numbers drawn in compiled layers are not tested": "hidden_dropout=0 attention_dropout=0",
 }
 
 
@@ -215,16 +200,15 @@ def compile_problems(run: Resolved) -> Iterator[str]:
         why = "it is for layers without FP8"
         if run.fp8.backend is Fp8Backend.torchao:
             why += ", and TorchAO's casts and products are compiled already"
-        yield from refusals(asked, [("model.fp8=true", why)], "compile=false")
+        yield refusal(asked, "model.fp8=true", why, "compile=false")
     if run.config.trainer.deterministic:
-        yield from refusals(asked, [("trainer.deterministic=true", "not tested")], "compile=false")
-    for why, keys in _NOT_COMPILED.items():
-        for key, instead in keys.items():
+        yield refusal(asked, "trainer.deterministic=true", "not tested", "compile=false")
+    for why, settings in _NOT_COMPILED.items():
+        for setting in settings.split():
+            key, _, instead = setting.partition("=")
             value = getattr(model, key)
-            shown = value.name if isinstance(value, Enum) else show(value)
-            if value and shown not in (instead, CudaGraphImpl.none.name):
-                ways = "compile=false" if instead is None else f"compile=false, or {key}={instead}"
-                yield from refusals(asked, [(f"model.{key}={shown}", why)], ways)
+            if value and show(value) not in (instead, CudaGraphImpl.none.name):
+                yield refusal(asked, f"model.{key}={show(value)}", why, "compile=false", *([setting] * bool(instead)))
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
