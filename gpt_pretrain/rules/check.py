@@ -69,7 +69,7 @@ _NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
-    """Every violated rule, as a message; without `launch`, the rules about the world size are left out."""
+    """A message for every violated rule; without `launch`, none about the world size."""
     run = resolve(config)
     rules = (ranges(config), no_effect_problems(run), model_problems(run, launch), training_problems(run, launch))
     return spell_out(chain.from_iterable(rules))
@@ -85,18 +85,14 @@ def ranges(config: Config) -> Iterator[str]:
 
 
 def check_config(config: Config, launch: Launch) -> None:
-    """Checks every cross-field rule.
-
-    Raises:
-        ConfigError: All violated rules.
-    """
+    """Raises `ConfigError` with every violated rule."""
     problems = config_problems(config, launch)
     if problems:
         raise ConfigError(problems)
 
 
 def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of `model.` except data and optimizer; without `launch`, no rules about the world size."""
+    """All problems of `model.` except data and optimizer; without `launch`, none about the world size."""
     model = run.model
     sizes = list(sizes_are_positive(model))
     yield from sizes
@@ -122,7 +118,7 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
 
 
 def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
-    """Divisions, and the multiples of FP8; values that they offer satisfy `accepts`, where possible."""
+    """Divisions, and FP8's multiples; the values they offer satisfy `accepts` if possible."""
     model = run.model
     shapes = [
         *division_problems(model, launch, accepts),
@@ -131,7 +127,7 @@ def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> I
     ]
     yield from shapes
     if not shapes:
-        # A rank's shapes are known only where everything divides.
+        # A rank's shapes are known only if everything divides.
         yield from fp8_shape_problems(run, accepts)
 
 
@@ -141,7 +137,7 @@ def _groups() -> frozenset[str]:
 
 
 def spell_out(problems: Iterable[str]) -> list[str]:
-    """The problems of rules, with keys written out behind the last semicolon, where they say what to type instead."""
+    """The problems, with full keys after the last semicolon, where they say what to type instead."""
     return [_spell_out(problem) for problem in problems]
 
 

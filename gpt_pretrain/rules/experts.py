@@ -1,7 +1,7 @@
-"""Cross-field rules of a mixture of experts: how many, how tokens find them, and how ranks share them out.
+"""Cross-field rules of a mixture of experts: their number, their routing, and their layout over ranks.
 
-Each rule yields one message. The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and
-Transformer Engine 2.12. Combinations are refused as unproven if no test here trains them.
+The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and Transformer Engine 2.12.
+Combinations that no test trains are refused as unproven.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from gpt_pretrain.spec.recipes import recipes_for
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:
-    """How many experts compute a token, and what balances them."""
+    """The number of experts per token, and their load balancing."""
     if experts < 2:
         yield f"model.num_moe_experts={experts} leaves a router no choice; use 2 or more, or a model without experts"
     elif not 2 <= model.moe_router_topk <= experts:
@@ -71,7 +71,7 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
 
 
 def overlapped_exchange(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """What overlapping the exchange of rows with another microbatch's layers requires."""
+    """Requirements for overlapping the exchange of rows with another microbatch's layers."""
     if run.model.overlap_moe_expert_parallel_comm:
         asked, off = "model.overlap_moe_expert_parallel_comm=true", "overlap_moe_expert_parallel_comm=false"
         yield from refusals(asked, _exchange_obstacles(run, launch), off)
@@ -95,7 +95,7 @@ def _exchange_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstac
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:
-    """How ranks share experts, and the matrices of each."""
+    """The division of experts, and of their matrices, over ranks."""
     ep, etp = model.expert_model_parallel_size, expert_tensor_parallel_size(model)
     pp = model.pipeline_model_parallel_size
     per_stage = None if launch is None or launch.world_size % pp else launch.world_size // pp
@@ -156,7 +156,7 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
 
 
 def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of a mixture of experts with positive sizes; without `launch`, none about the number of ranks."""
+    """All problems of a mixture of experts with positive sizes; without `launch`, none about the world size."""
     model = run.model
     if model.num_moe_experts is None:
         return

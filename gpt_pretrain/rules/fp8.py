@@ -1,8 +1,7 @@
-"""Cross-field rules of FP8: each trap of the stack below, found on a laptop instead of hours into a run.
+"""Cross-field rules of FP8: the traps of the stack below, found on a laptop instead of hours into a run.
 
-Each rule yields one message: the keys and values in conflict, the rule, and the way out. `rules.shapes` checks the
-shapes of matrix products, `rules.machine` the machine. The sources are megatron-core 0.19.2 and Transformer Engine (TE)
-2.12.
+`rules.shapes` checks the shapes of matrix products, `rules.machine` the machine. The sources are megatron-core 0.19.2
+and Transformer Engine (TE) 2.12.
 """
 
 import fnmatch
@@ -22,7 +21,7 @@ from gpt_pretrain.spec.recipes import RECIPES, Fp8Settings, emulation, local_lay
 # E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
 # tensor would be subnormal.
 _LARGEST_MARGIN = 14
-# 64 times Transformer Engine's own. The whole history is read at every step and is part of every checkpoint.
+# 64 times Transformer Engine's default. Every step reads the whole history, and every checkpoint holds it.
 _LONGEST_HISTORY = 65_536
 # An fp32 number for each of input, weight and output, and of the gradients of output and input
 # (TransformerEngineBaseModule.set_meta_tensor: num_gemms * 3 and num_gemms * 2).
@@ -30,7 +29,7 @@ _HISTORY_BYTES = 5 * 4
 
 
 def formats(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """NeMo's two switches: e4m3 wins where both are set, and one of them must be."""
+    """NeMo's two switches: one must be set, and e4m3 wins over hybrid."""
     if settings.recipe.has_own_formats:
         return
     if model.fp8_hybrid is False and not model.fp8_e4m3:
@@ -55,7 +54,7 @@ def engine(settings: Fp8Settings) -> Iterator[str]:
 
 
 def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """Choices that the recipes of TorchAO do not leave."""
+    """Settings that contradict a recipe of TorchAO."""
     recipe = settings.recipe
     if settings.backend is not Fp8Backend.torchao:
         return
@@ -183,7 +182,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 
 def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
-    """Patterns that keep no layer out of FP8."""
+    """Exclusion patterns that have no effect."""
     names = [linear.module for linear in run.linears if linear.layer >= 0 and linear.kind != ROUTER]
     # Out without any pattern: the first and last layers.
     out = {linear.module for linear in linears(run.model, replace(settings, exclude=())) if linear.precision != "fp8"}
@@ -213,7 +212,7 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
 
 
 def small_layers(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
-    """`auto` with a recipe whose gain by size nobody has measured."""
+    """`auto` with a recipe for which nobody has measured the gain by size."""
     if not settings.exclude_small or settings.recipe.small:
         return
     patterns = [pattern for pattern in settings.exclude if pattern != AUTO]
@@ -277,7 +276,7 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
 def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """All problems of the FP8 keys that need no machine, except the shapes of products.
 
-    `sizes_known` says that all counts are positive: the rules about layers by name divide by them.
+    Rules about layers by name divide by counts, so they need `sizes_known`: all counts are positive.
     """
     config, model, settings = run.config, run.model, run.fp8
     if settings is None:

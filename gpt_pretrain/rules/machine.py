@@ -1,7 +1,7 @@
 """Explicit settings that this machine cannot meet, and what the user should know about it.
 
-An FP8 recipe needs a GPU, a CUDA and a Transformer Engine (TE) that can compute it, and environment variables that do
-not change it. TE 2.12 asserts most of this when the first layer runs, and reads its environment variables silently.
+An FP8 recipe needs a GPU, a CUDA version and a Transformer Engine (TE) that support it, and environment variables that
+do not change it. TE 2.12 asserts most of this when the first layer runs, and reads its variables silently.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ from gpt_pretrain.spec.platform import (
 from gpt_pretrain.spec.recipes import Fp8Settings, Recipe, emulation, local_layers
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
-# The first version whose recipes and quantizers this project was read against and tested with.
+# The oldest version that this project was checked and tested against.
 _OLDEST_TRANSFORMER_ENGINE = (2, 12)
 
 
 def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
-    """What this machine lacks for any FP8 of an engine; None if nothing."""
+    """What this machine lacks for any FP8 recipe of an engine; None if nothing."""
     of_torchao = backend is Fp8Backend.torchao
     library, why_not = "Transformer Engine", platform.why_no_transformer_engine
     if of_torchao:
@@ -54,7 +54,7 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
 
 
 def _why_no_torchao(platform: Platform) -> str:
-    """Why TorchAO cannot be used; asked only where it cannot."""
+    """Why TorchAO cannot be used, if it cannot."""
     if not platform.cuda:
         return "there is no CUDA device"
     return f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
@@ -94,7 +94,7 @@ def _is_attention_delayed(platform: Platform) -> bool:
 
 
 def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: bool) -> Iterator[str]:
-    """Environment variables that would silently change a recipe; asked only of a machine with a GPU."""
+    """Environment variables that would silently change a recipe, on a machine with a GPU."""
     about = {recipe.preset, *([ATTENTION] if attention else [])}
     assert platform.compute_capability is not None, "asked only of a GPU"
     for name, value in platform.recipe_variables.items():
@@ -154,7 +154,7 @@ def machine_notes(spec: RunSpec) -> list[str]:
 
 
 def _multicast_problems(spec: RunSpec) -> Iterator[str]:
-    """User buffers with multicast, on a host whose environment says that it has none."""
+    """User buffers with multicast on a host whose environment says that it has none."""
     variables = spec.platform.multicast_variables
     if variables.get(NO_MULTICAST) != MULTICAST_OFF[NO_MULTICAST]:
         return
@@ -167,7 +167,7 @@ def _multicast_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _why_no_flash_attention(spec: RunSpec) -> str | None:
-    """Why FlashAttention-4, although requested, cannot be used."""
+    """Why FlashAttention-4 cannot be used; None if it can."""
     platform = spec.platform
     capability = platform.compute_capability
     if capability is None:
@@ -196,7 +196,7 @@ def check_machine(spec: RunSpec) -> None:
 
 
 def machine_problems(config: Config, launch: Launch, platform: Platform) -> list[str]:
-    """What `check_machine` refuses of a configuration that breaks no rule about runs."""
+    """What `check_machine` refuses in a configuration that breaks no cross-field rule."""
     return _problems(build_run_spec(config, launch, platform))
 
 
@@ -214,7 +214,7 @@ def _problems(spec: RunSpec) -> list[str]:
 
 
 def _why_local_layers(spec: RunSpec) -> str:
-    """Why a run is without Transformer Engine layers, asked of one that is."""
+    """Why a run without Transformer Engine layers has none."""
     if spec.platform.transformer_engine is None:
         return f"{spec.platform.why_no_transformer_engine} (python -m gpt_pretrain.doctor tells what this machine has)"
     compiled = "model.compile=true" * spec.model.compile
@@ -222,7 +222,7 @@ def _why_local_layers(spec: RunSpec) -> str:
 
 
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
-    """Settings that need Transformer Engine's layers where they are missing, and what those layers cannot do."""
+    """Settings that need Transformer Engine's layers without having them, and what those layers cannot do."""
     model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
     missing = platform.transformer_engine is None
     if model.transformer_engine and missing:
@@ -290,7 +290,7 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _auto_problems(spec: RunSpec) -> Iterator[str]:
-    """What fp32 cannot do, where nobody asked for fp32: an explicit one is refused without a machine."""
+    """What fp32 cannot do if precision=auto becomes fp32; the cross-field rules refuse an explicit fp32."""
     model = spec.model
     if spec.platform.cuda or spec.config.trainer.precision is not Precision.auto:
         return

@@ -1,7 +1,7 @@
 """Cross-field rules about the architecture, its kernels and its exchanges: what megatron-core 0.19 would assert later.
 
-Each rule yields one message: the keys and values in conflict, the rule, and legal values. `rules.shapes` has the
-divisions of widths, heads and sequences, `rules.experts` and `rules.fp8` what their names say.
+A rule is a generator of messages: the keys and values in conflict, the rule, and the ways out. `rules.shapes` has the
+divisions of widths, heads and sequences.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from gpt_pretrain.spec.kernels import (
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import local_layers, recipes_for
 
-# Keys that count something; the rules divide by them.
+# Counts; the rules divide by them.
 _COUNTED = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
     "make_vocab_size_divisible_by max_position_embeddings rotary_base encoder_seq_length micro_batch_size "
@@ -156,7 +156,7 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
 
 
 def fusions(model: ModelConfig) -> Iterator[str]:
-    """Fused kernels that compute something else than the configuration says."""
+    """Fused kernels that compute something other than the configuration says."""
     if model.bias_activation_fusion and model.activation is Activation.gelu:
         yield (
             "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
@@ -186,13 +186,13 @@ def refusals(asked: str, obstacles: Iterable[tuple[str, ...]], instead: str) -> 
 
 
 def graph_problems(run: Resolved) -> Iterator[str]:
-    """Settings that exclude CUDA graphs, where graphs are requested."""
+    """Settings that exclude requested CUDA graphs."""
     if run.model.cuda_graph_impl is CudaGraphImpl.local:
         yield from refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
 
 
 def compile_problems(run: Resolved) -> Iterator[str]:
-    """Settings that exclude compiled layers, where these are requested."""
+    """Settings that exclude requested compilation."""
     asked, model = "model.compile=true", run.model
     if not model.compile:
         return
@@ -212,10 +212,7 @@ def compile_problems(run: Resolved) -> Iterator[str]:
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-    """Fused kernels requested together with settings that exclude them.
-
-    `sizes_known` says that all counts are positive: shapes of products are divided by them.
-    """
+    """Settings that exclude requested kernels; shapes are only looked at if `sizes_known`: all counts are positive."""
     model = run.model
     found = {
         "activation_cast_fusion": activation_cast_obstacles(run, sizes_known=sizes_known),
@@ -244,7 +241,7 @@ def gradients(model: ModelConfig) -> Iterator[str]:
 
 
 def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-    """All problems of kernels and exchanges that no division decides."""
+    """All problems of kernels and exchanges that do not depend on divisions."""
     yield from gradients(run.model)
     yield from graph_problems(run)
     yield from compile_problems(run)
@@ -281,7 +278,7 @@ def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[tuple[s
 
 
 def _untested_with_overlap(run: Resolved) -> Iterator[str]:
-    """Settings that no run with user buffers has had: two precisions, further exchanges, recomputation."""
+    """Settings that no run with user buffers has had."""
     model = run.model
     for name in ("pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(model, name)

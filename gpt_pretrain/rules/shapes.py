@@ -1,7 +1,7 @@
 """Cross-field rules about divisions: widths over heads, heads and sequences over ranks, and FP8's multiples.
 
-Every value that a message offers is legal: it breaks no rule about divisions in the run at hand, nor, where such a
-value is near, one about shapes elsewhere (`Accepts`).
+Every value that a message offers is legal: it breaks no rule about divisions in this run and, if such a value is near,
+no other rule about shapes (`Accepts`).
 
 An FP8 GEMM requires both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
 microbatch. Transformer Engine (TE) 2.12 asserts a part of this when the first microbatch arrives
@@ -31,9 +31,9 @@ from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, Q
 from gpt_pretrain.spec.recipes import Fp8Settings
 
 type Accepts = Callable[[str, int], bool]
-"""Whether no rule about shapes mentions a key of `model.` where it has a value."""
+"""Whether no rule about shapes would mention a key of `model.` with a value."""
 
-# How many values on either side of a wrong one are tried for a legal one.
+# How many values on either side of a wrong one are tried.
 _REACH = 256
 # Layers whose input each rank casts before it is gathered along the sequence.
 _COLUMN_PARALLEL = (QKV, FC1)
@@ -57,14 +57,14 @@ def _rotates_pairs(model: ModelConfig, channels: int) -> bool:
 
 
 def _are_heads(model: ModelConfig, hidden: int, heads: int) -> bool:
-    """Whether a width divides into so many heads, each with an even number of rotated channels."""
+    """Whether a width divides into this many heads, each with an even number of rotated channels."""
     if model.kv_channels is not None:
         return True
     return hidden % heads == 0 and _rotates_pairs(model, hidden // heads)
 
 
 def _nearest(model: ModelConfig, key: str, legal: Iterable[int], accepts: Accepts) -> list[int]:
-    """The closest of the legal values, which ascend, below and above a key's value; accepted ones if there are any."""
+    """The closest legal values (ascending) below and above a key's value; accepted ones if there are any."""
     found, value = list(legal), getattr(model, key)
     sides = [[n for n in reversed(found) if n < value], [n for n in found if n > value]]
     near = [next((n for n in side if accepts(key, n)), None) for side in sides]
@@ -96,11 +96,11 @@ def _head_counts(model: ModelConfig, multiple_of: int, accepts: Accepts) -> list
 def _heads_over_ranks(model: ModelConfig, accepts: Accepts) -> list[str]:
     """The way out by another number of heads, if there is one."""
     tp, groups = model.tensor_model_parallel_size, model.num_query_groups
-    # Where the number of groups is set, one that suits the heads is offered beside them.
+    # If the number of groups is set, a fitting one is offered beside the heads.
     near = _head_counts(model, tp, accepts if groups is None else _whatever)
     if not near:
         return []
-    # TP groups divide every number of heads that TP ranks can share.
+    # TP groups divide every number of heads that TP divides.
     suits = groups is None or (groups % tp == 0 and all(count % groups == 0 for count in near))
     return [f"model.num_attention_heads={one_of(near)}" + ("" if suits else f" with model.num_query_groups={tp}")]
 
@@ -143,7 +143,7 @@ def attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts 
 
 
 def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
-    """Channels of a head that rope rotates, in terms of the keys that set them."""
+    """The number of channels that rope rotates must be even."""
     hidden, heads, channels = model.hidden_size, model.num_attention_heads, kv_channels(model)
     if _rotates_pairs(model, channels) or (model.kv_channels is None and hidden % heads):
         return
@@ -164,7 +164,7 @@ def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[
 
 
 def widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
-    """Matrices and embedding rows that tensor-parallel ranks share."""
+    """Matrices and embedding rows that tensor-parallel ranks split."""
     tp = model.tensor_model_parallel_size
     tensor_parallel = f"model.tensor_model_parallel_size={tp}"
     widths = [("hidden_size", model.hidden_size)]
@@ -211,7 +211,7 @@ def division_problems(model: ModelConfig, launch: Launch | None, accepts: Accept
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Need:
-    """What FP8 products require: the value of a key is a multiple of a step."""
+    """What FP8 products require: a key's value must be a multiple of a step."""
 
     key: str
     value: int
@@ -304,10 +304,7 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
 
 
 def fp8_shape_problems(run: Resolved, accepts: Accepts) -> Iterator[str]:
-    """One message for each key that makes a shape which FP8 products refuse.
-
-    The run's sizes are positive and divide as the layout asks.
-    """
+    """One message for each key that makes a shape unfit for FP8 products; the sizes are positive and divide."""
     model, settings = run.model, run.fp8
     if settings is None:
         return

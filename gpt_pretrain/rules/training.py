@@ -1,7 +1,4 @@
-"""Cross-field rules outside the architecture: optimizer and schedule, data, trainer, checkpoints and logging.
-
-Each rule yields one message: the keys and values in conflict, the rule, and legal values.
-"""
+"""Cross-field rules outside the architecture: optimizer and schedule, data, trainer, checkpoints and logging."""
 
 import importlib.metadata
 import math
@@ -37,14 +34,14 @@ from gpt_pretrain.spec.recipes import recipes_for
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
 _ASKED = "model.optim.use_precision_aware_optimizer=true"
-# Half of the gap between a number of the type and the next, divided by the number: two to minus this, at most.
+# Half of the relative gap between neighboring numbers of a type is at most two to the minus this.
 _HALF_STEP = {MomentDtype.bf16: 8, MomentDtype.fp16: 11, MomentDtype.fp8: 4}
 # Types whose blocks of values share a scale.
 _SCALED = (MomentDtype.fp16, MomentDtype.fp8)
 
 
 def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems outside the architecture; without `launch`, the rules about the world size are left out."""
+    """All problems outside the architecture; without `launch`, none about the world size."""
     config = run.config
     yield from _optimizer(config)
     yield from _small_states(run)
@@ -105,7 +102,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _moments(optim: OptimConfig) -> Iterator[str]:
-    """Types too coarse for the decay of an average in one step: it would grow with the gradients and never fall."""
+    """Types too coarse for one step's decay of a moving average, which would grow with the gradients and never fall."""
     never_falls = "rounded to the nearest in each step, it grows with the gradients and never falls again"
     dtypes = {"exp_avg_dtype": optim.exp_avg_dtype, "exp_avg_sq_dtype": optim.exp_avg_sq_dtype}
     if dtypes["exp_avg_sq_dtype"] is MomentDtype.fp8:
@@ -252,7 +249,7 @@ def _trainer(config: Config) -> Iterator[str]:
 
 
 def _rewinds(config: Config) -> Iterator[str]:
-    """Going back before a loss spike needs a threshold, and checkpoints that still exist."""
+    """Rewinding before a loss spike needs a threshold, and checkpoints that still exist."""
     if config.trainer.max_spike_rewinds is not None:
         asked = f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}"
         yield from refusals(asked, _rewind_obstacles(config), "max_spike_rewinds=null")
@@ -291,7 +288,7 @@ def _launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
 
 def _files(config: Config) -> Iterator[str]:
     """Where the run writes."""
-    # os.path, because Path raises where a parent folder may not be read.
+    # os.path, because Path raises if a parent folder is not readable.
     if config.run_dir is not None and os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
         yield f"run_dir={config.run_dir!r} is a file; name a directory"
     if config.run_dir == "":
@@ -320,7 +317,7 @@ def _start(section: CheckpointConfig) -> Iterator[str]:
 
 def _reports(config: Config) -> Iterator[str]:
     """Logging and the text sample."""
-    # A folder wandb/, as W&B leaves where it runs, could be imported, too.
+    # An import could find a folder wandb/ that W&B has left.
     if config.logging.wandb and not list(importlib.metadata.distributions(name="wandb")):
         yield (
             "logging.wandb=true needs the package wandb, which is not installed; "
