@@ -121,7 +121,7 @@ WRONG = {
     ),
     "attention recomputed without FP8": Refused(
         f"fp8=delayed {ATTENTION} model.activations_checkpoint_granularity=selective",
-        told=f"model.activations_checkpoint_granularity=selective {ATTENTION}",
+        told=f"{ATTENTION} model.activations_checkpoint_granularity=selective",
         offers="model.activations_checkpoint_granularity=null | model.fp8_dot_product_attention=false",
     ),
     "attention that is not deterministic": Refused(

@@ -1,13 +1,11 @@
 """What a command takes and what its `--help` prints.
 
-A command with a few `key=value` of its own declares them in a dataclass: names, types, documentation and messages come
-from it, as a run's come from the schema; nothing is composed. A field without a default must be given. A string is what
-follows the first `=`, to the letter, so that a prompt may hold anything; a list is `[a,b]`, with quotes around what
-holds a comma. A field that is a dataclass is a section: `section.key=value`. `--key value`, `--key=value` and, for keys
-that are true or false, `--key` mean the same.
+A command with a few `key=value` arguments of its own declares them in a dataclass, from which names, types,
+documentation and messages come; nothing is composed. A field without a default is required. A string is everything
+after the first `=`, taken literally; a list is `[a,b]`, with quotes around elements that have commas. A field that is a
+dataclass is a section: `section.key=value`. `--key value`, `--key=value` and, for booleans, `--key` mean the same.
 
-`--help` shows the values of the command line it is asked with, so that `model=llama3_8b --help` shows that model's. It
-is written to be read at 80 columns and to be searched: a key and its documentation are whole lines.
+`--help` shows the values that its command line gives: `model=llama3_8b --help` shows that model's.
 """
 
 import os
@@ -23,10 +21,8 @@ from gpt_pretrain.config.errors import ConfigError, read_value, written
 from gpt_pretrain.config.keys import Key, did_you_mean, is_known, nearest_name, schema_sections, section_keys
 
 _BOLD, _DIM, _CYAN = 1, 2, 36
-# A narrower terminal breaks lines itself: the names of groups leave no room to wrap in.
+# A narrower terminal breaks lines itself: the names of groups leave no room to wrap.
 _NARROWEST = 40
-
-
 _OPTIONS = """\
 --help, -h               this text, with the values the other arguments give
 --cfg, -c job|hydra|all  show the configuration instead of running it;
@@ -40,7 +36,7 @@ _OPTIONS = """\
 
 
 def _styled(text: str, style: int) -> str:
-    """Text in a terminal's style (ECMA-48); as it is in a pipe or a file."""
+    """Text in a terminal's style (ECMA-48), plain in a pipe or a file."""
     return f"\x1b[{style}m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
@@ -73,8 +69,7 @@ def print_help(
 ) -> None:
     """Prints the help of a command.
 
-    `doc` is the docstring of its module, and `values` has no open values. `groups` and `choices` are None for a command
-    that composes no configuration.
+    `doc` is the docstring of its module. `groups` and `choices` are None for a command that composes no configuration.
     """
     width = max(_NARROWEST, shutil.get_terminal_size().columns)
     about, _, examples = doc.strip().partition("\n\nExamples:\n")
@@ -96,7 +91,7 @@ def print_help(
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
-    """The values of the keys that may be left out."""
+    """The values of optional keys."""
     values: dict[str, Any] = {}
     for field in fields(kind):
         if field.default_factory is not MISSING:
@@ -111,7 +106,7 @@ def defaults_of(kind: type) -> dict[str, Any]:
 def _pairs(
     arguments: Sequence[str], keys: dict[str, Key], plain: Sequence[str]
 ) -> Iterator[tuple[str, str | None, str]]:
-    """Each argument's key, its value or None, and how it was written."""
+    """Each argument's key, its value or None, and the argument itself."""
     rest, places = list(arguments), list(plain)
     while rest:
         argument = rest.pop(0)
@@ -131,10 +126,10 @@ def _pairs(
 def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], plain: Sequence[str] = ()) -> Arguments:
     """Reads what follows a command's name into the dataclass `kind`.
 
-    Values of the keys in `plain` may stand without them, in this order.
+    The values of the keys in `plain` may be given without their keys, in this order.
 
     Raises:
-        ConfigError: All that is wrong: unknown, repeated or missing keys, and values of another type.
+        ConfigError: All unknown, repeated or missing keys, and values of the wrong type.
     """
     keys, defaults = section_keys(kind), defaults_of(kind)
     values: dict[str, Any] = {}
@@ -144,7 +139,7 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
         if name not in keys:
             nearest = nearest_name(name, keys)
             if text is None and argument == name and (nearest is None or Path(argument).exists() or "/" in argument):
-                # A lone value, most likely of the first key that has to be given.
+                # A lone value, most likely for the first required key.
                 nearest = next((key for key in keys if key not in {*values, *defaults, *meant}), None)
                 way = (
                     f"{nearest}={argument}" if nearest is not None else f"KEY={argument} with one of {', '.join(keys)}"
@@ -178,7 +173,7 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
 
 
 def _build[Arguments](kind: type[Arguments], values: Mapping[str, Any]) -> Arguments:
-    """The dataclass from its keys; a section's keys have its name before a dot."""
+    """The dataclass from its keys; those of a section begin with its name and a dot."""
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(kind).items():
         if is_dataclass(hint):

@@ -1,7 +1,6 @@
-"""The command line of a run: Hydra's own options, read before Hydra reads them, and Hydra run behind the gate.
+"""The command line of a run: `parse_command_line` → `check_request` → `show` or `run_hydra`.
 
-`parse_command_line` → `check_request` → `show` or `run_hydra`. Everything that Hydra's applications understand works
-(`--cfg`, `--info`, `-m`, shell completion, …) because Hydra itself answers; only `--help` and the errors are ours.
+Hydra itself answers its options (`--cfg`, `--info`, `-m`, shell completion, …); only `--help` and the errors are ours.
 """
 
 import argparse
@@ -46,20 +45,20 @@ class Request:
     """What a command line asks for."""
 
     options: argparse.Namespace
-    """Hydra's options as its own parser reads them."""
+    """Hydra's options, read by its own parser."""
     loader: Loader
     overrides: tuple[str, ...]
 
     @property
     def runs(self) -> bool:
-        """Whether it trains, rather than shows something."""
+        """Whether it runs the command rather than shows something."""
         options = self.options
-        # What --cfg and --info compose may be incomplete and is not checked by the rules.
+        # What --cfg and --info show may be incomplete, and no rules check it.
         return options.cfg is None and options.info is None and not (options.help or self.is_hydras_own)
 
     @property
     def source_options(self) -> list[str]:
-        """The options that say where the configuration is, as they were given."""
+        """The options that say where the configuration is, as given."""
         given = {f"--config-{name}": getattr(self.options, f"config_{name}") for name in ("name", "path", "dir")}
         return [f"{option}={value}" for option, value in given.items() if value is not None]
 
@@ -70,11 +69,11 @@ class Request:
 
 
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
-    """The message about an unknown option: a group or a key behind dashes, or a typo."""
+    """The message about an unknown option, which may be a group or a key after dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
     if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
-    # A flag of another code: --micro-batch-size=4.
+    # A flag of another program: --micro-batch-size=4.
     meant = name.replace("-", "_").lower()
     if meant in UNSUPPORTED:
         return f"{argument}: there is no such option: {UNSUPPORTED[meant]}"
@@ -97,7 +96,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     # `--experiment smoke` would be read as --experimental-rerun.
     parser.allow_abbrev = False
     try:
-        # Intermixed: `model=tiny -m model.seed=1,2` is read as it is meant, which argparse's plain reading refuses.
+        # Intermixed, because plain parsing refuses `model=tiny -m model.seed=1,2`.
         options, rest = parser.parse_known_intermixed_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError([f"{error}; python -m gpt_pretrain --help shows the options"]) from error
@@ -113,7 +112,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     if options.experimental_rerun is not None:
         raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
     if options.config_path is not None:
-        # Hydra would read it relative to this file; it is meant relative to where the command was typed.
+        # Hydra would resolve it relative to this file, not to the working directory.
         options.config_path = str(Path(options.config_path).resolve())
     source = Source(
         config_name=options.config_name or "config",
@@ -126,7 +125,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
 
 
 def _with_two_plus_signs(override: str) -> str:
-    """`+key` as `++key`: Hydra refuses to add what is there, and every key is."""
+    """`+key` as `++key`, because Hydra refuses to add a key that exists, and every key does."""
     key = override.partition("=")[0]
     return (
         f"+{override}" if key.startswith("+") and is_known(key[1:]) and key[1:] not in schema_sections() else override
@@ -139,13 +138,13 @@ def check_request(
     rules: Callable[[Config], Iterable[str]] | None = None,
     command: str | None = None,
 ) -> list[Job]:
-    """Checks everything a command line asks for, before any of it happens, and returns the jobs that it runs.
+    """Checks everything a command line asks for before any of it happens, and returns its jobs.
 
-    `rules` are the cross-field rules; those of training when not given, in `launch` or in the job that Slurm is handed.
-    `command` is the one that runs, which refuses keys that only others read; None for one that takes all.
+    `rules` are the cross-field rules; by default those of training, for `launch` or for the job submitted to Slurm.
+    `command` refuses keys that only other commands read; None accepts all.
 
     Raises:
-        ConfigError: All that is wrong.
+        ConfigError: Everything that is wrong.
     """
     options = request.options
     if options.multirun and launch.launcher != "none":
@@ -176,7 +175,7 @@ def check_request(
 
 
 def show(request: Request, doc: str) -> None:
-    """Prints what a command line asks to see: `--help`, of which `doc` is the text, or what Hydra shows.
+    """Prints what a command line asks to see: `--help`, which begins with `doc`, or what Hydra shows.
 
     Raises:
         ConfigError: Hydra refuses to show it.
@@ -196,10 +195,9 @@ def show(request: Request, doc: str) -> None:
 
 
 def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None) -> None:
-    """Hands the command line to Hydra, as `hydra.main` does, with the loader that the gate has used.
+    """Hands the command line to Hydra, as `hydra.main` does, with the gate's loader.
 
-    `task` runs one job of the composed configuration; None where something is only shown. What Hydra or `task` raises
-    passes through.
+    `task` runs one job; None if something is only shown. Exceptions of Hydra and `task` pass through.
     """
     options, name, overrides = request.options, request.loader.source.config_name, list(request.overrides)
     hydra = Hydra(task_name=JOB_NAME, config_loader=request.loader)
@@ -214,7 +212,7 @@ def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None
         elif options.cfg is not None:
             hydra.show_cfg(name, overrides, options.cfg, options.package, options.resolve)
         else:
-            assert task is not None, "a command line that runs has something to run"
+            assert task is not None, "a command line that runs has a task"
             if options.multirun:
                 hydra.multirun(name, task, [*overrides, "hydra.mode=MULTIRUN"])
             else:

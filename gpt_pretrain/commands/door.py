@@ -3,9 +3,9 @@
     run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare
     run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor, picture
 
-A command is what `python -m` starts: a module beside the packages, or a package's `__main__`. Its docstring is the text
-of its `--help`, with the examples last, in a section of their own. What a user can mend ends a command with `error: …`
-lines instead of a traceback. Exit codes of every command, beside its own:
+A command is what `python -m` starts: a module beside the packages, or a package's `__main__`. Its docstring, which ends
+with a section of examples, is its `--help`. A user's mistake ends it with `error: …` lines instead of a traceback. Exit
+codes of every command, besides its own:
 
       0  done
       1  a crash, or a `RunError`
@@ -13,7 +13,7 @@ lines instead of a traceback. Exit codes of every command, beside its own:
      75  SIGTERM or SIGUSR1 came: start it again
     130  Ctrl-C
 
-Nothing here imports Hydra, OmegaConf or torch before a command needs them: the doctor answers where they are missing.
+Nothing here imports Hydra, OmegaConf or torch before a command needs them: the doctor works without them.
 """
 
 import io
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from gpt_pretrain.rules.gate import Job
 
 CRASH, USER_ERROR = 1, 2
-# A command of one process, whatever started the shell that it is typed in.
+# The launch of a single-process command, whatever started its shell.
 ALONE = rank_zero_of(1, local_world_size=1, launcher="none")
-# Longer than a launcher needs to end the other ranks once rank 0 has told the error and left.
+# Longer than a launcher needs to end the other ranks once rank 0 has exited with the error.
 RANK_ZERO_FIRST_S = 3.0
 
 
@@ -59,10 +59,9 @@ def print_error(error: UserError | RunError, who: str = "") -> None:
 
 
 def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:
-    """Prints an error that training raised: on rank 0 at once, elsewhere only if rank 0 does not end the run first.
+    """Prints an error of training on rank 0 at once, and on other ranks only if rank 0 does not end the run first.
 
-    An error that all ranks find is then told once, and one that a single rank finds (a file missing on its node) is not
-    lost.
+    So an error of all ranks is printed once, and an error of a single rank (a file missing on its node) is not lost.
     """
     if launch.is_rank_zero:
         print_error(error)
@@ -72,13 +71,13 @@ def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> 
 
 
 def of_rank(launch: Launch | None) -> str:
-    """Tells apart the errors that each rank meets for itself; empty for a process alone."""
+    """The rank, for errors that each rank meets by itself; empty for a single process."""
     return "" if launch is None or launch.world_size == 1 else f" (rank {launch.rank})"
 
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Inside, a command imports what stands on torch; without a GPU the CPU has taken its place."""
+    """For a command's imports of modules that need torch; without a GPU the CPU stands in for one."""
     with ended_while_importing():
         from gpt_pretrain.megatron.cpu import install_cpu_device
 
@@ -87,16 +86,16 @@ def importing_torch() -> Iterator[None]:
 
 
 def print_job(number: int, jobs: "Sequence[Job]") -> None:
-    """Announces a job of a sweep; a single run announces itself."""
+    """Announces a job of a sweep."""
     if len(jobs) > 1:
         sys.stdout.write(f"\nrun {number + 1} of {len(jobs)}: {jobs[number].name}\n")
         sys.stdout.flush()
 
 
 def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) -> int:
-    """Runs a command in its place of the run, and returns its exit code; see `run_with_config` for the arguments."""
+    """Runs a command and returns its exit code; see `run_with_config` for the arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As Python does for errors: an output of another encoding than UTF-8 gets \u2026 for what it has no sign for.
+        # As for stderr: an encoding other than UTF-8 gets \u2026 for characters it lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with ended_by_signals():
@@ -105,7 +104,7 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
             sys.stdout.flush()
             return code
     except (UserError, RunError) as error:
-        # Every rank finds the same; one of them tells.
+        # Every rank finds the same, and one reports it.
         if launch is None or launch.is_rank_zero:
             print_error(error)
         return USER_ERROR if isinstance(error, UserError) else CRASH
@@ -120,7 +119,7 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         try:
             sys.stdout.flush()
         except OSError:
-            # Drops what could not be written: Python would try again as it ends, and print an error of its own.
+            # Drops the rest: Python would try to write it at exit, and print another error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_error(RunError(problem), of_rank(launch))
         return CRASH
@@ -140,12 +139,12 @@ def run_with_config(
 
     Args:
         doc: The docstring of the command's module.
-        command: Runs the checked jobs; imports torch itself, once they are known to be right. None it returns means 0.
-        arguments: What follows the command's name; `sys.argv` when not given.
-        launch: The process's place in the run; read from the launcher's variables when not given.
-        rules: The cross-field rules; those of training when not given.
-        refuse: Raises `ConfigError` for what the command never does, whatever the configuration says.
-        name: Of the command, which refuses keys that only others read; None for one that takes all.
+        command: Runs the checked jobs and returns the exit code, None for 0; it imports torch itself.
+        arguments: What follows the command's name; by default from `sys.argv`.
+        launch: The process's place in the run; by default from the launcher's variables.
+        rules: The cross-field rules; by default those of training.
+        refuse: Raises `ConfigError` for what the command never does, whatever the configuration.
+        name: The command, to refuse keys that only others read; None accepts all.
     """
 
     def check_and_run(launch: Launch) -> int | None:
@@ -174,7 +173,7 @@ def run_with_arguments[Arguments](
 ) -> int:
     """Reads a command's own few arguments, the fields of `kind`, runs it, and returns the exit code.
 
-    Values of the keys in `plain` may stand without them, in this order; see `run_with_config` for the rest.
+    The values of the keys in `plain` may be given without their keys, in this order.
     """
     given = sys.argv[1:] if arguments is None else arguments
 
@@ -190,10 +189,10 @@ def run_with_arguments[Arguments](
 
 
 def refuse_launcher_and_sweep(request: "Request", launch: Launch, what: str, variants: str) -> None:
-    """Refuses the ranks of a launcher, and sweeps, for a command that starts processes itself and runs variants.
+    """Refuses launchers and sweeps for a command, named `what`, that starts processes for the `variants` of that key.
 
     Raises:
-        ConfigError: Names the command as `what`, and the key that its `variants` are given by.
+        ConfigError: A launcher started this process, or `-m` was given.
     """
     if launch.world_size > 1:
         problem = f"{what} starts its processes itself, and {launch.launcher} started this one"

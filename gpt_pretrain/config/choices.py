@@ -1,4 +1,4 @@
-"""The choices of keys: one enum for each key of `gpt_pretrain.config.schema` that has choices."""
+"""One enum for each key of `config.schema` that has choices."""
 
 from enum import Enum
 
@@ -7,7 +7,7 @@ AUTO = "auto"
 
 
 class Normalization(Enum):
-    """Normalisation layer; the values are megatron-core's names."""
+    """Normalization layer; the values are megatron-core's names."""
 
     layernorm = "LayerNorm"
     rmsnorm = "RMSNorm"
@@ -22,14 +22,14 @@ class Activation(Enum):
 
 
 class PositionEmbedding(Enum):
-    """How positions reach the model: a learned table added to the embeddings, or rotary embeddings."""
+    """Position encoding: a learned table added to the embeddings, or rotary embeddings."""
 
     learned_absolute = "learned_absolute"
     rope = "rope"
 
 
 class MoeLoadBalancing(Enum):
-    """Which tokens the auxiliary loss of a mixture of experts balances; the names are megatron-core's."""
+    """Tokens that the auxiliary loss of a mixture of experts balances; the names are megatron-core's."""
 
     aux_loss = "aux_loss"
     seq_aux_loss = "seq_aux_loss"
@@ -51,9 +51,9 @@ class MoeGroupedKernel(Enum):
 
 
 class CrossEntropyFusion(Enum):
-    """How a fused cross entropy computes its losses; the names are megatron-core's.
+    """Fused cross entropy; the names are megatron-core's.
 
-    `native`: from the logits of all tokens, compiled. `linear`: from the hidden states, the LM head included, a few
+    `native`: compiled, from the logits of all tokens. `linear`: from the hidden states, including the LM head, a few
     thousand tokens at a time.
     """
 
@@ -76,7 +76,7 @@ class RecomputeGranularity(Enum):
 
 
 class RecomputeMethod(Enum):
-    """With `full`: checkpoint every n layers (`uniform`), or the first n layers of each stage (`block`)."""
+    """With `full`: checkpoint every n layers (`uniform`) or the first n layers of each stage (`block`)."""
 
     uniform = "uniform"
     block = "block"
@@ -98,13 +98,13 @@ class Fp8Backend(Enum):
 
 
 class Fp8RecipeName(Enum):
-    """Where the scales of FP8 tensors come from; the names are megatron-core's, and TorchAO's.
+    """How FP8 tensors are scaled; the names are megatron-core's and TorchAO's.
 
-    `delayed`: one per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.
+    `delayed`: one scale per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.
     `blockwise`: one per 1×128 values of activations and gradients and per 128×128 of weights, powers of two.
-    `mxfp8`: one per 32 values, powers of two; Blackwell's hardware.
-    `rowwise`: one per row or column, whichever a product sums over, powers of two. `rowwise_with_gw_hp`: the same, but
-    one for the whole weight in dgrad, and weight gradients outside of FP8. TorchAO has these two, and tensorwise.
+    `mxfp8`: one per 32 values, powers of two; needs Blackwell. `rowwise`: one per row or column along which a product
+    sums, powers of two. `rowwise_with_gw_hp`: the same, but one for the whole weight in dgrad, and weight gradients
+    outside FP8. TorchAO has these two and tensorwise.
     """
 
     delayed = "delayed"
@@ -116,18 +116,18 @@ class Fp8RecipeName(Enum):
 
     @property
     def preset(self) -> str:
-        """The option of the group `fp8=` that chooses it, Transformer Engine's if both engines have it."""
+        """The option of the group `fp8=` that selects it; Transformer Engine's if both engines have it."""
         return f"torchao_{self.name}" if self.name.startswith("rowwise") else self.name
 
 
 class AmaxComputeAlgo(Enum):
-    """Which amax of the history a delayed scale is computed from."""
+    """Which amax of the history sets a delayed scale."""
 
     max = "max"
     most_recent = "most_recent"
 
 
-# A class could not have the member `continue`, a keyword of Python.
+# The functional form, because `continue` is a keyword of Python.
 OnSaveError = Enum("OnSaveError", ["stop", "continue"])
 
 
@@ -147,17 +147,14 @@ class OptimizerName(Enum):
 
 
 class MainParamsDtype(Enum):
-    """Type of the masters that the optimizer updates."""
+    """Type of the optimizer's master weights."""
 
     fp32 = "fp32"
     fp16 = "fp16"
 
 
 class MomentDtype(Enum):
-    """Type that Adam keeps a moment in. `fp16` and `fp8` (E4M3) have a scale, a power of two, for every 256 values.
-
-    Only the first moment can be `fp8`.
-    """
+    """Type of Adam's moments; 256 values of `fp16` or `fp8` (E4M3, first moment only) share a power-of-two scale."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -193,12 +190,12 @@ class DataImpl(Enum):
 
     @property
     def files_key(self) -> str | None:
-        """The key of `model.data` that names its files, which no other kind reads; None if it has none."""
+        """The key of `model.data` that names its files; only this kind reads it. None if it has none."""
         return {DataImpl.mmap: "data_prefix", DataImpl.text: "text_files"}.get(self)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it comes as token ids; text needs a tokenizer."""
+        """Whether it holds token ids; text needs a tokenizer."""
         return self in (DataImpl.mmap, DataImpl.mock)
 
 

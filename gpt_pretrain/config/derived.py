@@ -1,4 +1,4 @@
-"""What follows from the configuration: pure functions, so that the configuration itself never changes."""
+"""Values that follow from the configuration, as pure functions: the configuration itself never changes."""
 
 import re
 
@@ -13,7 +13,7 @@ def model_parallel_size(model: ModelConfig) -> int:
 
 
 def data_parallel_size(model: ModelConfig, world_size: int) -> int:
-    """Ranks that see different samples: world_size / (TP · PP · CP)."""
+    """Ranks with different samples: world_size / (TP · PP · CP)."""
     return world_size // model_parallel_size(model)
 
 
@@ -25,15 +25,14 @@ def num_microbatches(model: ModelConfig, world_size: int) -> int:
 def padded_vocab_size(model: ModelConfig) -> int:
     """Rows of the embedding: `vocab_size` rounded up to `make_vocab_size_divisible_by`.
 
-    Megatron-LM multiplies the divisor by TP; here it does not depend on the layout, so that the weights have one
-    shape at every TP. A rule asks that TP divides it.
+    Megatron-LM multiplies the divisor by TP. Here the weights have the same shape at every TP, which must divide it.
     """
     divisor = model.make_vocab_size_divisible_by
     return -(-model.vocab_size // divisor) * divisor
 
 
 def uses_distributed_optimizer(model: ModelConfig) -> bool:
-    """Whether optimizer states are sharded: as set; null: with FP8 parameters, which need it."""
+    """Whether optimizer states are sharded; null: only with FP8 parameters, which need it."""
     return model.fp8_params if model.use_distributed_optimizer is None else model.use_distributed_optimizer
 
 
@@ -64,9 +63,9 @@ def num_query_groups(model: ModelConfig) -> int:
 
 
 def matmul_parameters_per_layer(model: ModelConfig) -> int:
-    """Weights of one transformer layer that a token is multiplied with; biases and norms are left out.
+    """Weights of one transformer layer that multiply a token, without biases and norms.
 
-    In a mixture of experts the MLP is the router and the `moe_router_topk` experts that compute the token.
+    In a mixture of experts these are the router and the `moe_router_topk` experts that compute the token.
     """
     query_width = model.num_attention_heads * kv_channels(model)
     key_value_width = num_query_groups(model) * kv_channels(model)
@@ -79,13 +78,13 @@ def matmul_parameters_per_layer(model: ModelConfig) -> int:
 
 
 def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
-    """Values of a bucket, in which overlapped exchanges reduce gradients and gather parameters; None without overlap.
+    """Values per bucket of overlapped gradient reduction and parameter gathering; None without overlap.
 
-    `num_shards` ranks reduce gradients with each other, DP · CP.
+    `num_shards` (DP · CP) ranks reduce gradients with each other.
 
-    megatron-core's 40 million, or a million for each rank, leave NCCL many short exchanges: the whole Llama 3 8B on
-    four H200s is 1.0% faster with 400 million, 0.7% with a thousand million. A model of only a few such buckets would
-    have little computation to hide them behind, so a bucket holds at most a 16th of a rank's layers.
+    megatron-core's 40 million, or a million per rank, make many short exchanges: Llama 3 8B on four H200s is 1.0%
+    faster with 400 million, and 0.7% with 1,000 million. With few buckets there is little computation to hide them
+    behind, so a bucket holds at most a 16th of a rank's layers.
     """
     if not model.overlap_grad_reduce:
         return None
@@ -101,12 +100,11 @@ FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × seq
 
 
 def flops_per_token(model: ModelConfig) -> float:
-    """Floating-point operations of training on one token: forward, and backward at twice its cost.
+    """Floating-point operations to train on one token: forward, and backward at twice its cost.
 
-    These are the model FLOPs of Chowdhery et al. 2022, appendix B, with attention halved for causality: products with
-    the token's weights (2 per weight), attention (2 · width · sequence for scores and values together, since a token
-    meets half of the sequence on average) and the LM head over the padded vocabulary. Recomputed activations, norms and
-    softmax do not count.
+    These are the model FLOPs of Chowdhery et al. 2022, appendix B, with attention halved for causality: 2 per weight,
+    2 · width · sequence for attention's scores and values together (a token attends to half of the sequence on average)
+    and the LM head over the padded vocabulary. Recomputed activations, norms and softmax do not count.
     """
     query_width = model.num_attention_heads * kv_channels(model)
     attention = 2 * query_width * model.encoder_seq_length
@@ -133,11 +131,11 @@ def min_lr(optim: OptimConfig) -> float:
 
 
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
-    """Training samples of the whole run, the same at each of its starts: data of several epochs depend on the number.
+    """Training samples of the whole run: the same at each start, because data of several epochs depend on the number.
 
-    After `step` steps the run, which may resume with another batch size, has consumed or passed over
-    `consumed_samples`, of which `passed_over`. Each rewind may pass over the samples of a save interval and the margin:
-    the checkpoint that it goes back to is no older.
+    At step `step` the run, which may resume with another batch size, has consumed or skipped `consumed_samples`, and
+    skipped `passed_over` of them. Each rewind may skip the samples of a save interval and the margin, because the
+    checkpoint it returns to is no older.
     """
     steps_left = max(1, config.trainer.max_steps - step)
     spare_steps = 0
@@ -158,7 +156,7 @@ def is_weight(entry: str | float) -> bool:
 
 
 def save_interval_s(checkpoint: CheckpointConfig) -> float | None:
-    """`checkpoint.save_interval_minutes` in seconds; None where the clock asks for no save."""
+    """`checkpoint.save_interval_minutes` in seconds; None for no saves by the clock."""
     minutes = checkpoint.save_interval_minutes
     return None if minutes is None else 60 * minutes
 
@@ -175,6 +173,6 @@ def max_time_s(trainer: TrainerConfig) -> float | None:
     if match is None or int(match[2]) > 23:
         example = 'trainer.max_time="00:02:30:00" (in YAML in quotes)'
         problem = f"trainer.max_time={trainer.max_time!r} is not DD:HH:MM:SS"
-        raise ConfigError([f"{problem}; two hours and a half are {example}"])
+        raise ConfigError([f"{problem}; two and a half hours are {example}"])
     days, hours, minutes, seconds = map(int, match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

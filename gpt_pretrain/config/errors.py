@@ -1,9 +1,9 @@
-"""Mistakes that a user can mend: the errors, how their messages write values, and the check of a value's type.
+"""Mistakes that a user can fix: the errors, how their messages show values, and the conversion of values to their type.
 
-The door (`commands.door`) prints these errors without a traceback. A value is converted only where nothing is lost
-(`1e3` to an integer, `1` to a number, "12" to 12). pydantic would not make this shorter: it takes 1 and "on" for
-booleans, and enums by value instead of by name; its errors would need the same sentences written here; and importing it
-costs 0.25 s. OmegaConf's structured configs stop at the first error.
+`commands.door` prints these errors without a traceback. A value is converted only without loss (`1e3` to an integer,
+`1` to a number, "12" to 12). pydantic would not make this shorter: it accepts 1 and "on" as booleans and enums by
+value, its errors would need the same sentences, and its import takes 0.25 s. OmegaConf's structured configs stop at the
+first error.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ _MISFITS = {
     str: "is not a string",
     Any: "is neither a string nor a number",
 }
-# The largest numbers that a configuration may hold are far above any run, and low enough that every rule, forecast and
-# index answers at once: nothing else bounds what a file or a command line can say.
-# An integer of any key: exact as a floating-point number, and a few of them multiply without leaving 64 bits.
+# The largest numbers of a configuration: far above any run, yet small enough for every rule, forecast and index to
+# answer at once. Nothing else bounds what a file or a command line can say.
+# For any integer key: exact as a floating-point number.
 _ANY = 2**53
 _LARGEST = {
     # The rules look at every product of every layer.
@@ -43,18 +43,18 @@ _LARGEST = {
     2**32 - 1: "seed",
 }
 _LARGEST_OF = {name: largest for largest, names in _LARGEST.items() for name in names.split()}
-# A word that may stand for the list of it alone.
+# A word that may stand for a list of only this word.
 _WORDS = {"model.fp8_exclude": AUTO}
 # The largest of seconds, rates and shares; a thread waits no longer.
 _LARGEST_NUMBER = 1e9
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: the message names the key or file, the value, the rule and the way out."""
+    """A user's mistake: the message names the key or file, the value, the rule and the way out."""
 
 
 class ConfigError(UserError):
-    """All mistakes in a configuration, one message each, so that they can be mended together."""
+    """All mistakes in a configuration, one message each, so that the user can fix them together."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems, "a ConfigError lists at least one problem"
@@ -63,11 +63,11 @@ class ConfigError(UserError):
 
 
 class RunError(RuntimeError):
-    """What ended a run although the user made no mistake: printed without a traceback, exit code 1."""
+    """A failure that is no mistake of the user: printed without a traceback, exit code 1."""
 
 
 def reason(error: BaseException) -> str:
-    """One line of what an error of other code says, which may be nothing or very long."""
+    """One line about an error of other code, whose message may be empty or very long."""
     said = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
 
@@ -84,7 +84,7 @@ def show(value: Any) -> str:
 
 
 def written(value: Any) -> str:
-    """A value as it stands on a command line: null, true and false as in YAML, strings plain where they can be."""
+    """A value as on a command line: null, true and false as in YAML, strings unquoted where possible."""
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     if isinstance(value, str):
@@ -93,7 +93,7 @@ def written(value: Any) -> str:
 
 
 def one_of(values: Sequence[object]) -> str:
-    """Values as a message offers them: "1, 2 or 4"."""
+    """Values as messages offer them: "1, 2 or 4"."""
     shown = list(values) if len(values) <= 12 else [*values[:11], values[-1]]
     return " or ".join(filter(None, [", ".join(map(str, shown[:-1])), str(shown[-1])]))
 
@@ -105,13 +105,13 @@ def divisors(number: int) -> list[int]:
 
 
 def multiples_near(number: int, of: int) -> list[int]:
-    """The multiples of `of` on both sides of `number`; the lower one only if it is positive."""
+    """The positive multiples of `of` next to `number`, below and above."""
     below = number // of * of
     return [value for value in (below, below + of) if value > 0]
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size on a disk with three significant digits, in units of powers of two: 512 B, 1.5 MiB, 19.6 GiB."""
+    """A file size with three significant digits, in binary units: 512 B, 1.5 MiB, 19.6 GiB."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 999.5:
@@ -121,14 +121,14 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_amount(value: float) -> str:
-    """A positive number for people, never with an exponent: <0.01, 0.59, 8.7, 63, 1,234."""
+    """A positive number without an exponent: <0.01, 0.59, 8.7, 63, 1,234."""
     if value >= 9.95:
         return f"{value:,.0f}"
     return f"{value:.2g}" if value >= 0.01 or value == 0 else "<0.01"
 
 
 def format_seconds(seconds: float) -> str:
-    """A span of time in milliseconds below one second, in seconds otherwise."""
+    """A duration, in milliseconds below one second."""
     return f"{format_amount(seconds)} s" if seconds >= 0.9995 else f"{format_amount(1e3 * seconds)} ms"
 
 
@@ -155,11 +155,11 @@ def how_to_install(extra: str) -> str:
 
 
 class WrongValue(Exception):
-    """A value that does not fit its key; the message is what follows `key=value`."""
+    """A value that does not fit its key; the message follows `key=value`."""
 
 
 def _scalar(value: Any, kind: Any, or_null: str = "") -> Any:
-    """A value as `kind`, one of the keys of `_MISFITS`; `or_null` ends the message where null would fit, too."""
+    """A value as `kind`, a key of `_MISFITS`; `or_null` ends the message if null would fit, too."""
     if kind is bool:
         text = str(value).lower()
         if isinstance(value, bool) or (isinstance(value, str) and text in _OTHER_SPELLINGS):
@@ -230,7 +230,7 @@ def convert(value: Any, key: Key) -> Any:
 
 
 def read_value(text: str, key: Key) -> Any:
-    """The value of a command's argument; strings, also those of a list, are taken literally.
+    """The value of a command's argument; strings, including those in a list, are taken literally.
 
     Raises:
         ConfigError: The value does not fit.

@@ -1,10 +1,10 @@
-"""Files: where `conf/` lies, how this package writes, and how it reads what others wrote.
+"""Files: where `conf/` is, how this package writes files, and how it reads files from elsewhere.
 
-It writes in one piece: a reader, or a power cut, finds the whole file or directory, or what was there before. This is
-the package's only such writer; it lives in `config`, the one room that every other room may import.
+Writes are atomic: after a crash or a power cut there is either the whole new file or directory, or the old one. Every
+package may import `config`, so the only such writer is here.
 
-It reads within bounds: one line tells of JSON or YAML that is deep or huge, of a pipe, and of what is no text. Nothing
-of it is looked up in the environment, resolved or run.
+Reads are bounded: a pipe, a file that is no text, and JSON or YAML that is huge or deep end in a one-line error.
+Nothing in a file is looked up in the environment, resolved or run.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any, Never
 
 from gpt_pretrain.config.errors import ConfigError, UserError
 
-# The index of a model of thousands of experts has a few MiB; a tokenizer.json has up to 40.
+# The index of a model with thousands of experts has a few MiB, a tokenizer.json up to 40.
 _LARGEST_BYTES = 256 * 1024 * 1024
 # A file of values has few anchors. Aliases of aliases double at each step.
 _MOST_ALIASES = 16
@@ -36,7 +36,7 @@ def find_conf_dir() -> Path:
 
 
 def fsync(path: Path) -> None:
-    """Waits until the disk has a file's bytes, or a directory's names.
+    """Waits until a file's bytes, or a directory's names, are on the disk.
 
     Raises:
         OSError: The disk could not take them.
@@ -69,12 +69,12 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
-    """Replaces a text file in one piece; one process at a time may write it.
+    """Replaces a text file atomically; one process at a time may write it.
 
-    With `wait_for_disk` it returns only once the disk has the file; a file that a reboot makes worthless need not wait.
+    `wait_for_disk` is not needed for a file that is worthless after a reboot.
 
     Raises:
-        OSError: The disk is full, or the directory cannot be written; the file is what it was before.
+        OSError: The disk is full, or the directory is not writable; the file is unchanged.
     """
     unfinished = unfinished_path(path)
     try:
@@ -92,10 +92,10 @@ def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory in one piece: yields the unfinished one, to write its files.
+    """Creates a directory atomically: yields an unfinished one for its files, and renames it after the block.
 
-    Leaving the block without an error gives the directory its name; an error removes it. The leftovers of a killed
-    process are removed first. At `path` there may be nothing or an empty directory; one process at a time may write it.
+    An error in the block removes it; leftovers of a killed process are removed first. `path` must not exist or be an
+    empty directory; one process at a time may write it.
 
     Raises:
         OSError: The disk cannot take it; nothing is left behind.
@@ -114,7 +114,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Waits until the disk has a directory and every file below it.
+    """Waits until a directory and every file below it are on the disk.
 
     Raises:
         OSError: The disk could not take one of them.
@@ -124,7 +124,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def publish_directory(unfinished: Path, path: Path) -> None:
-    """Gives a directory that is on the disk (`fsync_tree`) its final name, and waits until the disk has the name.
+    """Renames a directory that is on the disk (`fsync_tree`), and waits until its new name is there, too.
 
     Raises:
         OSError: It cannot be renamed, for example because something of that name exists.
@@ -138,7 +138,7 @@ class ForeignFileError(UserError):
 
 
 def check_regular(path: Path) -> None:
-    """Refuses files whose reading would never begin or never end.
+    """Refuses files that would block or never end.
 
     Raises:
         FileNotFoundError: It is not there.

@@ -1,8 +1,7 @@
-"""The names of the configuration, read from the schema: every dotted key with its type and documentation.
+"""Every dotted key of the schema with its type and documentation, and the key that an unknown one probably means.
 
-The gate asks here whether a key exists and which one was probably meant; `--help` prints from here. Documentation is
-the string literal below a dataclass's field, which Python drops at run time, so it is read from the source. The
-commands with a few arguments of their own (`commands.arguments`) declare them in the same way.
+The documentation is the string literal below a dataclass's field. Python drops it at run time, so it is read from the
+source. Commands with a few arguments of their own (`commands.arguments`) declare them in the same way.
 """
 
 import ast
@@ -20,8 +19,8 @@ from gpt_pretrain.config import choices, schema
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
-# Other programs' names of the same setting. They are looked up by the last part of an unknown key, and by its last two
-# where one alone could be anything.
+# Other programs' names of a setting, looked up by the last part of an unknown key, or by its last two parts where one
+# alone could mean anything.
 _ALIASES_OF = {
     "model.tensor_model_parallel_size": "tp tp_size tensor_parallel",
     "model.pipeline_model_parallel_size": "pp pp_size",
@@ -93,7 +92,7 @@ ALIASES = {alias: key for key, aliases in _ALIASES_OF.items() for alias in alias
 
 _FINISHED_RUNS = "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out"
 _NO_E5M2 = "no library multiplies E5M2 in the forward pass"
-# Settings of other programs that have no key here: why, and what to do instead.
+# Settings of other programs without a key here: why, and what to do instead.
 UNSUPPORTED = {
     "runs": _FINISHED_RUNS,
     "compare.run": _FINISHED_RUNS,
@@ -102,7 +101,7 @@ UNSUPPORTED = {
         "model.fp8=true with model.fp8_e4m3=true (E4M3 in both)"
     ),
     "reduce_amax": (
-        "amaxes are always reduced over the ranks of a group, which would quantise with different scales otherwise; "
+        "amaxes are always reduced over the ranks of a group, which would quantize with different scales otherwise; "
         "leave it out"
     ),
     "use_emha": "NeMo 1.x never supported it itself; Transformer Engine chooses the attention kernel; leave it out",
@@ -123,7 +122,7 @@ UNSUPPORTED = {
     ),
 }
 
-# Values of other programs that a key does not have: what to do instead.
+# Values of other programs that a key does not take: what to do instead.
 UNSUPPORTED_VALUES = {
     **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in choices.Fp8RecipeName},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
@@ -254,10 +253,9 @@ def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any
 
 
 def _similarity(wrong: str, known: str) -> float:
-    """How likely `known` was meant: by the spelling of the last part, then of the whole path.
+    """How likely `known` was meant, by the spelling of the last part or of the whole path.
 
-    Names are close if one has all words of the other: seq_length and encoder_seq_length, tensor_parallel_size and
-    tensor_model_parallel_size.
+    Names are close if one has all words of the other: seq_length and encoder_seq_length.
     """
     (wrong_parent, _, wrong_leaf), (known_parent, _, known_leaf) = wrong.rpartition("."), known.rpartition(".")
     score = difflib.SequenceMatcher(None, wrong_leaf, known_leaf).ratio()
@@ -280,7 +278,7 @@ _SURE = 0.88
 
 
 def key_named(path: str) -> str | None:
-    """The key with the same last part in another section, or with that name in other programs; None without one."""
+    """The key with the same last part in another section, or with that name in other programs; None if none."""
     leaf = path.rpartition(".")[2]
     elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
     if elsewhere:
@@ -289,11 +287,10 @@ def key_named(path: str) -> str | None:
 
 
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
-    """The key that an unknown one, written without `+`, `++` or `~`, probably means; None when nothing is near.
+    """The key that an unknown one, written without `+`, `++` or `~`, probably means; None if nothing is near.
 
-    A slip in a key of the same section comes first, then the same last part elsewhere (`optim.lr` is `model.optim.lr`),
-    then other programs' names, then the closest spelling, also among `more`: other names that could stand in its place,
-    such as groups.
+    In this order: a typo in the same section, the same last part elsewhere (`optim.lr` is `model.optim.lr`), another
+    program's name, the closest spelling, also among `more` (names that could stand in its place, such as groups).
     """
     parent, _, leaf = path.rpartition(".")
     beside = [known for known in schema_keys() if known.rpartition(".")[0] == parent] if parent else []
@@ -309,14 +306,14 @@ def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The closest spelling among `known`, whatever the case; None when nothing is near."""
+    """The closest spelling among `known`, ignoring case; None if nothing is near."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(name: str | None) -> str:
-    """The end of a message about an unknown name."""
+    """How a message about an unknown name ends."""
     return "" if name is None else f"; did you mean {name}?"
 
 

@@ -1,6 +1,6 @@
-"""The typed `Config`: from what Hydra composed, from a run directory, and back to YAML.
+"""The typed `Config`: read from what Hydra composed or from a run directory, and written back to YAML.
 
-It is read leaf by leaf, so that every wrong value is reported rather than the first.
+It is read value by value, so that all wrong values are reported together.
 """
 
 import re
@@ -19,7 +19,7 @@ from gpt_pretrain.config.files import ForeignFileError, check_yaml
 from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_keys, schema_sections, unknown_key
 from gpt_pretrain.config.schema import Config
 
-# Keys that saved configurations of earlier versions lack, with the values that do what those versions did.
+# Keys that configurations of earlier versions lack, with the values that keep those versions' behavior.
 _LATER_KEYS = {
     "model": {"rope_scaling_factor": None, "qk_layernorm": False, "compile": False},
     "checkpoint": {"save_interval_minutes": None},
@@ -30,7 +30,7 @@ _LOOKED_UP = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 def section_problem(path: str, value: Any) -> str:
-    """The message about a value in the place of a section."""
+    """The message about a value in place of a section."""
     members = ", ".join(field.name for field in fields(schema_sections()[path]))
     keys = [name for name, key in schema_keys().items() if name.rpartition(".")[0] == path and value in key.choices]
     if len(keys) == 1:
@@ -53,7 +53,7 @@ class _Reader:
         self.problems: list[str] = []
 
     def read_section(self, node: DictConfig, section: type, prefix: str) -> Any:
-        """Builds `section` from `node`; None when something in it is wrong or missing."""
+        """Builds `section` from `node`; None if something in it is wrong or missing."""
         self.problems += [unknown_key(path) for name in node if not is_known(path := f"{prefix}{name!s}")]
         values: dict[str, Any] = {}
         for field in fields(section):
@@ -82,7 +82,7 @@ class _Reader:
             if isinstance(value, DictConfig | ListConfig):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except InterpolationToMissingValueError:
-            # The open value that it points to is reported under its own name.
+            # The open value that it refers to is reported under its own name.
             return
         except (OmegaConfBaseException, RecursionError) as error:
             given, reason = f"{key.path}={_unresolved(node, name)!s}", str(error).splitlines()[0]
@@ -108,12 +108,10 @@ class _Reader:
 def read_config(
     composed: DictConfig, *, origins: Mapping[str, str] | None = None, complete: bool = True
 ) -> tuple[Config | None, list[str]]:
-    """Reads the typed configuration, None where it has problems or open values, and the problems.
+    """The typed configuration, None if it has problems or open values, and the problems.
 
-    Args:
-        composed: What Hydra composed, without its `hydra` section.
-        origins: Dotted key to the YAML file that set it; named in messages.
-        complete: Whether values that are still open (`???`) are problems.
+    `composed` has no `hydra` section, `origins` maps dotted keys to the YAML files that set them, for messages, and
+    `complete` makes open values (`???`) problems.
     """
     reader = _Reader(origins or {}, complete=complete)
     config = reader.read_section(composed, Config, "")
@@ -121,7 +119,7 @@ def read_config(
 
 
 def config_to_dict(value: Any) -> Any:
-    """The configuration, or a part of it, as plain values: dictionaries, lists, enums by name."""
+    """A configuration or a part of it as plain values: dictionaries, lists, enums by name."""
     if is_dataclass(value):
         return {field.name: config_to_dict(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -130,8 +128,8 @@ def config_to_dict(value: Any) -> Any:
         return [config_to_dict(item) for item in value]
     if isinstance(value, dict):
         return {name: config_to_dict(item) for name, item in value.items()}
-    # A literal ${…} in a prompt must not become an interpolation when the file is read again; OmegaConf reads
-    # backslashes in front of one in pairs.
+    # A literal ${…} must not become an interpolation when the file is read again. OmegaConf reads backslashes before
+    # one in pairs.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -164,7 +162,7 @@ def load_saved_config(path: Path) -> Config:
 
 
 def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
-    """`read_config` of what a run has saved, of this version or an earlier one with fewer keys (`_LATER_KEYS`)."""
+    """`read_config` for what a run of this or an earlier version (`_LATER_KEYS`) has saved."""
     looked_up = _interpolations(saved)
     if looked_up:
         return None, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
@@ -174,14 +172,14 @@ def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
 
 
 def _interpolations(node: DictConfig | ListConfig, path: str = "") -> list[str]:
-    """Dotted keys of values that OmegaConf would look up, for example in the environment: `${…}`."""
+    """Dotted keys of values that OmegaConf would look up (`${…}`), for example in the environment."""
     found: list[str] = []
     names: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
     for name in names:
         child: Any = node._get_node(name)
         where = f"{path}{name}"
         if OmegaConf.is_interpolation(node, name):
-            # OmegaConf also answers true for an escaped one, which stands for its own text.
+            # OmegaConf also says so of an escaped one, which is plain text.
             if _LOOKED_UP.search(child._value()):
                 found.append(where)
         elif isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_missing():

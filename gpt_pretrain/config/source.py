@@ -1,8 +1,7 @@
-"""Where the YAML lies and how Hydra composes it: the search path, the groups, and Hydra's errors in our words.
+"""Where the YAML is and how Hydra composes it: the search path, the groups, and Hydra's errors in our words.
 
-`conf/` is beside the package in an installed wheel and at the top of a checkout. A user's `--config-dir` is searched
-after it, `--config-path` replaces it. Everything here is Hydra's own machinery, so that what the gate checks is what
-Hydra runs.
+`--config-dir` is searched after `conf/`, `--config-path` replaces it. Hydra's own code composes, so the gate checks
+exactly what Hydra runs.
 """
 
 import pickle
@@ -37,10 +36,10 @@ from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 HYDRA_VERSION_BASE = "1.3"
 JOB_NAME = "gpt_pretrain"
 
-# Settings of Hydra that a file of unknown origin may have. Hydra imports, calls, makes, exports or submits the rest.
+# Settings of Hydra that a foreign file may have. Others make Hydra import, call, create, export or submit something.
 _MAY_SET = re.compile(r"hydra\.(?:launcher\.(?:nodes|gpus_per_node|tasks_per_node)|sweeper\.params\..+)$")
 
-# What Hydra's composition raises for a user's mistake: its own errors, OmegaConf's, YAML's, and bare ValueErrors.
+# What Hydra's composition raises for a user's mistakes.
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
 
 
@@ -57,7 +56,7 @@ def check_source(source: Source) -> None:
     """Checks that the folders and the primary file exist, before Hydra looks for them.
 
     Raises:
-        ConfigError: One of them does not, or a file is given where a name is asked for.
+        ConfigError: One of them does not, or a path is given instead of a name.
     """
     problems = [
         f"{option}={folder}: there is no such folder"
@@ -81,7 +80,7 @@ def check_source(source: Source) -> None:
 
 
 class _Original[T]:
-    """An object of OmegaConf, and copies for those who change it: pickle makes them in a fifth of deepcopy's time."""
+    """An object of OmegaConf, and copies to change: pickle takes a fifth of deepcopy's time."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -92,15 +91,15 @@ class _Original[T]:
         return copied
 
 
-# A file by its place and its state on disk: a changed file is another one.
+# A file, identified by its place and its state on disk.
 _FileKey = tuple[Any, ...]
-# A process may compose often, as a sweep does; it reads and merges the same files once.
+# A process that composes often, as a sweep does, reads and merges the same files once.
 _READ: dict[_FileKey, _Original[ConfigResult]] = {}
 _MERGED: dict[tuple[tuple[str, _FileKey], ...], _Original[DictConfig]] = {}
 
 
 class _Files(ConfigRepository):
-    """The YAML files of a search path, each read once; Hydra's own repository reads them anew for each composition."""
+    """The YAML files of a search path, each read once; Hydra's own repository reads them for each composition."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
@@ -133,7 +132,7 @@ class _Files(ConfigRepository):
         return None if key is None else _READ[key]
 
     def foreign_file(self, config_path: str) -> Path | None:
-        """The path of a file that did not come with a package; None for others."""
+        """The path of a file that does not belong to a package; None for others."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         if source is None or source.scheme() != "file":
             return None
@@ -166,10 +165,10 @@ def _file_key(source: ConfigSource, config_path: str) -> _FileKey:
 class Loader(ConfigLoaderImpl):
     """Hydra's loader over the search path of `source`, as `hydra.main` would build it.
 
-    It composes a command line once: the gate, `--help` and Hydra itself ask for the same composition.
+    It composes each command line once for the gate, `--help` and Hydra itself.
 
     Raises:
-        ConfigError: A folder, or the primary file, does not exist.
+        ConfigError: A folder or the primary file does not exist.
     """
 
     def __init__(self, source: Source) -> None:
@@ -195,11 +194,11 @@ class Loader(ConfigLoaderImpl):
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **kwargs: Any
     ) -> DictConfig:
-        """Hydra's own; resolvers that were asked once, such as `${now:}`, answer the same again."""
+        """Hydra's own, once per command line, so that resolvers such as `${now:}` give one answer."""
         key = (run_mode.name, *overrides)
         if key not in self._composed:
             composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
-            # Checked here because Hydra composes nowhere else, and acts on what it has composed.
+            # Checked here because Hydra composes nowhere else, and acts on the result.
             for default in self._merged:
                 foreign = None if default.config_path is None else self._files.foreign_file(default.config_path)
                 if foreign is not None:
@@ -210,7 +209,7 @@ class Loader(ConfigLoaderImpl):
         return self._composed[key][0].copy()
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        """Hydra's own, which alone sees the files of a composition; the same files are merged once."""
+        """Hydra's own, which alone sees the files of a composition; it merges the same files once."""
         self._merged = defaults
         files = tuple((repr(default), self._files.key(str(default.config_path)) or ()) for default in defaults)
         if files not in _MERGED:
@@ -227,13 +226,13 @@ class Loader(ConfigLoaderImpl):
             return self.load_configuration(self.source.config_name, list(overrides), run_mode)
 
     def search_also(self, overrides: Sequence[Override]) -> None:
-        """Searches the folders of a `hydra.searchpath=[…]` among the overrides, too."""
+        """Also searches the folders of a `hydra.searchpath=[…]` among the overrides."""
         with _told_as_config_error():
             lines = [str(o.input_line) for o in overrides if o.key_or_group == "hydra.searchpath"]
             self._parse_overrides_and_create_caching_repo(self.source.config_name, lines)
 
     def groups(self, parent: str = "") -> list[str]:
-        """Every group of ours ("model", …), nested ones as a/b, those of Hydra left out."""
+        """Every group except Hydra's: "model", …, nested ones as a/b."""
         found = []
         for name in self.repository.get_group_options(parent, ObjectType.GROUP):
             group = f"{parent}/{name}" if parent else name
@@ -242,11 +241,11 @@ class Loader(ConfigLoaderImpl):
         return found
 
     def options(self, group: str) -> list[str]:
-        """The options of a group: names of its YAML files."""
+        """The options of a group, the names of its YAML files."""
         return self.repository.get_group_options(group, ObjectType.CONFIG)
 
     def files(self, overrides: Sequence[str]) -> Iterator[tuple[ResultDefault, ConfigResult]]:
-        """The YAML files of a composition made before, unchanged, in the order in which they were merged."""
+        """The YAML files of an earlier composition in the order of merging, not to be changed."""
         _, merged = self._composed[RunMode.RUN.name, *overrides]
         for default in merged:
             if default.config_path is not None:
@@ -257,17 +256,17 @@ class Loader(ConfigLoaderImpl):
 
 @cache
 def _own_values() -> Mapping[str, Any]:
-    """Hydra's settings in conf/ itself, which a copy of it may repeat."""
+    """Hydra's settings in conf/, which a copy of it may repeat."""
     content = OmegaConf.to_container(OmegaConf.load(find_conf_dir() / "config.yaml"), resolve=False)
     assert isinstance(content, dict)
     return dict(flatten({"hydra": content["hydra"]}))
 
 
 def _check_hydras_own(path: Path, file: ConfigResult, package: str) -> None:
-    """Refuses what Hydra would import, call, make, export or submit because a file says so.
+    """Refuses settings of Hydra by which a file could make it import, call, create, export or submit something.
 
     Raises:
-        ConfigError: The file has other settings of Hydra than `_MAY_SET`.
+        ConfigError: The file has settings of Hydra beyond `_MAY_SET`.
     """
     content = OmegaConf.to_container(file.config, resolve=False)
     if package.partition(".")[0] != "hydra":
@@ -291,14 +290,14 @@ def _told_as_config_error() -> Iterator[None]:
         raise
     except RecursionError as error:
         raise ConfigError(
-            ["the configuration refers to itself without end, in a defaults list or a value; look for such a file"]
+            ["the configuration refers to itself endlessly, in a defaults list or a value; look for such a file"]
         ) from error
     except COMPOSITION_ERRORS as error:
         raise ConfigError([composition_problem(error)]) from error
 
 
 def composition_problem(error: BaseException) -> str:
-    """A message of Hydra, OmegaConf or YAML as one problem, without the parts that do not apply here."""
+    """An error of Hydra, OmegaConf or YAML as one problem, without the parts that do not apply here."""
     if isinstance(error, MissingConfigException):
         wanted = str(error.missing_cfg_file or "").rpartition("/")[2]
         options = list(error.options or [])

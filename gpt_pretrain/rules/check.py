@@ -1,7 +1,7 @@
-"""All cross-field rules, in the order in which they are told, found before torch is imported."""
+"""The rules about single values, and all cross-field rules in the order in which they are reported."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -15,12 +15,7 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
 from gpt_pretrain.rules.fp8 import fp8_problems
 from gpt_pretrain.rules.model import (
-    compile_problems,
-    fused_kernel_problems,
-    fusions,
-    gradients,
-    graph_problems,
-    numbers,
+    kernel_problems,
     pipeline,
     positions,
     recomputation,
@@ -28,50 +23,80 @@ from gpt_pretrain.rules.model import (
     tensor_parallel_overlap,
     world_and_batch,
 )
-from gpt_pretrain.rules.no_effect import no_effect_problems
-from gpt_pretrain.rules.shapes import (
-    Accepts,
-    attention_heads,
-    fp8_shape_problems,
-    rotated_pairs,
-    sequence,
-    widths_over_tensor_ranks,
-)
+from gpt_pretrain.rules.no_effect import no_effect_problems, value_of
+from gpt_pretrain.rules.shapes import Accepts, division_problems, fp8_shape_problems
 from gpt_pretrain.rules.training import training_problems
 from gpt_pretrain.spec.products import Resolved, resolve
 
+# A condition on a value, what a message says where it does not hold, and the keys that it is for.
+_RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
+    (
+        lambda value: value >= 0,
+        "is too small; use 0 or more",
+        "model.seed model.optim.weight_decay model.optim.sched.warmup_steps model.data.num_workers "
+        "trainer.limit_val_batches trainer.gc_interval trainer.gradient_clip_val sample.max_new_tokens "
+        "sample.temperature",
+    ),
+    (
+        lambda value: value >= 1,
+        "is too small; use 1 or more",
+        "model.optim.sched.decay_steps model.optim.sched.wsd_decay_steps model.data.num_dataset_builder_threads "
+        "trainer.max_steps trainer.log_every_n_steps trainer.val_check_interval trainer.hang_timeout "
+        "trainer.max_skipped_steps trainer.spike_threshold trainer.max_spike_rewinds trainer.spike_margin "
+        "checkpoint.save_interval checkpoint.keep_last checkpoint.keep_every",
+    ),
+    (
+        lambda value: value >= 1,
+        "is too small; use 1 or more, or null for none",
+        "logging.fp8_proof_interval logging.fp8_statistics_interval",
+    ),
+    (lambda value: value > 0, "is not positive; use 1e-5 or another", "model.layernorm_epsilon"),
+    (lambda value: value > 0, "is not positive; use 0.02 or another", "model.init_method_std"),
+    (lambda value: value > 0, "is not positive; use 3e-4 or another", "model.optim.lr"),
+    (lambda value: value > 0, "is not positive; use 1e-8 or another", "model.optim.eps"),
+    (lambda value: value > 0, "is not positive; use 30, or null for no such saves", "checkpoint.save_interval_minutes"),
+    (lambda value: value > 0, "is not positive; use null for the table's value", "logging.peak_tflops"),
+    (
+        lambda value: 0 <= value < 1,
+        "is out of range; use 0 up to below 1",
+        "model.hidden_dropout model.attention_dropout",
+    ),
+    (lambda value: 0 <= value < 1, "is not at least 0 and below 1; use 0.9 or another", "model.optim.momentum"),
+    (lambda value: 0 < value <= 1, "is not a fraction; use above 0 up to 1", "logging.fp8_saturation_threshold"),
+)
 # The key of a `key=value` that a message offers.
 _NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
-    """Every violated rule, as a message; without `launch`, the rules about the world size are left out."""
+    """A message for every violated rule; without `launch`, none about the world size."""
     run = resolve(config)
-    return spell_out([*no_effect_problems(run), *model_problems(run, launch), *training_problems(run, launch)])
+    rules = (ranges(config), no_effect_problems(run), model_problems(run, launch), training_problems(run, launch))
+    return spell_out(chain.from_iterable(rules))
+
+
+def ranges(config: Config) -> Iterator[str]:
+    """Single values out of their range; null is in every range."""
+    for is_in_range, problem, keys in _RANGES:
+        for key in keys.split():
+            value = value_of(config, key)
+            if value is not None and not is_in_range(value):
+                yield f"{key}={value} {problem}"
 
 
 def check_config(config: Config, launch: Launch) -> None:
-    """Checks every cross-field rule.
-
-    Raises:
-        ConfigError: All violated rules.
-    """
+    """Raises `ConfigError` with every violated rule."""
     problems = config_problems(config, launch)
     if problems:
         raise ConfigError(problems)
 
 
 def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of `model.` except data and optimizer; without `launch`, no rules about the world size."""
+    """All problems of `model.` except data and optimizer; without `launch`, none about the world size."""
     model = run.model
     sizes = list(sizes_are_positive(model))
     yield from sizes
-    yield from numbers(model)
-    yield from gradients(model)
-    yield from graph_problems(run)
-    yield from compile_problems(run)
-    yield from fusions(model)
-    yield from fused_kernel_problems(run, sizes_known=not sizes)
+    yield from kernel_problems(run, sizes_known=not sizes)
     yield from fp8_problems(run, sizes_known=not sizes)
     if sizes:
         return
@@ -93,19 +118,16 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
 
 
 def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
-    """Divisions, and the multiples of FP8; values that they offer satisfy `accepts`, where possible."""
+    """Divisions, and FP8's multiples; the values they offer satisfy `accepts` if possible."""
     model = run.model
     shapes = [
-        *attention_heads(model, launch, accepts),
-        *rotated_pairs(model, accepts),
-        *widths_over_tensor_ranks(model, accepts),
+        *division_problems(model, launch, accepts),
         *pipeline(model, launch),
-        *sequence(model, accepts),
         *expert_problems(run, launch),
     ]
     yield from shapes
     if not shapes:
-        # A rank's shapes are known only where everything divides.
+        # A rank's shapes are known only if everything divides.
         yield from fp8_shape_problems(run, accepts)
 
 
@@ -115,7 +137,7 @@ def _groups() -> frozenset[str]:
 
 
 def spell_out(problems: Iterable[str]) -> list[str]:
-    """The problems of rules, with keys written out behind the last semicolon, where they say what to type instead."""
+    """The problems, with full keys after the last semicolon, where they say what to type instead."""
     return [_spell_out(problem) for problem in problems]
 
 

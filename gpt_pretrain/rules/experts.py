@@ -1,7 +1,7 @@
-"""Cross-field rules of a mixture of experts: how many, how tokens find them, and how ranks share them out.
+"""Cross-field rules of a mixture of experts: their number, their routing, and their layout over ranks.
 
-Each rule yields one message. The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and
-Transformer Engine 2.12. Combinations are refused as unproven if no test here trains them.
+The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and Transformer Engine 2.12.
+Combinations that no test trains are refused as unproven.
 """
 
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hid
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.model import refusals
+from gpt_pretrain.rules.model import indivisible, refusal, refusals
 from gpt_pretrain.spec.fp8 import grouped_kernel_obstacles
-from gpt_pretrain.spec.kernels import permutation_obstacles
+from gpt_pretrain.spec.kernels import Obstacle, permutation_obstacles
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:
-    """How many experts compute a token, and what balances them."""
+    """The number of experts per token, and their load balancing."""
     if experts < 2:
         yield f"model.num_moe_experts={experts} leaves a router no choice; use 2 or more, or a model without experts"
     elif not 2 <= model.moe_router_topk <= experts:
@@ -48,7 +48,7 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
 
 def expert_layers(model: ModelConfig) -> Iterator[str]:
     """What experts require of their own layers and of those around them."""
-    tp = model.tensor_model_parallel_size
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
     if model.bias:
         yield "model.bias=true is not implemented for experts; use model.bias=false (model.qkv_bias may be true)"
     if tp > 1 and not model.sequence_parallel:
@@ -56,78 +56,59 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
             f"model.tensor_model_parallel_size={tp} with experts needs model.sequence_parallel=true: otherwise every "
             "rank routes all tokens; use parallelism=tp2_sp, or tensor_model_parallel_size=1"
         )
-    if model.context_parallel_size > 1:
-        yield (
-            f"model.context_parallel_size={model.context_parallel_size} with experts (model.num_moe_experts) is not "
-            "proven: each router would balance only its part of a sequence; use context_parallel_size=1"
-        )
+    if cp > 1:
+        why = "each router would balance only its part of a sequence, which is not proven"
+        experts = f"experts (model.num_moe_experts={model.num_moe_experts})"
+        yield refusal(f"model.context_parallel_size={cp}", experts, why, "context_parallel_size=1")
     if model.moe_grouped_kernel is MoeGroupedKernel.triton:
-        yield from refusals(
-            "model.moe_grouped_kernel=triton", grouped_kernel_obstacles(model), "null or transformer_engine"
-        )
+        obstacles = grouped_kernel_obstacles(model)
+        yield from refusals("model.moe_grouped_kernel=triton", obstacles, "null or transformer_engine")
     if model.moe_permute_fusion:
         yield from refusals("model.moe_permute_fusion=true", permutation_obstacles(model), "moe_permute_fusion=null")
     if model.moe_grouped_gemm and model.transformer_engine is False:
-        yield (
-            "model.moe_grouped_gemm=true needs Transformer Engine's layers, and model.transformer_engine=false; "
-            "use moe_grouped_gemm=null"
-        )
+        why = "it needs Transformer Engine's layers"
+        yield refusal("model.moe_grouped_gemm=true", "model.transformer_engine=false", why, "moe_grouped_gemm=null")
 
 
 def overlapped_exchange(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """What overlapping the exchange of rows with another microbatch's layers requires."""
-    model = run.model
-    if not model.overlap_moe_expert_parallel_comm:
-        return
+    """Requirements for overlapping the exchange of rows with another microbatch's layers."""
+    if run.model.overlap_moe_expert_parallel_comm:
+        asked, off = "model.overlap_moe_expert_parallel_comm=true", "overlap_moe_expert_parallel_comm=false"
+        yield from refusals(asked, _exchange_obstacles(run, launch), off)
 
-    def obstacles() -> Iterator[tuple[str, str]]:
-        if model.expert_model_parallel_size == 1:
-            yield "model.expert_model_parallel_size=1", "no rows are exchanged"
-        if model.moe_token_dispatcher_type is not MoeTokenDispatcher.alltoall:
-            yield f"model.moe_token_dispatcher_type={model.moe_token_dispatcher_type.name}", "only alltoall is split up"
-        if model.pipeline_model_parallel_size > 1:
-            yield (
-                f"model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}",
-                "it is not proven with pipelines",
-            )
-        if (granularity := model.activations_checkpoint_granularity) is not None:
-            yield (
-                f"model.activations_checkpoint_granularity={granularity.name}",
-                "it is not proven with recomputed layers",
-            )
-        if run.config.trainer.precision is Precision.fp32:
-            yield "trainer.precision=fp32", "megatron-core overlaps it in bf16 alone"
-        if launch is not None and num_microbatches(model, launch.world_size) == 1:
-            yield (
-                f"model.global_batch_size={model.global_batch_size} and "
-                f"model.micro_batch_size={model.micro_batch_size}",
-                "a step has one microbatch, and no other one to overlap with",
-            )
 
-    yield from refusals(
-        "model.overlap_moe_expert_parallel_comm=true", obstacles(), "overlap_moe_expert_parallel_comm=false"
-    )
+def _exchange_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacle]:
+    model, pp = run.model, run.model.pipeline_model_parallel_size
+    if model.expert_model_parallel_size == 1:
+        yield "model.expert_model_parallel_size=1", "no rows are exchanged"
+    if (dispatcher := model.moe_token_dispatcher_type) is not MoeTokenDispatcher.alltoall:
+        yield f"model.moe_token_dispatcher_type={dispatcher.name}", "only alltoall is split up"
+    if pp > 1:
+        yield f"model.pipeline_model_parallel_size={pp}", "not proven with pipelines"
+    if (granularity := model.activations_checkpoint_granularity) is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}", "not proven with recomputed layers"
+    if run.config.trainer.precision is Precision.fp32:
+        yield "trainer.precision=fp32", "megatron-core overlaps it in bf16 only"
+    if launch is not None and num_microbatches(model, launch.world_size) == 1:
+        batch = f"model.global_batch_size={model.global_batch_size} and model.micro_batch_size={model.micro_batch_size}"
+        yield batch, "a step has one microbatch, and no other one to overlap with"
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:
-    """How ranks share experts, and the matrices of each."""
+    """The division of experts, and of their matrices, over ranks."""
     ep, etp = model.expert_model_parallel_size, expert_tensor_parallel_size(model)
     pp = model.pipeline_model_parallel_size
     per_stage = None if launch is None or launch.world_size % pp else launch.world_size // pp
     legal = [size for size in divisors(experts) if per_stage is None or per_stage % (size * etp) == 0]
     if experts % ep:
-        yield (
-            f"model.num_moe_experts={experts} is not divisible by model.expert_model_parallel_size={ep}; "
-            f"use expert_model_parallel_size={one_of(legal or divisors(experts))}"
-        )
+        way = f"expert_model_parallel_size={one_of(legal or divisors(experts))}"
+        yield indivisible(f"model.num_moe_experts={experts}", f"model.expert_model_parallel_size={ep}", way)
     key = "tensor_model_parallel_size" if model.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
     inner = moe_ffn_hidden_size(model)
     if inner % etp:
         name = "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size"
-        yield (
-            f"model.{name}={inner} is not divisible by model.{key}={etp}; use {one_of(multiples_near(inner, etp))}, "
-            "or model.expert_tensor_parallel_size=1"
-        )
+        ways = one_of(multiples_near(inner, etp)), "model.expert_tensor_parallel_size=1"
+        yield indivisible(f"model.{name}={inner}", f"model.{key}={etp}", *ways)
     if launch is not None and per_stage is not None and per_stage % (ep * etp):
         way = f"use expert_model_parallel_size={one_of(legal)}, or " if legal else ""
         yield (
@@ -139,58 +120,43 @@ def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Ite
 def fp8_experts(run: Resolved) -> Iterator[str]:
     """FP8 and experts: what their products can use, and what is proven."""
     model = run.model
+    padding = "model.moe_router_padding_for_quantization=true"
+    pads = "it pads for FP8 products"
     if run.fp8 is None:
         if model.moe_router_padding_for_quantization:
-            yield (
-                "model.moe_router_padding_for_quantization=true pads for FP8 products, and model.fp8=false; "
-                "use false, or fp8=tensorwise"
-            )
+            yield refusal(padding, "model.fp8=false", pads, "false", "fp8=tensorwise")
         return
     if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
         asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", one_of(recipes_for("num_moe_experts"))
         if run.fp8.backend is Fp8Backend.torchao:
             # A preset does not change the engine of the command line.
             asked, ways = "model.fp8_backend=torchao", f"{ways} with fp8_backend=null"
-        yield f"{asked} with experts (model.num_moe_experts): {why}; use fp8={ways}"
+        yield refusal(asked, "experts (model.num_moe_experts)", why, f"fp8={ways}")
     if model.fp8_params:
-        yield "model.fp8_params=true is not proven with experts (model.num_moe_experts); use false"
+        yield refusal("model.fp8_params=true", "experts (model.num_moe_experts)", "not proven", "false")
     if model.fp8_emulate:
-        yield from _emulated_experts(model)
+        why, on = "each emulated expert is a local layer with products of its own", "fp8_emulate=false"
+        if model.moe_grouped_kernel is MoeGroupedKernel.triton:
+            off = "null or transformer_engine"
+            yield refusal("model.moe_grouped_kernel=triton", "model.fp8_emulate=true", why, off, on)
+        for key in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_padding_for_quantization"):
+            if getattr(model, key):
+                yield refusal(f"model.{key}=true", "model.fp8_emulate=true", why, "false", on)
     elif model.moe_grouped_gemm is False:
-        yield (
-            "model.moe_grouped_gemm=false with FP8: separate products over an expert's few tokens are not proven; "
-            "use null or true"
-        )
+        why = "separate products over an expert's few tokens are not proven"
+        yield refusal("model.moe_grouped_gemm=false", "model.fp8=true", why, "null or true")
     if model.moe_router_padding_for_quantization and run.fp8.experts_left_out:
-        yield (
-            "model.moe_router_padding_for_quantization=true pads for FP8 products, and with model.moe_grouped_kernel="
-            f"{show(model.moe_grouped_kernel)} one BF16 kernel computes the experts; use false, or "
-            "moe_grouped_kernel=transformer_engine"
-        )
-    if model.moe_router_padding_for_quantization and model.moe_token_dispatcher_type is not MoeTokenDispatcher.alltoall:
-        yield (
-            "model.moe_router_padding_for_quantization=true needs model.moe_token_dispatcher_type=alltoall, and it is "
-            f"{model.moe_token_dispatcher_type.name}; use alltoall, or false"
-        )
-
-
-def _emulated_experts(model: ModelConfig) -> Iterator[str]:
-    """Settings without use for emulated experts, each of which has its own products."""
-    if model.moe_grouped_kernel is MoeGroupedKernel.triton:
-        yield (
-            "model.moe_grouped_kernel=triton with model.fp8_emulate=true: each emulated expert is a local layer; use "
-            "null or transformer_engine, or fp8_emulate=false"
-        )
-    for key in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_padding_for_quantization"):
-        if getattr(model, key):
-            yield (
-                f"model.{key}=true with model.fp8_emulate=true: each emulated expert is a local layer and computes its "
-                "own products, of as many rows as it has; use false, or fp8_emulate=false"
-            )
+        kernel = f"model.moe_grouped_kernel={show(model.moe_grouped_kernel)}"
+        why = f"{pads}, and one BF16 kernel computes the experts"
+        yield refusal(padding, kernel, why, "false", "moe_grouped_kernel=transformer_engine")
+    dispatcher = model.moe_token_dispatcher_type
+    if model.moe_router_padding_for_quantization and dispatcher is not MoeTokenDispatcher.alltoall:
+        setting = f"model.moe_token_dispatcher_type={dispatcher.name}"
+        yield refusal(padding, setting, "only alltoall can pad", "moe_token_dispatcher_type=alltoall", "false")
 
 
 def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of a mixture of experts with positive sizes; without `launch`, none about the number of ranks."""
+    """All problems of a mixture of experts with positive sizes; without `launch`, none about the world size."""
     model = run.model
     if model.num_moe_experts is None:
         return

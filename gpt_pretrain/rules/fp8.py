@@ -1,8 +1,7 @@
-"""Cross-field rules of FP8: each trap of the stack below, found on a laptop instead of hours into a run.
+"""Cross-field rules of FP8: the traps of the stack below, found on a laptop instead of hours into a run.
 
-Each rule yields one message: the keys and values in conflict, the rule, and the way out. `rules.shapes` checks the
-shapes of matrix products, `rules.machine` the machine. The sources are megatron-core 0.19.2 and Transformer Engine (TE)
-2.12.
+`rules.shapes` checks the shapes of matrix products, `rules.machine` the machine. The sources are megatron-core 0.19.2
+and Transformer Engine (TE) 2.12.
 """
 
 import fnmatch
@@ -13,6 +12,7 @@ from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision, RecomputeGr
 from gpt_pretrain.config.errors import one_of, show, written
 from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.spec.fp8 import EXPERT_LINEARS, Fp8Settings, emulation, local_layers
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import ROUTER, Resolved, linears, shapes_of
@@ -21,27 +21,15 @@ from gpt_pretrain.spec.recipes import RECIPES, recipes_for, recipes_of
 # E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
 # tensor would be subnormal.
 _LARGEST_MARGIN = 14
-# 64 times Transformer Engine's own. The whole history is read at every step and is part of every checkpoint.
+# 64 times Transformer Engine's default. Every step reads the whole history, and every checkpoint holds it.
 _LONGEST_HISTORY = 65_536
 # An fp32 number for each of input, weight and output, and of the gradients of output and input
 # (TransformerEngineBaseModule.set_meta_tensor: num_gemms * 3 and num_gemms * 2).
 _HISTORY_BYTES = 5 * 4
 
 
-def statistics(config: Config) -> Iterator[str]:
-    """Ranges of what is logged about FP8."""
-    interval, threshold = config.logging.fp8_statistics_interval, config.logging.fp8_saturation_threshold
-    proof_interval = config.logging.fp8_proof_interval
-    if proof_interval is not None and proof_interval < 1:
-        yield f"logging.fp8_proof_interval={proof_interval} is too small; use 1 or more, or null for no later proof"
-    if interval is not None and interval < 1:
-        yield f"logging.fp8_statistics_interval={interval} is too small; use 1 or more, or null for no statistics"
-    if not 0 < threshold <= 1:
-        yield f"logging.fp8_saturation_threshold={threshold} is no share of a tensor; use above 0 up to 1"
-
-
 def formats(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """NeMo's two switches: e4m3 wins where both are set, and one of them must be."""
+    """NeMo's two switches: one must be set, and e4m3 wins over hybrid."""
     if settings.recipe.has_own_formats:
         return
     if model.fp8_hybrid is False and not model.fp8_e4m3:
@@ -54,35 +42,32 @@ def formats(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 def engine(settings: Fp8Settings) -> Iterator[str]:
     """Recipes that an engine does not have."""
     recipe, backend = settings.recipe, settings.backend
-    if recipe.backend is backend:
-        return
-    own = recipes_of(backend)
-    yield (
-        f"model.fp8_recipe={recipe.name} is no recipe of model.fp8_backend={backend.name}, which has "
-        f"{', '.join(each.name for each in own)}; use fp8={own[0].preset} with fp8_recipe={own[0].name}, or "
-        f"fp8={recipe.preset} with fp8_backend={recipe.backend.name}"
-    )
+    if recipe.backend is not backend:
+        own = recipes_of(backend)
+        yield refusal(
+            f"model.fp8_recipe={recipe.name}",
+            f"model.fp8_backend={backend.name}",
+            f"this backend has {', '.join(each.name for each in own)}",
+            f"fp8={own[0].preset} with fp8_recipe={own[0].name}",
+            f"fp8={recipe.preset} with fp8_backend={recipe.backend.name}",
+        )
 
 
 def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """Choices that the recipes of TorchAO do not leave."""
+    """Settings that contradict a recipe of TorchAO."""
     recipe = settings.recipe
     if settings.backend is not Fp8Backend.torchao:
         return
     for key, fits in (("fp8_hybrid", settings.hybrid), ("fp8_e4m3", not settings.hybrid)):
         value = getattr(model, key)
         if value is not None and value is not fits:
-            gradients = "E5M2" if settings.hybrid else "E4M3"
-            yield (
-                f"model.{key}={show(value)} with model.fp8_backend=torchao: TorchAO's recipe {recipe.name} has "
-                f"gradients in {gradients}; use null or {show(fits)}"
-            )
+            why = f"its recipe {recipe.name} has gradients in {'E5M2' if settings.hybrid else 'E4M3'}"
+            yield refusal(f"model.{key}={show(value)}", "model.fp8_backend=torchao", why, "null", show(fits))
     if model.fp8_wgrad and not recipe.has_wgrad:
-        others = [each.name for each in recipes_of(settings.backend) if each.has_wgrad]
-        yield (
-            f"model.fp8_wgrad=true with model.fp8_recipe={recipe.name}, which computes weight gradients outside of "
-            f"FP8; use null or false, or fp8_recipe={one_of(others)}"
-        )
+        others = one_of([each.name for each in recipes_of(settings.backend) if each.has_wgrad])
+        why = "this recipe computes weight gradients outside FP8"
+        ways = "null or false", f"fp8_recipe={others}"
+        yield refusal("model.fp8_wgrad=true", f"model.fp8_recipe={recipe.name}", why, *ways)
 
 
 def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
@@ -109,7 +94,6 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
     """FP8 in attention's own products, which only TE's fused attention computes."""
-    model = config.model
     if settings.multi_head_attention:
         # TEDelayedScaling hands it on as fp8_mha; DotProductAttention.forward then sets the recipe's fp8_dpa.
         yield (
@@ -117,77 +101,56 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
             f"model.fp8_dot_product_attention={show(settings.dot_product_attention)} says, and neither plan nor proof "
             "covers it; use fp8_multi_head_attention=false"
         )
-    if not settings.dot_product_attention:
-        return
+    if settings.dot_product_attention:
+        asked, off = "model.fp8_dot_product_attention=true", "fp8_dot_product_attention=false"
+        yield from refusals(asked, _attention_obstacles(config, settings), off)
+
+
+def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[tuple[str, ...]]:
+    model = config.model
     if (why := settings.recipe.why_not("fp8_dot_product_attention")) is not None:
         # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
-        yield (
-            f"model.fp8_dot_product_attention=true with model.fp8_recipe={settings.recipe.name}: {why}, and FP8 "
-            "attention is Transformer Engine's, with scales per tensor; use false, or "
-            f"fp8={one_of(recipes_for('fp8_dot_product_attention'))}"
-        )
+        why += ", and FP8 attention is Transformer Engine's, with scales per tensor"
+        yield f"model.fp8_recipe={settings.recipe.name}", why, f"fp8={one_of(recipes_for('fp8_dot_product_attention'))}"
     if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
         # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
-        yield (
-            "model.activations_checkpoint_granularity=selective recomputes attention without FP8, and "
-            "model.fp8_dot_product_attention=true; use null, or fp8_dot_product_attention=false"
-        )
+        selective = "model.activations_checkpoint_granularity=selective"
+        yield selective, "it recomputes attention without FP8", "activations_checkpoint_granularity=null"
     if config.trainer.deterministic:
         # get_attention_backend drops cuDNN's FP8 attention in training, and no other backend has one.
-        yield (
-            "model.fp8_dot_product_attention=true with trainer.deterministic=true: the only FP8 attention varies from "
-            "run to run; use fp8_dot_product_attention=false, or deterministic=false"
-        )
+        yield "trainer.deterministic=true", "the only FP8 attention varies from run to run", "deterministic=false"
+    uncovered = "the first-step proof does not cover this combination"
     if model.first_last_layers_bf16:
-        yield (
-            "model.fp8_dot_product_attention=true cannot be combined with model.first_last_layers_bf16=true: the "
-            "first-step proof does not cover this combination; use "
-            "fp8_dot_product_attention=false, or fp8_exclude in place of first_last_layers_bf16"
-        )
+        yield "model.first_last_layers_bf16=true", uncovered, "fp8_exclude in place of first_last_layers_bf16"
     if model.context_parallel_size > 1:
-        yield (
-            "model.fp8_dot_product_attention=true cannot be combined with model.context_parallel_size="
-            f"{model.context_parallel_size}: the first-step proof does not cover this combination; use "
-            "fp8_dot_product_attention=false, or context_parallel_size=1"
-        )
+        yield f"model.context_parallel_size={model.context_parallel_size}", uncovered, "context_parallel_size=1"
     if settings.emulate:
-        yield (
-            "model.fp8_dot_product_attention=true cannot be combined with model.fp8_emulate=true: only linear layers "
-            "are emulated; use fp8_dot_product_attention=false"
-        )
+        yield "model.fp8_emulate=true", "only linear layers are emulated"
 
 
 def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
     """FP8 weights: only the distributed optimizer writes them from their masters."""
-    if not settings.params:
-        return
+    if settings.params:
+        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "fp8_params=false")
+
+
+def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[tuple[str, ...]]:
+    only = "only the distributed optimizer writes FP8 weights from their masters"
     if config.model.use_distributed_optimizer is False:
-        yield (
-            "model.fp8_params=true with model.use_distributed_optimizer=false: only the distributed optimizer writes "
-            "FP8 weights from their masters; use use_distributed_optimizer=null or true, or fp8_params=false"
-        )
+        yield "model.use_distributed_optimizer=false", only, "use_distributed_optimizer=null or true"
     name = config.model.optim.name
     if not OPTIMIZERS[name].has_distributed_form:
-        yield (
-            f"model.fp8_params=true needs the distributed optimizer, and model.optim.name={name.name} has no "
-            f"distributed form in megatron-core; use {' or '.join(names_with('has_distributed_form'))}, or "
-            "fp8_params=false"
-        )
+        ways = f"optim.name={' or '.join(names_with('has_distributed_form'))}"
+        yield f"model.optim.name={name.name}", f"{only}, and megatron-core has no distributed form of this one", ways
     if (why := settings.recipe.why_not("fp8_params")) is not None:
-        yield (
-            f"model.fp8_params=true with model.fp8_recipe={settings.recipe.name}: {why}; use fp8_params=false, or "
-            f"fp8={one_of(recipes_for('fp8_params', backend=settings.backend))}"
-        )
+        ways = f"fp8={one_of(recipes_for('fp8_params', backend=settings.backend))}"
+        yield f"model.fp8_recipe={settings.recipe.name}", why, ways
     if settings.emulate and settings.backend is Fp8Backend.transformer_engine:
-        yield (
-            "model.fp8_params=true with model.fp8_emulate=true: emulated layers keep high-precision weights and "
-            "quantise the same values at each product; use fp8_params=false"
-        )
+        why = "emulated layers keep high-precision weights and quantize the same values at each product"
+        yield "model.fp8_emulate=true", why
     if settings.backend is Fp8Backend.torchao and config.trainer.precision is Precision.fp32:
-        yield (
-            "model.fp8_params=true with trainer.precision=fp32: FP8 weights are cast from masters, and weights in fp32 "
-            "have none; use precision=bf16, or fp8_params=false"
-        )
+        why = "FP8 weights are cast from masters, and weights in fp32 have none"
+        yield "trainer.precision=fp32", why, "precision=bf16"
 
 
 def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
@@ -219,7 +182,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 
 def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
-    """Patterns that keep no layer out of FP8."""
+    """Exclusion patterns that have no effect."""
     names = [linear.module for linear in run.linears if linear.layer >= 0 and linear.kind != ROUTER]
     # Out without any pattern: the first and last layers.
     out = {linear.module for linear in linears(run.model, replace(settings, exclude=())) if linear.precision != "fp8"}
@@ -249,7 +212,7 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
 
 
 def small_layers(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
-    """`auto` with a recipe whose gain by size nobody has measured."""
+    """`auto` with a recipe for which nobody has measured the gain by size."""
     if not settings.exclude_small or settings.recipe.small:
         return
     patterns = [pattern for pattern in settings.exclude if pattern != AUTO]
@@ -286,45 +249,36 @@ def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
 
 def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]:
     """Who computes in FP8: TE's layers, or local ones. megatron-core's own ignore FP8 silently."""
-    model = config.model
-    local = local_layers(model)
+    model, is_fp32 = config.model, config.trainer.precision is Precision.fp32
+    local, emulate = local_layers(model), emulation(model)
+    fp32, no_fp32 = "trainer.precision=fp32", "precision=auto or bf16"
     if not local:
         if model.transformer_engine is False:
-            yield (
-                "model.fp8=true with model.transformer_engine=false: megatron-core's local layers have no FP8; "
-                f"use transformer_engine=null or true, or {emulation(model)}"
-            )
-        if config.trainer.precision is Precision.fp32:
-            yield (
-                "model.fp8=true with trainer.precision=fp32: Transformer Engine's layers would compute everything "
-                f"outside FP8 in TF32; use precision=auto or bf16, or {emulation(model)}"
-            )
+            why, on = "megatron-core's local layers have no FP8", "transformer_engine=null or true"
+            yield refusal("model.fp8=true", "model.transformer_engine=false", why, on, emulate)
+        if is_fp32:
+            why = "Transformer Engine's layers would compute everything outside FP8 in TF32"
+            yield refusal("model.fp8=true", fp32, why, no_fp32, emulate)
         return
-    if not settings.emulate and config.trainer.precision is Precision.fp32:
-        yield (
-            "model.fp8_backend=torchao with trainer.precision=fp32: FP8 products of rows have results in BF16; use "
-            f"precision=auto or bf16, or {emulation(model)}"
-        )
+    if not settings.emulate and is_fp32:
+        why = "FP8 products of rows have results in BF16"
+        yield refusal("model.fp8_backend=torchao", fp32, why, no_fp32, emulate)
     if model.transformer_engine:
-        yield (
-            f"{local} with model.transformer_engine=true: megatron-core's local layers compute it; use "
-            "transformer_engine=null or false"
-            + (", or fp8_emulate=false" if settings.backend is Fp8Backend.transformer_engine else "")
-        )
+        ways = ["transformer_engine=null or false"]
+        ways += ["fp8_emulate=false"] * (settings.backend is Fp8Backend.transformer_engine)
+        yield refusal(local, "model.transformer_engine=true", "megatron-core's local layers compute it", *ways)
     if model.context_parallel_size > 1:
-        yield (
-            f"{local} with model.context_parallel_size={model.context_parallel_size}: only Transformer Engine's "
-            "attention splits sequences, and local layers do not use it; use context_parallel_size=1"
-        )
+        why = "only Transformer Engine's attention splits sequences, and local layers do not use it"
+        cp = f"context_parallel_size={model.context_parallel_size}"
+        yield refusal(local, f"model.{cp}", why, "context_parallel_size=1")
 
 
 def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """All problems of the FP8 keys that need no machine, except the shapes of products.
 
-    `sizes_known` says that all counts are positive: the rules about layers by name divide by them.
+    Rules about layers by name divide by counts, so they need `sizes_known`: all counts are positive.
     """
     config, model, settings = run.config, run.model, run.fp8
-    yield from statistics(config)
     if settings is None:
         return
     problems = list(engine(settings))

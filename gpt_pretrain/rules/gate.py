@@ -1,9 +1,9 @@
-"""The gate: everything that can be wrong with a configuration, found before torch is imported and told at once.
+"""The gate: finds everything wrong with a configuration before torch is imported, and reports it at once.
 
-Hydra composes a typo behind `+` or `++` silently, and checks no key in YAML. The gate therefore
+Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. The gate therefore
 
 1. checks the keys on the command line before Hydra sees them;
-2. lets Hydra compose the legal ones, and checks the keys of every YAML file that takes part;
+2. lets Hydra compose the legal ones, and checks the keys of every YAML file involved;
 3. reads every value as its type (`config.load`);
 4. runs the cross-field rules, unless something was refused: they would blame the rest for what is missing.
 
@@ -45,20 +45,20 @@ class Job:
     """One run of a command line: the only one, or one of a sweep."""
 
     overrides: tuple[str, ...]
-    """What distinguishes it from the sweep's other jobs; empty when there is no sweep."""
+    """What distinguishes it from the sweep's other jobs; empty without a sweep."""
     config: Config
     submission: Submission | None = None
-    """How it is handed to Slurm; None: it runs in this process."""
+    """How it is submitted to Slurm; None: it runs in this process."""
     arguments: tuple[str, ...] = ()
     """The arguments of Slurm's job."""
 
     @property
     def name(self) -> str:
-        """The overrides as one text; empty when there is no sweep."""
+        """The overrides as one text; empty without a sweep."""
         return " ".join(self.overrides)
 
 
-# Problems of a configuration that runs here, or is handed to Slurm.
+# Problems of a configuration that runs here or is submitted to Slurm.
 Rules = Callable[[Config, Submission | None], Iterable[str]]
 
 
@@ -67,7 +67,7 @@ def _display(path: Path) -> str:
 
 
 def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The problems with keys in the YAML files of a composition, and for every key the file that set it last."""
+    """Problems with keys in the YAML files of a composition, and the file that set each key last."""
     problems: list[str] = []
     origins: dict[str, str] = {}
     source = loader.source
@@ -96,7 +96,7 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
 
 
 def default_run_dir(composed: DictConfig) -> DictConfig:
-    """Gives a sweep's job its own run directory, Hydra's sweep directory and job number, where the user gave none."""
+    """Gives a sweep's job a run directory, Hydra's sweep directory and job number, unless the user gave one."""
     unset = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir") and composed.run_dir is None
     if unset and HydraConfig.get().mode is RunMode.MULTIRUN:
         merged = OmegaConf.merge(composed, {"run_dir": HydraConfig.get().runtime.output_dir})
@@ -141,7 +141,7 @@ def _sweep_jobs(base: DictConfig, accepted: Sequence[Override]) -> list[list[str
 
 
 def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
-    """The problems of all jobs, each once; those that not every job has, with the overrides of the jobs."""
+    """The problems of all jobs, each once; if not all jobs have one, with the overrides of those that do."""
     jobs_of: dict[str, list[str]] = {}
     for job, problems in found:
         for problem in dict.fromkeys(problems):
@@ -153,18 +153,16 @@ def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gate:
-    """Checks the jobs of a command line."""
-
     loader: Loader
     given: frozenset[str]
-    """Keys that the command line sets: no file is to blame for their values, and they are meant to have an effect."""
+    """Keys that the command line sets: no file is to blame for their values, and they must have an effect."""
     multirun: bool
     complete: bool
     submission: Submission | None
     rules: Rules | None
 
     def check_job(self, number: int, lines: Sequence[str], overrides: tuple[str, ...]) -> tuple[Job | None, list[str]]:
-        """Composes one job and reads its configuration; None where it has problems or open values."""
+        """Composes one job and reads its configuration; None if it has problems or open values."""
         try:
             composed = self.loader.compose(lines)
         except ConfigError as error:
@@ -196,7 +194,7 @@ class _Gate:
 
 
 def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
-    """The arguments of a run outside its sweep, with its directory and its choice of FP8 spelt out."""
+    """The arguments of a job on its own, outside the sweep, with explicit directory and FP8 preset."""
     lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
     assert isinstance(lines, list)
     keys = [str(line).lstrip("+").partition("=")[0] for line in lines]
@@ -206,7 +204,7 @@ def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
 
 
 def _run_dir_of_a_job(config: Config) -> list[str]:
-    """The batch script takes the path to the letter, and hands it to Hydra in single quotes."""
+    """The batch script takes the path literally and gives it to Hydra in single quotes."""
     assert config.run_dir is not None, "a sweep's jobs have directories of their own"
     if not re.search(r"['\\\x00-\x1f\x7f]|\$\{", config.run_dir):
         return []
@@ -225,21 +223,13 @@ def check_command(
     rules: Rules | None = None,
     command: str | None = None,
 ) -> list[Job]:
-    """Checks a command line completely.
+    """Checks a command line completely and returns its jobs: one without a sweep (`multirun`).
 
-    Args:
-        loader: Finds and composes the YAML.
-        overrides: The command line's `key=value` arguments.
-        multirun: Whether `-m` was given.
-        complete: Whether open values (`???`) are problems; they are not when the configuration is only shown.
-        rules: The cross-field rules; None when the configuration is only shown.
-        command: The command that the overrides were typed to; None where another command hands them on.
-
-    Returns:
-        The jobs, one without a sweep; none where `complete` is false and values are open.
+    A configuration that is only shown needs no `rules`, and may have open values (`???`) unless it must be `complete`;
+    there is then no job. `command` is the one that the overrides were typed to, None if another command passes them on.
 
     Raises:
-        ConfigError: All that is wrong.
+        ConfigError: Everything that is wrong.
     """
     parsed, problems = parse_overrides(overrides, loader.groups())
     loader.search_also(parsed)
@@ -268,7 +258,7 @@ def check_command(
         multirun=multirun,
         complete=complete,
         submission=submission,
-        # What a refused override would have set is missing from what is left.
+        # Without the refused overrides, the rules would blame the rest.
         rules=None if problems else rules,
     )
     jobs: list[Job] = []
@@ -287,7 +277,7 @@ def check_command(
 
 
 def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
-    """Two jobs in one run directory: the second would resume the first."""
+    """Jobs that share a run directory: the second would resume the first."""
     by_dir: dict[str | None, list[str]] = {}
     for job in jobs:
         by_dir.setdefault(job.config.run_dir, []).append(job.name)
@@ -300,20 +290,20 @@ def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
 
 
 def load_config(overrides: Sequence[str] = (), source: Source | None = None) -> Config:
-    """Composes and reads a configuration, by default from `conf/`; `check_config` has the cross-field rules.
+    """Composes and reads a configuration, by default from `conf/`; `check_config` applies the cross-field rules.
 
     Raises:
-        ConfigError: Unknown keys or options, wrong types, open values: all of them.
+        ConfigError: All unknown keys or options, wrong types and open values.
     """
     (job,) = check_command(Loader(source or Source()), overrides)
     return job.config
 
 
 def read_job(composed: DictConfig) -> Config:
-    """The configuration of a job that Hydra started, after the gate let it pass.
+    """The configuration of a job that Hydra started after the gate let it pass.
 
     Raises:
-        ConfigError: It is wrong, because a YAML file was changed in between.
+        ConfigError: A YAML file was changed in between, and it is now wrong.
     """
     config, problems = read_config(default_run_dir(composed))
     if config is None:

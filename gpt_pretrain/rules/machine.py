@@ -1,7 +1,7 @@
 """Explicit settings that this machine cannot meet, and what the user should know about it.
 
-An FP8 recipe needs a GPU, a CUDA and a Transformer Engine (TE) that can compute it, and environment variables that do
-not change it. TE 2.12 asserts most of this when the first layer runs, and reads its environment variables silently.
+An FP8 recipe needs a GPU, a CUDA version and a Transformer Engine (TE) that support it, and environment variables that
+do not change it. TE 2.12 asserts most of this when the first layer runs, and reads its variables silently.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.check import spell_out
+from gpt_pretrain.rules.model import refusal
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation, local_layers
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
@@ -31,12 +32,12 @@ from gpt_pretrain.spec.platform import (
 from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
-# The first version whose recipes and quantizers this project was read against and tested with.
+# The oldest version that this project was checked and tested against.
 _OLDEST_TRANSFORMER_ENGINE = (2, 12)
 
 
 def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
-    """What this machine lacks for any FP8 of an engine; None if nothing."""
+    """What this machine lacks for any FP8 recipe of an engine; None if nothing."""
     of_torchao = backend is Fp8Backend.torchao
     library, why_not = "Transformer Engine", platform.why_no_transformer_engine
     if of_torchao:
@@ -54,7 +55,7 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
 
 
 def _why_no_torchao(platform: Platform) -> str:
-    """Why TorchAO cannot be used; asked only where it cannot."""
+    """Why TorchAO cannot be used, if it cannot."""
     if not platform.cuda:
         return "there is no CUDA device"
     return f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
@@ -84,11 +85,9 @@ def _attention(spec: RunSpec, settings: Fp8Settings) -> Iterator[str]:
     elif width > 128 or width % 16:
         yield f"{key} needs heads of a multiple of 16 up to 128 channels, and model.kv_channels={width}; use false"
     if capability < BLACKWELL and not settings.recipe.keeps_history and not _is_attention_delayed(platform):
-        yield (
-            f"{key} cannot be combined with model.fp8_recipe={settings.recipe.name}: on Hopper, cuDNN's FP8 attention "
-            "takes delayed scales only; use false, or fp8=delayed, or export NVTE_DPA_FP8_RECIPE=DelayedScaling "
-            "for attention alone"
-        )
+        why = "on Hopper, cuDNN's FP8 attention takes delayed scales only"
+        export = "export NVTE_DPA_FP8_RECIPE=DelayedScaling for attention alone"
+        yield refusal(key, f"model.fp8_recipe={settings.recipe.name}", why, "false", "fp8=delayed", export)
 
 
 def _is_attention_delayed(platform: Platform) -> bool:
@@ -96,7 +95,7 @@ def _is_attention_delayed(platform: Platform) -> bool:
 
 
 def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: bool) -> Iterator[str]:
-    """Environment variables that would silently change a recipe; asked only of a machine with a GPU."""
+    """Environment variables that would silently change a recipe, on a machine with a GPU."""
     about = {recipe.preset, *([ATTENTION] if attention else [])}
     assert platform.compute_capability is not None, "asked only of a GPU"
     for name, value in platform.recipe_variables.items():
@@ -156,7 +155,7 @@ def machine_notes(spec: RunSpec) -> list[str]:
 
 
 def _multicast_problems(spec: RunSpec) -> Iterator[str]:
-    """User buffers with multicast, on a host whose environment says that it has none."""
+    """User buffers with multicast on a host whose environment says that it has none."""
     variables = spec.platform.multicast_variables
     if variables.get(NO_MULTICAST) != MULTICAST_OFF[NO_MULTICAST]:
         return
@@ -169,7 +168,7 @@ def _multicast_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _why_no_flash_attention(spec: RunSpec) -> str | None:
-    """Why FlashAttention-4, although requested, cannot be used."""
+    """Why FlashAttention-4 cannot be used; None if it can."""
     platform = spec.platform
     capability = platform.compute_capability
     if capability is None:
@@ -198,7 +197,7 @@ def check_machine(spec: RunSpec) -> None:
 
 
 def machine_problems(config: Config, launch: Launch, platform: Platform) -> list[str]:
-    """What `check_machine` refuses of a configuration that breaks no rule about runs."""
+    """What `check_machine` refuses in a configuration that breaks no cross-field rule."""
     return _problems(build_run_spec(config, launch, platform))
 
 
@@ -216,19 +215,15 @@ def _problems(spec: RunSpec) -> list[str]:
 
 
 def _why_local_layers(spec: RunSpec) -> str:
-    """Why a run is without Transformer Engine layers, asked of one that is."""
+    """Why a run without Transformer Engine layers has none."""
     if spec.platform.transformer_engine is None:
         return f"{spec.platform.why_no_transformer_engine} (python -m gpt_pretrain.doctor tells what this machine has)"
     compiled = "model.compile=true" * spec.model.compile
     return f"{local_layers(spec.model) or compiled or 'model.transformer_engine=false'} excludes them"
 
 
-def _why_no_grouped_products(spec: RunSpec) -> str:
-    return "experts are computed one by one" if spec.kernels.transformer_engine else _why_local_layers(spec)
-
-
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
-    """Settings that need Transformer Engine's layers where they are missing, and what those layers cannot do."""
+    """Settings that need Transformer Engine's layers without having them, and what those layers cannot do."""
     model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
     missing = platform.transformer_engine is None
     if model.transformer_engine and missing:
@@ -246,24 +241,19 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
         if getattr(model, key) and not te:
             yield f"model.{key}=true needs Transformer Engine layers: {_why_local_layers(spec)}; use null or false"
     if model.moe_grouped_kernel is not None and not model.fp8_emulate and spec.kernels.moe_grouped_kernel is None:
-        yield (
-            f"model.moe_grouped_kernel={model.moe_grouped_kernel.name} needs grouped products of Transformer Engine "
-            f"layers: {_why_no_grouped_products(spec)}; use null"
-        )
+        why = "experts are computed one by one" if te else _why_local_layers(spec)
+        kernel = f"model.moe_grouped_kernel={model.moe_grouped_kernel.name}"
+        yield f"{kernel} needs grouped products of Transformer Engine layers: {why}; use null"
     if model.fused_single_qkv_rope and not platform.cuda:
         yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
-    for setting, asked, instead in (
-        ("cuda_graph_impl=local", model.cuda_graph_impl is CudaGraphImpl.local, "null or none"),
-        ("tp_comm_overlap=true", model.tp_comm_overlap, "false"),
-    ):
-        if asked and missing:
-            why = platform.why_no_transformer_engine
-            yield f"model.{setting} needs Transformer Engine layers: {why}; use {instead}"
+    no_te = f"needs Transformer Engine layers: {platform.why_no_transformer_engine}"
+    if missing and model.cuda_graph_impl is CudaGraphImpl.local:
+        yield f"model.cuda_graph_impl=local {no_te}; use null or none"
+    if missing and model.tp_comm_overlap:
+        yield f"model.tp_comm_overlap=true {no_te}; use false"
     if te and spec.config.trainer.precision is Precision.fp32:
-        yield (
-            "trainer.precision=fp32 cannot be combined with Transformer Engine layers, which multiply in TF32; "
-            "use bf16, or model.transformer_engine=false"
-        )
+        ways = "bf16", "model.transformer_engine=false"
+        yield refusal("trainer.precision=fp32", "Transformer Engine layers", "they multiply in TF32", *ways)
 
 
 def _kernel_problems(spec: RunSpec) -> Iterator[str]:
@@ -287,10 +277,8 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
             "here; set gradient_accumulation_fusion=true, or use null or false"
         )
     if model.compile and platform.compiler_problem is not None:
-        yield (
-            f"model.compile=true needs a C++ compiler on a CPU: {platform.compiler_problem}; install g++, "
-            "or use compile=false"
-        )
+        why = platform.compiler_problem
+        yield f"model.compile=true needs a C++ compiler on a CPU: {why}; install g++, or use compile=false"
     for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
             yield f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"
@@ -303,7 +291,7 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _auto_problems(spec: RunSpec) -> Iterator[str]:
-    """What fp32 cannot do, where nobody asked for fp32: an explicit one is refused without a machine."""
+    """What fp32 cannot do if precision=auto becomes fp32; the cross-field rules refuse an explicit fp32."""
     model = spec.model
     if spec.platform.cuda or spec.config.trainer.precision is not Precision.auto:
         return

@@ -1,11 +1,10 @@
 """Cross-field rules about the architecture, its kernels and its exchanges: what megatron-core 0.19 would assert later.
 
-Each rule yields one message: the keys and values in conflict, the rule, and legal values. `rules.shapes` has the
-divisions of widths, heads and sequences, `rules.experts` and `rules.fp8` what their names say.
+A rule is a generator of messages: the keys and values in conflict, the rule, and the ways out. `rules.shapes` has the
+divisions of widths, heads and sequences.
 """
 
 from collections.abc import Iterable, Iterator
-from enum import Enum
 
 from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
@@ -14,7 +13,6 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.spec.fp8 import local_layers
 from gpt_pretrain.spec.kernels import (
-    Obstacle,
     activation_cast_obstacles,
     embedding_gradient_obstacles,
     flash_attention_obstacles,
@@ -24,7 +22,7 @@ from gpt_pretrain.spec.kernels import (
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
 
-# Keys that count something; the rules divide by them.
+# Counts; the rules divide by them.
 _COUNTED = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
     "make_vocab_size_divisible_by max_position_embeddings rotary_base encoder_seq_length micro_batch_size "
@@ -35,36 +33,22 @@ _COUNTED = (
 COUNTS = tuple(_COUNTED.split())
 # With fewer, a router has nothing to choose from.
 _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
-# By the reason: keys of `model.` that exclude compiled layers, each with a value that does not; None for experts, since
-# a model without them is another model.
-_NOT_COMPILED: dict[str, dict[str, str | None]] = {
-    "it compiles megatron-core's local layers": {
-        "transformer_engine": "null",
-        "use_flash_attention": "null",
-        "apply_rope_fusion": "null",
-        "fused_single_qkv_rope": "null",
-        "activation_cast_fusion": "null",
-        "tp_comm_overlap": "false",
-        "cuda_graph_impl": "null",
-        "context_parallel_size": "1",
-    },
-    "a layer is one graph, and this part is compiled or computed by itself": dict.fromkeys(
-        (
-            "bias_activation_fusion",
-            "bias_dropout_add_fusion",
-            "masked_softmax_fusion",
-            "gradient_accumulation_fusion",
-            "embedding_gradient_fusion",
-        ),
-        "null",
-    ),
-    "hooks that wait for parameters would break the graph of a layer": {"overlap_param_gather": "false"},
+# By the reason: keys of `model.` that exclude compiled layers, each with a value that does not. Experts have none:
+# without them it is another model.
+_NOT_COMPILED = {
+    "it compiles megatron-core's local layers": "transformer_engine=null use_flash_attention=null "
+    "apply_rope_fusion=null fused_single_qkv_rope=null activation_cast_fusion=null tp_comm_overlap=false "
+    "cuda_graph_impl=null context_parallel_size=1",
+    "a layer is one graph, and this part is compiled or computed by itself": "bias_activation_fusion=null "
+    "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null "
+    "embedding_gradient_fusion=null",
+    "hooks that wait for parameters would break the graph of a layer": "overlap_param_gather=false",
     # torch 2.11 traces megatron-core's exchanges along the sequence wrongly, whatever the backend: the first gradient
     # norm of a toy was 0.979 instead of 1.166, which the same modules uncompiled gave (TP 2, CPU).
-    "its gradients were wrong where ranks split the sequence": {"sequence_parallel": "false"},
-    "experts get a different number of tokens in each step, and a graph has fixed shapes": {"num_moe_experts": None},
-    "not tested with recomputation": {"activations_checkpoint_granularity": "null"},
-    "random numbers drawn in compiled layers are not tested": {"hidden_dropout": "0", "attention_dropout": "0"},
+    "its gradients were wrong where ranks split the sequence": "sequence_parallel=false",
+    "experts get a different number of tokens in each step, and a graph has fixed shapes": "num_moe_experts",
+    "not tested with recomputation": "activations_checkpoint_granularity=null",
+    "random numbers drawn in compiled layers are not tested": "hidden_dropout=0 attention_dropout=0",
 }
 
 
@@ -110,15 +94,13 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
         return
     chunks = pp * (vp or 1)
     if model.num_layers % chunks:
-        product, sizes = f"model.pipeline_model_parallel_size={pp}", one_of(divisors(model.num_layers))
+        divisor, sizes = f"model.pipeline_model_parallel_size={pp}", one_of(divisors(model.num_layers))
         way = f"pipeline_model_parallel_size={sizes}"
         if vp is not None:
-            product += f" × model.virtual_pipeline_model_parallel_size={vp}"
+            divisor += f" × model.virtual_pipeline_model_parallel_size={vp}"
             way = f"a product of {sizes}"
-        yield (
-            f"model.num_layers={model.num_layers} is not divisible by {product}; "
-            f"use {one_of(multiples_near(model.num_layers, chunks))}, or {way}"
-        )
+        near = one_of(multiples_near(model.num_layers, chunks))
+        yield indivisible(f"model.num_layers={model.num_layers}", divisor, near, way)
     if vp is not None and launch is not None and _batch_fits(model, launch):
         microbatches = num_microbatches(model, launch.world_size)
         if microbatches % pp:
@@ -148,12 +130,9 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
         )
     elif not _batch_fits(model, launch):
         ranks = world // size
-        samples = model.micro_batch_size * ranks
-        yield (
-            f"model.global_batch_size={model.global_batch_size} is not divisible by model.micro_batch_size="
-            f"{model.micro_batch_size} × {ranks} data-parallel ranks = {samples}; "
-            f"use {one_of(multiples_near(model.global_batch_size, samples))}"
-        )
+        batch, samples = model.global_batch_size, model.micro_batch_size * ranks
+        divisor = f"model.micro_batch_size={model.micro_batch_size} × {ranks} data-parallel ranks = {samples}"
+        yield indivisible(f"model.global_batch_size={batch}", divisor, one_of(multiples_near(batch, samples)))
 
 
 def recomputation(model: ModelConfig) -> Iterator[str]:
@@ -178,7 +157,7 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
 
 
 def fusions(model: ModelConfig) -> Iterator[str]:
-    """Fused kernels that compute something else than the configuration says."""
+    """Fused kernels that compute something other than the configuration says."""
     if model.bias_activation_fusion and model.activation is Activation.gelu:
         yield (
             "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
@@ -191,34 +170,30 @@ def fusions(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def numbers(model: ModelConfig) -> Iterator[str]:
-    """Ranges of single values."""
-    for name in ("hidden_dropout", "attention_dropout"):
-        value = getattr(model, name)
-        if not 0 <= value < 1:
-            yield f"model.{name}={value} is no dropout probability; use 0 up to below 1"
-    for name, usual in (("layernorm_epsilon", "1e-5"), ("init_method_std", "0.02")):
-        value = getattr(model, name)
-        if value <= 0:
-            yield f"model.{name}={value} is not positive; use {usual} or another"
-    if model.seed < 0:
-        yield f"model.seed={model.seed} is negative; use 0 or more"
+def refusal(asked: str, setting: str, why: str, *ways: str) -> str:
+    """The message about two settings that exclude each other, and what to use instead."""
+    return f"{asked} cannot be combined with {setting}: {why}; use {', or '.join(ways)}"
 
 
-def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
-    """A problem for each obstacle to what was asked for, with what to use instead."""
-    for setting, why in obstacles:
-        yield f"{asked} cannot be combined with {setting}: {why}; use {instead}"
+def indivisible(product: str, divisor: str, *ways: str) -> str:
+    """The message about a number that must be a multiple of another, and what to use instead."""
+    return f"{product} is not divisible by {divisor}; use {', or '.join(ways)}"
+
+
+def refusals(asked: str, obstacles: Iterable[tuple[str, ...]], instead: str) -> Iterator[str]:
+    """A message for each obstacle to what was asked for: a setting, why, and possibly another way out."""
+    for setting, why, *ways in obstacles:
+        yield refusal(asked, setting, why, instead, *ways)
 
 
 def graph_problems(run: Resolved) -> Iterator[str]:
-    """Settings that exclude CUDA graphs, where graphs are requested."""
+    """Settings that exclude requested CUDA graphs."""
     if run.model.cuda_graph_impl is CudaGraphImpl.local:
         yield from refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
 
 
 def compile_problems(run: Resolved) -> Iterator[str]:
-    """Settings that exclude compiled layers, where these are requested."""
+    """Settings that exclude requested compilation."""
     asked, model = "model.compile=true", run.model
     if not model.compile:
         return
@@ -226,23 +201,19 @@ def compile_problems(run: Resolved) -> Iterator[str]:
         why = "it is for layers without FP8"
         if run.fp8.backend is Fp8Backend.torchao:
             why += ", and TorchAO's casts and products are compiled already"
-        yield from refusals(asked, [("model.fp8=true", why)], "compile=false")
+        yield refusal(asked, "model.fp8=true", why, "compile=false")
     if run.config.trainer.deterministic:
-        yield from refusals(asked, [("trainer.deterministic=true", "not tested")], "compile=false")
-    for why, keys in _NOT_COMPILED.items():
-        for key, instead in keys.items():
+        yield refusal(asked, "trainer.deterministic=true", "not tested", "compile=false")
+    for why, settings in _NOT_COMPILED.items():
+        for setting in settings.split():
+            key, _, instead = setting.partition("=")
             value = getattr(model, key)
-            shown = value.name if isinstance(value, Enum) else show(value)
-            if value and shown not in (instead, CudaGraphImpl.none.name):
-                ways = "compile=false" if instead is None else f"compile=false, or {key}={instead}"
-                yield from refusals(asked, [(f"model.{key}={shown}", why)], ways)
+            if value and show(value) not in (instead, CudaGraphImpl.none.name):
+                yield refusal(asked, f"model.{key}={show(value)}", why, "compile=false", *([setting] * bool(instead)))
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-    """Fused kernels requested together with settings that exclude them.
-
-    `sizes_known` says that all counts are positive: shapes of products are divided by them.
-    """
+    """Settings that exclude requested kernels; shapes are only looked at if `sizes_known`: all counts are positive."""
     model = run.model
     found = {
         "activation_cast_fusion": activation_cast_obstacles(run, sizes_known=sizes_known),
@@ -270,42 +241,45 @@ def gradients(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
+    """All problems of kernels and exchanges that do not depend on divisions."""
+    yield from gradients(run.model)
+    yield from graph_problems(run)
+    yield from compile_problems(run)
+    yield from fusions(run.model)
+    yield from fused_kernel_problems(run, sizes_known=sizes_known)
+
+
 def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
-    model = run.model
-    if not model.tp_comm_overlap:
-        return
-    asked = "model.tp_comm_overlap=true"
-    tp = model.tensor_model_parallel_size
+    if run.model.tp_comm_overlap:
+        yield from refusals("model.tp_comm_overlap=true", _overlap_obstacles(run, launch), "tp_comm_overlap=false")
+
+
+def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[tuple[str, ...]]:
+    model, tp = run.model, run.model.tensor_model_parallel_size
     if tp == 1 or not model.sequence_parallel:
-        yield (
-            f"{asked} overlaps exchanges along the sequence, and model.tensor_model_parallel_size={tp} with "
-            f"model.sequence_parallel={str(model.sequence_parallel).lower()} has none; use parallelism=tp2_sp, or false"
-        )
+        layout = f"model.tensor_model_parallel_size={tp} and model.sequence_parallel={show(model.sequence_parallel)}"
+        yield layout, "it overlaps exchanges along the sequence, and there are none", "parallelism=tp2_sp"
     if cause := local_layers(model) or "model.transformer_engine=false" * (model.transformer_engine is False):
-        yield f"{asked} needs Transformer Engine's linear layers, and {cause} excludes them; use false"
+        yield cause, "it needs Transformer Engine's linear layers"
     if model.num_moe_experts is not None:
-        yield f"{asked} has no buffers for experts, and model.num_moe_experts={model.num_moe_experts}; use false"
-    yield from (f"{asked} was not tested with {setting}; use false" for setting in _untested_with_overlap(run))
+        yield f"model.num_moe_experts={model.num_moe_experts}", "it has no buffers for experts"
+    for setting in _untested_with_overlap(run):
+        yield setting, "not tested"
     if model.hidden_size % 4:
-        yield (
-            f"{asked} cuts a layer's output into four pieces, and model.hidden_size={model.hidden_size} is not "
-            f"divisible by 4; use hidden_size={one_of(multiples_near(model.hidden_size, 4))}, or tp_comm_overlap=false"
-        )
+        near = one_of(multiples_near(model.hidden_size, 4))
+        yield f"model.hidden_size={model.hidden_size}", "it splits a layer's output in four", f"hidden_size={near}"
     if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
-        yield (
-            f"{asked} exchanges tensors with one scale, and model.fp8_recipe={run.fp8.recipe.name}: {why}; use false, "
-            f"or fp8={one_of(recipes_for('tp_comm_overlap'))}"
-        )
+        why = f"{why}, and only tensors with one scale are exchanged"
+        yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={one_of(recipes_for('tp_comm_overlap'))}"
     if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
-        yield (
-            f"{asked} works within a node, and {launch.local_world_size} processes per node do not hold whole groups "
-            f"of model.tensor_model_parallel_size={tp}; use false"
-        )
+        why = f"it works within a node, and {launch.local_world_size} processes do not hold whole groups of this size"
+        yield f"model.tensor_model_parallel_size={tp}", why
 
 
 def _untested_with_overlap(run: Resolved) -> Iterator[str]:
-    """Settings that no run with user buffers has had: two precisions, further exchanges, recomputation."""
+    """Settings that no run with user buffers has had."""
     model = run.model
     for name in ("pipeline_model_parallel_size", "context_parallel_size"):
         size = getattr(model, name)

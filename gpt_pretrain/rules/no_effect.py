@@ -1,6 +1,6 @@
-"""Keys that have no effect in a run, and why: one table for the rules, which refuse such a key, and for the plan.
+"""Keys without effect in a run, and why: one table for the rules, which refuse such keys, and for the plan.
 
-A key is refused where somebody asked for it. Most keys have a value that asks for nothing (null, false, empty). Where
+A key is refused only if somebody asked for it. Most keys have a value that asks for nothing (null, false, empty). If
 YAML must name a real value, as for Adam's betas, only the command line shows that somebody asked.
 """
 
@@ -34,11 +34,11 @@ from gpt_pretrain.spec.products import Resolved, resolve
 from gpt_pretrain.spec.recipes import DELAYED_KEYS, RECIPES
 
 type Why = Callable[[Resolved], str]
-"""Why a key has no effect in a run; empty where it counts."""
+"""Why a key has no effect in a run; empty if it has one."""
 
-# The keys of FP8 whose names do not say so.
+# FP8 keys whose names do not say so.
 _KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-# Keys of experts, each with the values that ask for nothing; messages offer the first.
+# Keys of experts with the values that ask for nothing; messages offer the first.
 _EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_ffn_hidden_size": (None,),
     "moe_router_topk": (2,),
@@ -54,7 +54,7 @@ _EXPERTS: dict[str, tuple[Any, ...]] = {
     "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (None,),
 }
-# The same of the optimizer's states, and of saving.
+# The same for the optimizer's states and for saving.
 _STATES = {
     "main_params_dtype": MainParamsDtype.fp32,
     "exp_avg_dtype": MomentDtype.fp32,
@@ -65,16 +65,16 @@ _SAVES = {"async_save": True, "keep_last": None, "keep_every": None, "on_save_er
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """A reason for which a key may have no effect."""
+    """A reason why a key may have no effect."""
 
     key: str
     why: Why
     instead: str = ""
-    """The way out, after "use". Empty, for leaving the key out, where only the command line shows that it is wanted."""
+    """The way out, after "use". Empty if only the command line shows that the key is wanted: leave it out."""
     silent: tuple[Any, ...] | None = None
-    """Values that ask for nothing; None: null, false and empty, or without `instead`, no value."""
+    """Values that ask for nothing; None: null, false and empty, or no value if there is no `instead`."""
     is_harmless: bool = False
-    """Nobody expects the key to count: the plan shows it, and no rule refuses it."""
+    """Nobody expects an effect: the plan shows the key, and no rule refuses it."""
 
     def is_asked(self, config: Config) -> bool:
         """Whether the value asks for something."""
@@ -90,12 +90,12 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def _with(key: str, value: object, because: str = "") -> Why:
-    """A setting that leaves another key without effect."""
+    """A setting that takes away another key's effect."""
     return lambda run: f"{key}={show(value)}{because}" if value_of(run.config, key) == value else ""
 
 
 def _unless(key: str, needed: object, because: str = "") -> Why:
-    """Any setting but the one that reads another key."""
+    """Any setting except the one that reads another key."""
 
     def why(run: Resolved) -> str:
         value = value_of(run.config, key)
@@ -307,12 +307,12 @@ def _loop_rows() -> Iterator[NoEffect]:
 
 
 def why_no_effect(run: Resolved, key: str) -> str:
-    """Why a key has no effect in this run; empty where it counts."""
+    """Why a key has no effect in this run; empty if it has one."""
     return next((why for row in _table() if row.key == key and (why := row.why(run))), "")
 
 
 def no_effect_problems(run: Resolved) -> Iterator[str]:
-    """One message for each reason, with all the keys that it leaves without effect."""
+    """One message per reason, with all keys that have no effect for it."""
     asked: dict[tuple[str, str], list[str]] = {}
     told: set[str] = set()
     for row in _table():
@@ -329,7 +329,7 @@ def no_effect_problems(run: Resolved) -> Iterator[str]:
 
 
 def given_without_effect(config: Config, given: frozenset[str]) -> list[str]:
-    """A message for each key of the command line, elements of lists included, that the run does not read at all."""
+    """A message for each key of the command line, including elements of lists, that the run does not read."""
     run = resolve(config)
     return [
         f"{_setting(config, row.key)} has no effect with {why}; leave it out"

@@ -1,6 +1,6 @@
-"""The overrides of a command line, each checked by itself before Hydra sees it.
+"""The overrides of a command line, each checked on its own before Hydra sees it.
 
-Hydra composes a typo behind `+` or `++` silently, and its errors name its mechanics rather than the mistake.
+Hydra silently composes a typo after `+` or `++`, and its errors name its mechanics rather than the mistake.
 """
 
 import csv
@@ -27,8 +27,8 @@ from gpt_pretrain.config.keys import (
 from gpt_pretrain.config.load import section_problem
 from gpt_pretrain.config.source import Loader
 
-# Sections that training does not read, and the commands that do. A file may set them; typed to another command they
-# would do nothing. The longest name counts.
+# Sections that training does not read, and the commands that do; the longest name counts. A file may set them, but
+# another command's command line may not.
 READERS = {
     "plan": ("plan", "benchmark"),
     "benchmark": ("benchmark",),
@@ -40,7 +40,7 @@ READERS = {
 _LEXER_ERROR = "LexerNoViableAltException: "
 _PARSER_ERROR = re.compile(r"^(?:no viable alternative at|mismatched|extraneous) input (.*?)(?: expecting .*)?$")
 
-# A group that may be left out: the configuration is whole without it.
+# Groups without which the configuration is still complete.
 OPTIONAL_GROUPS = ("experiment",)
 
 
@@ -55,7 +55,7 @@ def lines_of(overrides: Iterable[Override]) -> list[str]:
 
 
 def readers_of(path: str) -> tuple[str, ...]:
-    """The commands that alone read a key; empty for a key that every run reads."""
+    """The only commands that read a key; empty for a key that every run reads."""
     names = [name for name in READERS if path == name or path.startswith(f"{name}.")]
     return READERS[max(names, key=len)] if names else ()
 
@@ -72,10 +72,7 @@ def _unread_key(path: str, command: str) -> str | None:
 
 
 class CommandLine:
-    """Checks the overrides of a command line one by one.
-
-    `command` is the one that they were typed to, which refuses keys that only others read; None for one that takes all.
-    """
+    """Checks overrides one by one; `command` refuses keys that only other commands read, None accepts all."""
 
     def __init__(self, loader: Loader, command: str | None = None) -> None:
         self.loader = loader
@@ -84,7 +81,7 @@ class CommandLine:
         self.problems: list[str] = []
 
     def accepts(self, override: Override) -> bool:
-        """Whether Hydra may have the override; otherwise `problems` gets the reasons."""
+        """Whether Hydra may see the override; if not, `problems` gets the reasons."""
         before = len(self.problems)
         name = override.key_or_group
         if not name:
@@ -126,7 +123,7 @@ class CommandLine:
                     self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")
 
     def _is_chosen(self, group: str) -> bool:
-        """Whether the defaults list has the group; `+` adds one that it does not have (a user's own)."""
+        """Whether the defaults list has the group; `+` adds a user's own."""
         return group in self.loader.compose([]).hydra.runtime.choices
 
     def _check_keys(self, override: Override) -> None:
@@ -149,7 +146,7 @@ class CommandLine:
 
 
 def _split_at_spaces(overrides: Sequence[str], groups: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides, each in the pieces that the shell made of it where spaces surround or replace its `=`."""
+    """The overrides, each in the pieces into which spaces around or instead of `=` split it."""
     rest = list(overrides)
     while rest:
         pieces = [rest.pop(0)]
@@ -166,7 +163,7 @@ def _split_at_spaces(overrides: Sequence[str], groups: Sequence[str]) -> Iterato
 
 
 def _text_as_typed(override: Override) -> Override:
-    """The override, a number for a key that takes text quoted: the path 1e3 is not 1000.0."""
+    """The override, with quotes around a number for a text key: the path 1e3 is not 1000.0."""
     key, value = schema_keys().get(override.key_or_group), single_value(override)
     if key is None or key.kind is not str or isinstance(value, bool) or not isinstance(value, int | float):
         return override
@@ -199,7 +196,7 @@ def parse_override(text: str) -> Override:
             raise ConfigError([f"{problem}; write '{quoted}'"]) from error
         lines = str(error).split("\n")
         reason = next((line for line in lines if not line.startswith(("Error parsing", "See http"))), lines[0])
-        # Hydra repeats the text behind this prefix and points below it with a caret, unless the text has lines itself.
+        # Hydra repeats the text after this prefix and points at it with a caret, unless the text has several lines.
         column = lines[1].find("^") - len(_LEXER_ERROR) if len(lines) > 1 else -1
         if reason.startswith(_LEXER_ERROR) and 0 <= column < len(text):
             reason = f"unexpected {text[column]!r} at character {column + 1}"
@@ -210,7 +207,7 @@ def parse_override(text: str) -> Override:
 
 
 def _with_quoted_elements(text: str) -> str | None:
-    """A list with quotes around the elements that Hydra's grammar cannot read; None if they do not help."""
+    """A list with quotes around the elements that Hydra's grammar cannot read; None if that does not help."""
     name, _, value = text.partition("=")
     if not (value.startswith("[") and value.endswith("]")):
         return None
@@ -253,7 +250,7 @@ def parse_overrides(overrides: Sequence[str], groups: Sequence[str] = ()) -> tup
 
 
 def without_sweeps(overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
-    """A run takes one value for each key; Hydra would stop at the first that has several."""
+    """Separates overrides with several values, which only a sweep may have; Hydra would stop at the first."""
     problems = [
         f"{o.input_line} has several values; {_as_one_value(o)}sweep over them with -m"
         for o in overrides
@@ -263,7 +260,7 @@ def without_sweeps(overrides: Sequence[Override]) -> tuple[list[Override], list[
 
 
 def _as_one_value(override: Override) -> str:
-    """How to write values with commas between them as one, where the key takes a list or a string."""
+    """How to write values separated by commas as one, if the key takes a list or a string."""
     key = schema_keys().get(override.key_or_group)
     name, _, values = str(override.input_line).partition("=")
     if key is not None and key.kind is list:

@@ -1,7 +1,7 @@
 """Cross-field rules about divisions: widths over heads, heads and sequences over ranks, and FP8's multiples.
 
-Every value that a message offers is legal: it breaks no rule about divisions in the run at hand, nor, where such a
-value is near, one about shapes elsewhere (`Accepts`).
+Every value that a message offers is legal: it breaks no rule about divisions in this run and, if such a value is near,
+no other rule about shapes (`Accepts`).
 
 An FP8 GEMM requires both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
 microbatch. Transformer Engine (TE) 2.12 asserts a part of this when the first microbatch arrives
@@ -26,13 +26,14 @@ from gpt_pretrain.config.derived import (
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.model import indivisible, refusal
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
 
 type Accepts = Callable[[str, int], bool]
-"""Whether no rule about shapes mentions a key of `model.` where it has a value."""
+"""Whether no rule about shapes would mention a key of `model.` with a value."""
 
-# How many values on either side of a wrong one are tried for a legal one.
+# How many values on either side of a wrong one are tried.
 _REACH = 256
 # Layers whose input each rank casts before it is gathered along the sequence.
 _COLUMN_PARALLEL = (QKV, FC1)
@@ -56,14 +57,14 @@ def _rotates_pairs(model: ModelConfig, channels: int) -> bool:
 
 
 def _are_heads(model: ModelConfig, hidden: int, heads: int) -> bool:
-    """Whether a width divides into so many heads, each with an even number of rotated channels."""
+    """Whether a width divides into this many heads, each with an even number of rotated channels."""
     if model.kv_channels is not None:
         return True
     return hidden % heads == 0 and _rotates_pairs(model, hidden // heads)
 
 
 def _nearest(model: ModelConfig, key: str, legal: Iterable[int], accepts: Accepts) -> list[int]:
-    """The closest of the legal values, which ascend, below and above a key's value; accepted ones if there are any."""
+    """The closest legal values (ascending) below and above a key's value; accepted ones if there are any."""
     found, value = list(legal), getattr(model, key)
     sides = [[n for n in reversed(found) if n < value], [n for n in found if n > value]]
     near = [next((n for n in side if accepts(key, n)), None) for side in sides]
@@ -95,11 +96,11 @@ def _head_counts(model: ModelConfig, multiple_of: int, accepts: Accepts) -> list
 def _heads_over_ranks(model: ModelConfig, accepts: Accepts) -> list[str]:
     """The way out by another number of heads, if there is one."""
     tp, groups = model.tensor_model_parallel_size, model.num_query_groups
-    # Where the number of groups is set, one that suits the heads is offered beside them.
+    # If the number of groups is set, a fitting one is offered beside the heads.
     near = _head_counts(model, tp, accepts if groups is None else _whatever)
     if not near:
         return []
-    # TP groups divide every number of heads that TP ranks can share.
+    # TP groups divide every number of heads that TP divides.
     suits = groups is None or (groups % tp == 0 and all(count % groups == 0 for count in near))
     return [f"model.num_attention_heads={one_of(near)}" + ("" if suits else f" with model.num_query_groups={tp}")]
 
@@ -122,37 +123,27 @@ def _tensor_parallel_sizes(model: ModelConfig, launch: Launch | None) -> str:
 def attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts = _whatever) -> Iterator[str]:
     """Heads over width, groups and tensor-parallel ranks."""
     heads, tp, groups = model.num_attention_heads, model.tensor_model_parallel_size, num_query_groups(model)
+    asked, tensor_parallel = f"model.num_attention_heads={heads}", f"model.tensor_model_parallel_size={tp}"
     if model.kv_channels is None and model.hidden_size % heads:
-        yield (
-            f"model.hidden_size={model.hidden_size} is not divisible by model.num_attention_heads={heads}; "
-            f"{_hidden_sizes(model, accepts)}"
-        )
+        yield f"model.hidden_size={model.hidden_size} is not divisible by {asked}; {_hidden_sizes(model, accepts)}"
     legal_groups = [count for count in divisors(heads) if count % tp == 0] or divisors(heads)
     if heads % groups:
         ways = [f"model.num_query_groups={one_of(legal_groups)}"]
         near = [] if groups % tp else _head_counts(model, groups, accepts)
         ways += [f"model.num_attention_heads={one_of(near)}"] if near else []
-        yield (
-            f"model.num_attention_heads={heads} is not divisible by model.num_query_groups={groups}; "
-            f"use {', or '.join(ways)}"
-        )
+        yield indivisible(asked, f"model.num_query_groups={groups}", *ways)
     if heads % tp:
         ways = [*_heads_over_ranks(model, accepts), _tensor_parallel_sizes(model, launch)]
-        yield (
-            f"model.num_attention_heads={heads} is not divisible by model.tensor_model_parallel_size={tp}; "
-            f"use {', or '.join(ways)}"
-        )
+        yield indivisible(asked, tensor_parallel, *ways)
     elif heads % groups == 0 and groups % tp:
         # megatron-core can repeat a group over several ranks, at the price of gathering every QKV product. This is
         # refused because weights must not depend on the layout.
-        yield (
-            f"model.num_query_groups={groups} is not divisible by model.tensor_model_parallel_size={tp}; "
-            f"use model.num_query_groups={one_of(legal_groups)}, or {_tensor_parallel_sizes(model, launch)}"
-        )
+        ways = [f"model.num_query_groups={one_of(legal_groups)}", _tensor_parallel_sizes(model, launch)]
+        yield indivisible(f"model.num_query_groups={groups}", tensor_parallel, *ways)
 
 
 def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
-    """Channels of a head that rope rotates, in terms of the keys that set them."""
+    """The number of channels that rope rotates must be even."""
     hidden, heads, channels = model.hidden_size, model.num_attention_heads, kv_channels(model)
     if _rotates_pairs(model, channels) or (model.kv_channels is None and hidden % heads):
         return
@@ -173,25 +164,21 @@ def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[
 
 
 def widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
-    """Matrices and embedding rows that tensor-parallel ranks share."""
+    """Matrices and embedding rows that tensor-parallel ranks split."""
     tp = model.tensor_model_parallel_size
+    tensor_parallel = f"model.tensor_model_parallel_size={tp}"
     widths = [("hidden_size", model.hidden_size)]
     # `rules.experts` checks the widths of experts; null is a multiple of hidden_size.
     if model.num_moe_experts is None and model.ffn_hidden_size is not None:
         widths.append(("ffn_hidden_size", model.ffn_hidden_size))
     for name, value in widths:
         if value % tp:
-            near = _nearest(model, name, _multiples(value, tp), accepts)
-            yield (
-                f"model.{name}={value} is not divisible by model.tensor_model_parallel_size={tp}; "
-                f"use {one_of(near)}, or another tensor_model_parallel_size"
-            )
+            near = one_of(_nearest(model, name, _multiples(value, tp), accepts))
+            yield indivisible(f"model.{name}={value}", tensor_parallel, near, "another tensor_model_parallel_size")
     if padded_vocab_size(model) % tp:
-        divisor = model.make_vocab_size_divisible_by
-        yield (
-            f"model.vocab_size={model.vocab_size}, padded to {padded_vocab_size(model)}, is not divisible by "
-            f"model.tensor_model_parallel_size={tp}; use model.make_vocab_size_divisible_by={math.lcm(divisor, tp)}"
-        )
+        padded = f"model.vocab_size={model.vocab_size}, padded to {padded_vocab_size(model)},"
+        multiple = math.lcm(model.make_vocab_size_divisible_by, tp)
+        yield indivisible(padded, tensor_parallel, f"model.make_vocab_size_divisible_by={multiple}")
 
 
 def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
@@ -203,24 +190,28 @@ def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
             "use false, or parallelism=tp2_sp"
         )
     if cp > 1 and model.transformer_engine is False:
-        yield (
-            f"model.context_parallel_size={cp} needs Transformer Engine's attention, and "
-            "model.transformer_engine=false; use context_parallel_size=1, or transformer_engine=null"
-        )
+        why, ways = "it needs Transformer Engine's attention", ("context_parallel_size=1", "transformer_engine=null")
+        yield refusal(f"model.context_parallel_size={cp}", "model.transformer_engine=false", why, *ways)
     # Each context-parallel rank takes two slices, one from either half, which balances the causal mask.
     need = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
     if length % need:
         causes = [f"2 × model.context_parallel_size={cp}"] if cp > 1 else []
         causes += [f"model.tensor_model_parallel_size={tp} with sequence_parallel"] if model.sequence_parallel else []
-        yield (
-            f"model.encoder_seq_length={length} is not divisible by {need} ({' and '.join(causes)}); "
-            f"use {one_of(_nearest(model, 'encoder_seq_length', _multiples(length, need), accepts))}"
-        )
+        near = one_of(_nearest(model, "encoder_seq_length", _multiples(length, need), accepts))
+        yield indivisible(f"model.encoder_seq_length={length}", f"{need} ({' and '.join(causes)})", near)
+
+
+def division_problems(model: ModelConfig, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
+    """All rules above; without `launch`, none about the world size."""
+    yield from attention_heads(model, launch, accepts)
+    yield from rotated_pairs(model, accepts)
+    yield from widths_over_tensor_ranks(model, accepts)
+    yield from sequence(model, accepts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Need:
-    """What FP8 products require: the value of a key is a multiple of a step."""
+    """What FP8 products require: a key's value must be a multiple of a step."""
 
     key: str
     value: int
@@ -265,8 +256,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             step = _step(count, unit)
             why = _weight(fp8[kind], model, unit)
             if model.kv_channels is None:
-                near = multiples_near(kv_channels(model), step)[-1]
-                instead = ("kv_channels", near)
+                instead = ("kv_channels", multiples_near(kv_channels(model), step)[-1])
                 yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why, instead=instead)
             else:
                 yield _Need(key="kv_channels", value=model.kv_channels, step=step, why=why)
@@ -278,8 +268,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             if kind in _OF_EXPERTS and model.moe_ffn_hidden_size is not None:
                 yield _Need(key="moe_ffn_hidden_size", value=model.moe_ffn_hidden_size, step=step, why=why)
             elif model.ffn_hidden_size is None:
-                near = multiples_near(ffn_hidden_size(model), step)[-1]
-                instead = ("ffn_hidden_size", near)
+                instead = ("ffn_hidden_size", multiples_near(ffn_hidden_size(model), step)[-1])
                 yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why, instead=instead)
             else:
                 yield _Need(key="ffn_hidden_size", value=model.ffn_hidden_size, step=step, why=why)
@@ -315,10 +304,7 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
 
 
 def fp8_shape_problems(run: Resolved, accepts: Accepts) -> Iterator[str]:
-    """One message for each key that makes a shape which FP8 products refuse.
-
-    The run's sizes are positive and divide as the layout asks.
-    """
+    """One message for each key that makes a shape unfit for FP8 products; the sizes are positive and divide."""
     model, settings = run.model, run.fp8
     if settings is None:
         return

@@ -1,7 +1,4 @@
-"""Cross-field rules outside the architecture: optimizer and schedule, data, trainer, checkpoints and logging.
-
-Each rule yields one message: the keys and values in conflict, the rule, and legal values.
-"""
+"""Cross-field rules outside the architecture: optimizer and schedule, data, trainer, checkpoints and logging."""
 
 import importlib.metadata
 import math
@@ -26,9 +23,10 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
     warmup_steps,
 )
-from gpt_pretrain.config.errors import ConfigError, how_to_install, one_of
+from gpt_pretrain.config.errors import ConfigError, how_to_install, one_of, show
 from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
@@ -36,14 +34,14 @@ from gpt_pretrain.spec.recipes import recipes_for
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
 _ASKED = "model.optim.use_precision_aware_optimizer=true"
-# Half of the gap between a number of the type and the next, divided by the number: two to minus this, at most.
+# Half of the relative gap between neighboring numbers of a type is at most two to the minus this.
 _HALF_STEP = {MomentDtype.bf16: 8, MomentDtype.fp16: 11, MomentDtype.fp8: 4}
 # Types whose blocks of values share a scale.
 _SCALED = (MomentDtype.fp16, MomentDtype.fp8)
 
 
 def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems outside the architecture; without `launch`, the rules about the world size are left out."""
+    """All problems outside the architecture; without `launch`, none about the world size."""
     config = run.config
     yield from _optimizer(config)
     yield from _small_states(run)
@@ -51,9 +49,8 @@ def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from _corpus(config.model.data)
     yield from _splits(config)
     yield from _tokenizer(config)
-    yield from _trainer(config.trainer)
+    yield from _trainer(config)
     yield from _rewinds(config)
-    yield from _determinism(config)
     yield from _files(config)
     yield from _start(config.checkpoint)
     yield from _reports(config)
@@ -61,36 +58,19 @@ def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
         yield from _launched(config.trainer, launch)
 
 
-def _at_least(section: object, prefix: str, minimum: int, *names: str) -> Iterator[str]:
-    """Keys of a section below a minimum."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and value < minimum:
-            yield f"{prefix}.{name}={value} is too small; use {minimum} or more"
-
-
 def _optimizer(config: Config) -> Iterator[str]:
-    """Ranges of the optimizer, and what the distributed one supports."""
+    """Adam's decay rates, and optimizers that the distributed one does not support."""
     optim = config.model.optim
-    if optim.lr <= 0:
-        yield f"model.optim.lr={optim.lr} is not positive; a usual value is 3e-4"
-    if optim.eps <= 0:
-        yield f"model.optim.eps={optim.eps} is not positive; a usual value is 1e-8"
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"model.optim.betas={optim.betas} are not two numbers of at least 0 and below 1; use [0.9,0.95] or others"
-    if not 0 <= optim.momentum < 1:
-        yield f"model.optim.momentum={optim.momentum} is not at least 0 and below 1; use 0.9 or another"
-    if optim.weight_decay < 0:
-        yield f"model.optim.weight_decay={optim.weight_decay} is negative; use 0 or more"
     # `rules.fp8` has FP8 parameters, which need the distributed optimizer.
     if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
-        also = " with overlap_param_gather=false" * config.model.overlap_param_gather
-        also += " with use_precision_aware_optimizer=false" * optim.use_precision_aware_optimizer
-        yield (
-            f"model.optim.name={optim.name.name} has no distributed form in megatron-core, and "
-            "model.use_distributed_optimizer=true; use "
-            f"{' or '.join(names_with('has_distributed_form'))}, or use_distributed_optimizer=false{also}"
-        )
+        off = "use_distributed_optimizer=false"
+        off += " with overlap_param_gather=false" * config.model.overlap_param_gather
+        off += " with use_precision_aware_optimizer=false" * optim.use_precision_aware_optimizer
+        asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
+        ways = " or ".join(names_with("has_distributed_form")), off
+        yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -100,8 +80,6 @@ def _schedule(config: Config) -> Iterator[str]:
     decay_key = f"model.optim.sched.decay_steps={decay}"
     if sched.decay_steps is None:
         decay_key = f"trainer.max_steps={decay} (decay_steps=null)"
-    yield from _at_least(sched, "model.optim.sched", 0, "warmup_steps")
-    yield from _at_least(sched, "model.optim.sched", 1, "decay_steps", "wsd_decay_steps")
     if 0 < decay <= warmup:
         yield (
             f"model.optim.sched.warmup_steps={warmup} is not below {decay_key}; "
@@ -124,7 +102,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _moments(optim: OptimConfig) -> Iterator[str]:
-    """Types too coarse for the decay of an average in one step: it would grow with the gradients and never fall."""
+    """Types too coarse for one step's decay of a moving average, which would grow with the gradients and never fall."""
     never_falls = "rounded to the nearest in each step, it grows with the gradients and never falls again"
     dtypes = {"exp_avg_dtype": optim.exp_avg_dtype, "exp_avg_sq_dtype": optim.exp_avg_sq_dtype}
     if dtypes["exp_avg_sq_dtype"] is MomentDtype.fp8:
@@ -151,50 +129,45 @@ def _untested(run: Resolved) -> Iterator[str]:
     model, optim = run.model, run.model.optim
     feature = "fp8_params with use_precision_aware_optimizer"
     if run.fp8 is not None and run.fp8.params and (why := run.fp8.recipe.why_not(feature)) is not None:
-        yield (
-            f"{_ASKED} with model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}: {why}; "
-            f"use fp8={one_of(recipes_for('fp8_params', feature))}, or "
-            "use_precision_aware_optimizer=false"
-        )
-    by_place = {
-        "main_params_dtype": optim.main_params_dtype is MainParamsDtype.fp16,
-        "exp_avg_dtype": optim.exp_avg_dtype in _SCALED,
-        "exp_avg_sq_dtype": optim.exp_avg_sq_dtype in _SCALED,
-    }
-    if model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1:
-        # The two stages split their buffers at different places.
-        for name in (name for name, is_so in by_place.items() if is_so):
-            yield (
-                f"model.optim.{name}={getattr(optim, name).name} with model.share_embeddings_and_output_weights=true "
-                f"and model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}: its rounding depends on "
-                "the place in a rank's part, and the copies on the first and the last stage would diverge; use "
-                f"{'fp32' if name == 'main_params_dtype' else 'bf16 or fp32'}, or pipeline_model_parallel_size=1"
-            )
+        fp8 = f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
+        ways = f"fp8={one_of(recipes_for('fp8_params', feature))}", "use_precision_aware_optimizer=false"
+        yield refusal(_ASKED, fp8, why, *ways)
+    if not (model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1):
+        return
+    shared = (
+        "model.share_embeddings_and_output_weights=true and "
+        f"model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}"
+    )
+    # The two stages split their buffers at different places.
+    why = "rounding depends on the place in a rank's part, and the copies on the first and last stage would diverge"
+    for name, is_rounded, wider in (
+        ("main_params_dtype", optim.main_params_dtype is MainParamsDtype.fp16, "fp32"),
+        ("exp_avg_dtype", optim.exp_avg_dtype in _SCALED, "bf16 or fp32"),
+        ("exp_avg_sq_dtype", optim.exp_avg_sq_dtype in _SCALED, "bf16 or fp32"),
+    ):
+        if is_rounded:
+            asked = f"model.optim.{name}={getattr(optim, name).name}"
+            yield refusal(asked, shared, why, wider, "pipeline_model_parallel_size=1")
 
 
 def _small_states(run: Resolved) -> Iterator[str]:
     """What the precision-aware optimizer needs."""
-    config, model, optim = run.config, run.model, run.model.optim
+    model, optim, off = run.model, run.model.optim, "use_precision_aware_optimizer=false"
     if not optim.use_precision_aware_optimizer:
         return
     if not OPTIMIZERS[optim.name].has_small_states:
         names = " or ".join(names_with("has_small_states"))
         also = " with use_distributed_optimizer=false" * bool(model.use_distributed_optimizer)
-        yield (
-            f"{_ASKED} is a form of {names}, and model.optim.name={optim.name.name}; use optim.name={names}, or "
-            f"use_precision_aware_optimizer=false{also}"
-        )
+        asked = f"model.optim.name={optim.name.name}"
+        yield refusal(_ASKED, asked, f"it is a form of {names}", f"optim.name={names}", off + also)
     if not uses_distributed_optimizer(model):
-        yield (
-            f"{_ASKED} is a form of the distributed optimizer, and model.use_distributed_optimizer="
-            f"{'null comes to false' if model.use_distributed_optimizer is None else 'false'}; "
-            "use use_distributed_optimizer=true (on one GPU, too), or use_precision_aware_optimizer=false"
-        )
-    if config.trainer.precision is Precision.fp32:
-        yield (
-            f"{_ASKED} is for weights in BF16 or FP8 with masters beside them, and trainer.precision=fp32 has no "
-            "masters; use precision=bf16, or false"
-        )
+        why = "it is a form of the distributed optimizer"
+        why += ", which null leaves out here" * (model.use_distributed_optimizer is None)
+        sharded = f"model.use_distributed_optimizer={show(model.use_distributed_optimizer)}"
+        yield refusal(_ASKED, sharded, why, "use_distributed_optimizer=true (on one GPU, too)", off)
+    if run.config.trainer.precision is Precision.fp32:
+        why = "it needs weights in BF16 or FP8 with masters beside them"
+        yield refusal(_ASKED, "trainer.precision=fp32", why, "precision=bf16", off)
     yield from _moments(optim)
     yield from _untested(run)
 
@@ -220,8 +193,6 @@ def _corpus(data: DataConfig) -> Iterator[str]:
     if name is not None and not getattr(data, name):
         yield f"model.data.data_impl={data.data_impl.name} has no corpus; name it in model.data.{name}=[…]"
     yield from _prefixes(data.data_prefix)
-    yield from _at_least(data, "model.data", 0, "num_workers")
-    yield from _at_least(data, "model.data", 1, "num_dataset_builder_threads")
     if not data.text_key:
         yield "model.data.text_key is empty; name the field that holds the text"
 
@@ -249,16 +220,13 @@ def _splits(config: Config) -> Iterator[str]:
 def _tokenizer(config: Config) -> Iterator[str]:
     """Which tokenizer a corpus needs."""
     tok, impl = config.model.tokenizer, config.model.data.data_impl
+    data = f"model.data.data_impl={impl.name}"
     if tok.library is TokenizerLibrary.none and not impl.has_tokens:
-        yield (
-            f"model.tokenizer.library=none cannot read text, and model.data.data_impl={impl.name} is text; "
-            "use bpe, or file with its path in model.tokenizer.model"
-        )
+        ways = "bpe", "file with its path in model.tokenizer.model"
+        yield refusal("model.tokenizer.library=none", data, "it cannot read text", *ways)
     if tok.library is TokenizerLibrary.bpe and impl.has_tokens:
-        yield (
-            f"model.tokenizer.library=bpe has no text to train on with model.data.data_impl={impl.name}; "
-            "use none, or file with the tokenizer that made the tokens in model.tokenizer.model"
-        )
+        ways = "none", "file with the tokenizer that made the tokens in model.tokenizer.model"
+        yield refusal("model.tokenizer.library=bpe", data, "there is no text to train it on", *ways)
     if tok.library is TokenizerLibrary.file and not tok.model:
         yield "model.tokenizer.library=file names no file; give model.tokenizer.model, the path of a tokenizer.json"
     if tok.library is TokenizerLibrary.bpe and not SMALLEST_BPE <= tok.vocab_size <= config.model.vocab_size:
@@ -268,47 +236,40 @@ def _tokenizer(config: Config) -> Iterator[str]:
         )
 
 
-def _trainer(section: TrainerConfig) -> Iterator[str]:
-    """Lengths and intervals of the run."""
-    yield from _at_least(section, "trainer", 1, "max_steps", "log_every_n_steps", "val_check_interval", "hang_timeout")
-    yield from _at_least(section, "trainer", 0, "limit_val_batches", "gc_interval", "gradient_clip_val")
-    yield from _at_least(section, "trainer", 1, "max_skipped_steps", "spike_threshold")
-    yield from _at_least(section, "trainer", 1, "max_spike_rewinds", "spike_margin")
+def _trainer(config: Config) -> Iterator[str]:
+    """The time limit, and a kernel requested by name whose result varies from run to run."""
     try:
-        limit = max_time_s(section)
+        if max_time_s(config.trainer) == 0:
+            yield f"trainer.max_time={config.trainer.max_time!r} leaves no time to train; use null for no limit"
     except ConfigError as error:
         yield from error.problems
-    else:
-        if limit == 0:
-            yield f"trainer.max_time={section.max_time!r} leaves no time to train; use null for no limit"
+    if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
+        native, why = "model.cross_entropy_fusion_impl=native", "its result varies from run to run"
+        yield refusal("trainer.deterministic=true", native, why, "cross_entropy_fusion_impl=null or linear")
 
 
 def _rewinds(config: Config) -> Iterator[str]:
-    """Going back before a loss spike needs a threshold, and checkpoints that still exist."""
-    maximum, margin = config.trainer.max_spike_rewinds, config.trainer.spike_margin
-    if maximum is None:
-        return
-    key, off = f"trainer.max_spike_rewinds={maximum}", "max_spike_rewinds=null"
+    """Rewinding before a loss spike needs a threshold, and checkpoints that still exist."""
+    if config.trainer.max_spike_rewinds is not None:
+        asked = f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}"
+        yield from refusals(asked, _rewind_obstacles(config), "max_spike_rewinds=null")
+
+
+def _rewind_obstacles(config: Config) -> Iterator[tuple[str, ...]]:
     if config.trainer.spike_threshold is None:
-        yield f"{key} needs spikes, and trainer.spike_threshold=null finds none; use spike_threshold=10, or {off}"
-    interval, kept = config.checkpoint.save_interval, config.checkpoint.keep_last
+        yield "trainer.spike_threshold=null", "no spikes are found", "spike_threshold=10"
+    margin, interval, kept = config.trainer.spike_margin, config.checkpoint.save_interval, config.checkpoint.keep_last
     if interval is None:
-        yield (
-            f"{key} goes back to checkpoints, and checkpoint.save_interval=null leaves open how many steps lie between "
-            f"them; set it, or {off}"
-        )
+        why = "the number of steps between checkpoints must be known"
+        yield "checkpoint.save_interval=null", why, "a number for save_interval"
     # The checkpoints that may lie within the margin, and one before them.
     needed = 1 if interval is None or interval < 1 else -(-margin // interval) + 1
     if kept is not None and 1 <= kept < needed:
-        yield (
-            f"{key} goes back to a checkpoint trainer.spike_margin={margin} steps before a spike, which may be the "
-            f"last but {needed - 1}, and checkpoint.keep_last={kept}; use keep_last={needed} or more, or null for all"
-        )
+        why = f"the checkpoint trainer.spike_margin={margin} steps before a spike may be the last but {needed - 1}"
+        yield f"checkpoint.keep_last={kept}", why, f"keep_last={needed} or null"
     if config.checkpoint.reset_fp8_state:
-        yield (
-            f"{key} restores FP8 scales with everything else, and checkpoint.reset_fp8_state=true drops them; use "
-            f"{off} until a checkpoint is saved, then reset_fp8_state=false"
-        )
+        way = "reset_fp8_state=false once a checkpoint is saved"
+        yield "checkpoint.reset_fp8_state=true", "a rewind restores FP8 scales with everything else", way
 
 
 def _launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
@@ -325,28 +286,15 @@ def _launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
         )
 
 
-def _determinism(config: Config) -> Iterator[str]:
-    """A kernel requested by name whose result varies from run to run."""
-    if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
-        yield (
-            "trainer.deterministic=true excludes model.cross_entropy_fusion_impl=native, whose result varies from run "
-            "to run; use cross_entropy_fusion_impl=null or linear"
-        )
-
-
 def _files(config: Config) -> Iterator[str]:
     """Where the run writes."""
-    # os.path, because Path raises where a parent folder may not be read.
+    # os.path, because Path raises if a parent folder is not readable.
     if config.run_dir is not None and os.path.exists(config.run_dir) and not os.path.isdir(config.run_dir):
         yield f"run_dir={config.run_dir!r} is a file; name a directory"
     if config.run_dir == "":
         yield "run_dir is empty; name a directory, or null for outputs/DATE/TIME_NAME"
     if not config.name or "/" in config.name:
         yield f"name={config.name!r} becomes part of a directory's name; use at least one character, and no slash"
-    yield from _at_least(config.checkpoint, "checkpoint", 1, "save_interval", "keep_last", "keep_every")
-    minutes = config.checkpoint.save_interval_minutes
-    if minutes is not None and not minutes > 0:
-        yield f"checkpoint.save_interval_minutes={minutes} is not positive; use 30, or null for no such saves"
     if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
         yield (
             f"checkpoint.keep_every={config.checkpoint.keep_every} exempts checkpoints from deletion, and "
@@ -362,24 +310,20 @@ def _start(section: CheckpointConfig) -> Iterator[str]:
     if init_from is not None and not os.path.isdir(init_from):
         yield f"checkpoint.init_from={init_from!r} is not an existing directory; name a checkpoint, or null"
     if init_from is not None and resume not in ("auto", "never"):
-        yield (
-            f"checkpoint.init_from={init_from!r} takes the weights of a checkpoint, and checkpoint.resume={resume!r} "
-            "everything; use one of the two: resume=auto or never, or init_from=null"
-        )
+        why = "the one takes only the weights of a checkpoint, the other everything"
+        ways = "resume=auto or never", "init_from=null"
+        yield refusal(f"checkpoint.init_from={init_from!r}", f"checkpoint.resume={resume!r}", why, *ways)
 
 
 def _reports(config: Config) -> Iterator[str]:
     """Logging and the text sample."""
-    # A folder wandb/, as W&B leaves where it runs, could be imported, too.
+    # An import could find a folder wandb/ that W&B has left.
     if config.logging.wandb and not list(importlib.metadata.distributions(name="wandb")):
         yield (
             "logging.wandb=true needs the package wandb, which is not installed; "
             f"{how_to_install('wandb')}, or use logging.wandb=false"
         )
-    if config.logging.peak_tflops is not None and config.logging.peak_tflops <= 0:
-        yield f"logging.peak_tflops={config.logging.peak_tflops} is not positive; use null for the table's value"
     sample = config.sample
-    yield from _at_least(sample, "sample", 0, "max_new_tokens", "temperature")
     if sample.max_new_tokens > 0 and not sample.prompt:
         yield (
             f"sample.prompt is empty, and sample.max_new_tokens={sample.max_new_tokens}; "
