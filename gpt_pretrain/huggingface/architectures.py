@@ -1,11 +1,10 @@
-"""Which class of `transformers` a model of ours is, and its config.json, both ways.
+"""Which class of `transformers` computes what a model of ours does, and its config.json, both ways.
 
-Eight classes are known. Their fields are the published ones, as `transformers` 4 and 5 write them in `config.json`.
-What a class cannot say is refused with the field's name: nobody would notice a checkpoint that loads and computes
-something else.
+Fields have the published names, as `transformers` 4 and 5 write them in `config.json`. A field that a class does not
+support is refused by name: nobody would notice a checkpoint that loads but computes something else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -35,7 +34,7 @@ _GPT2_ACTIVATION_NAMES = {
     "gelu": Activation.gelu,
 }
 
-# Fields of ours that each class fixes, with the values that it can have.
+# The fields of ours that a class restricts, with the values that it supports.
 type _Fields = dict[str, tuple[Any, ...]]
 _NO_EXPERTS: _Fields = {"num_moe_experts": (None,)}
 _NO_QK_NORM: _Fields = {"qk_layernorm": (False,)}
@@ -73,60 +72,68 @@ _GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_
 _EPSILONS = {Architecture.phi3: 1e-5, Architecture.mixtral: 1e-5}
 # What megatron-core's rescaling of rope has fixed (RotaryEmbedding._apply_scaling): Llama 3.1's.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Features that only one class has; the first match counts, and Llama's class has none of them.
-_BY_FEATURE: Mapping[Architecture, Callable[[ModelConfig], bool]] = {
-    Architecture.gpt2: lambda model: model.position_embedding_type is PositionEmbedding.learned_absolute,
-    Architecture.qwen3_moe: lambda model: model.num_moe_experts is not None and model.qk_layernorm,
-    Architecture.mixtral: lambda model: model.num_moe_experts is not None,
-    Architecture.qwen3: lambda model: model.qk_layernorm,
-    Architecture.qwen2: lambda model: model.qkv_bias and not model.bias,
-    Architecture.phi3: lambda model: model.rotary_percentage < 1,
-}
 
 
 def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) -> Architecture:
-    """The class that computes what a model of ours computes: the wanted one, or the one that its fields tell.
+    """The class that computes what a model of ours computes: the wanted one, or the one that its fields imply.
 
-    That is Llama where Mistral, which is the same without its sliding window, would do as well.
+    Mistral is Llama without its sliding window, so it has to be asked for.
 
     Raises:
-        ConfigError: The class cannot say all of the model's fields; names each.
+        ConfigError: The class does not support all of the model's fields; names each.
     """
-    chosen = wanted or next((known for known, has in _BY_FEATURE.items() if has(model)), Architecture.llama)
-    if problems := list(_inexpressible(model, chosen)):
+    chosen = wanted or _implied(model)
+    if problems := list(_unsupported(model, chosen)):
         raise ConfigError(problems)
     return chosen
 
 
-def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[str]:
-    for name, values in _FIELDS[architecture].items():
-        value = getattr(model, name)
-        if value not in values:
-            has = " or ".join(show(possible) for possible in values)
-            yield f"model.{name}={show(value)} cannot be said by {architecture.value}, which has {has}"
-    if architecture is Architecture.llama and model.qkv_bias and not model.bias:
-        yield (
-            f"model.qkv_bias=true cannot be said by {architecture.value}, which has biases in all of attention's "
-            "projections or in none (model.bias=false)"
-        )
-    if architecture is Architecture.llama and model.hidden_size % model.num_attention_heads:
-        # LlamaConfig of `transformers` 5 refuses it whatever head_dim is; Mistral's class does not.
-        yield (
-            f"model.hidden_size={model.hidden_size} cannot be said by {architecture.value}, which takes multiples of "
-            f"model.num_attention_heads={model.num_attention_heads}"
-        )
-    if architecture in _WITH_EXPERTS and model.num_moe_experts is None:
-        yield f"model.num_moe_experts=null cannot be said by {architecture.value}, which has experts"
-    if architecture is Architecture.gpt2 and num_query_groups(model) != model.num_attention_heads:
-        yield (
-            f"model.num_query_groups={num_query_groups(model)} cannot be said by {architecture.value}, which has as "
-            f"many key/value heads as query heads (model.num_attention_heads={model.num_attention_heads})"
-        )
-    if architecture in _FIXED_HEADS and kv_channels(model) * model.num_attention_heads != model.hidden_size:
-        yield (
-            f"model.kv_channels={model.kv_channels} cannot be said by {architecture.value}, whose heads are "
-            f"model.hidden_size / model.num_attention_heads = {model.hidden_size} / {model.num_attention_heads} wide"
-        )
+def _implied(model: ModelConfig) -> Architecture:
+    if model.position_embedding_type is PositionEmbedding.learned_absolute:
+        return Architecture.gpt2
+    if model.num_moe_experts is not None:
+        return Architecture.qwen3_moe if model.qk_layernorm else Architecture.mixtral
+    if model.qk_layernorm:
+        return Architecture.qwen3
+    if model.qkv_bias and not model.bias:
+        return Architecture.qwen2
+    return Architecture.phi3 if model.rotary_percentage < 1 else Architecture.llama
+
+
+def _unsupported(model: ModelConfig, architecture: Architecture) -> Iterator[str]:
+    hidden, heads, is_llama = model.hidden_size, model.num_attention_heads, architecture is Architecture.llama
+    # Whether a rule is broken, our field, and the rule.
+    rules = [
+        (getattr(model, name) not in values, name, f"which has {' or '.join(map(show, values))}")
+        for name, values in _FIELDS[architecture].items()
+    ]
+    rules += [
+        (
+            is_llama and model.qkv_bias and not model.bias,
+            "qkv_bias",
+            "which has biases in all of attention's projections or in none (model.bias=false)",
+        ),
+        # LlamaConfig of `transformers` 5 refuses this at any head_dim; Mistral's class does not.
+        (
+            is_llama and hidden % heads != 0,
+            "hidden_size",
+            f"which takes multiples of model.num_attention_heads={heads}",
+        ),
+        (architecture in _WITH_EXPERTS and model.num_moe_experts is None, "num_moe_experts", "which has experts"),
+        (
+            architecture is Architecture.gpt2 and num_query_groups(model) != heads,
+            "num_query_groups",
+            f"which has as many key/value heads as query heads (model.num_attention_heads={heads})",
+        ),
+        (
+            architecture in _FIXED_HEADS and kv_channels(model) * heads != hidden,
+            "kv_channels",
+            f"whose heads are model.hidden_size / model.num_attention_heads = {hidden} / {heads} wide",
+        ),
+    ]
+    for is_broken, name, rule in rules:
+        if is_broken:
+            yield f"model.{name}={show(getattr(model, name))} is not supported by {architecture.value}, {rule}"
 
 
 def to_hf_config(
@@ -179,13 +186,13 @@ def to_hf_config(
         Architecture.mistral: {"sliding_window": None},
         Architecture.qwen2: {"use_sliding_window": False},
         Architecture.qwen3: {"use_sliding_window": False, "attention_bias": False},
-        # The class's default padding token is beyond smaller vocabularies.
+        # The class's default padding token lies beyond smaller vocabularies.
         Architecture.phi3: {
             "partial_rotary_factor": model.rotary_percentage,
             "sliding_window": None,
             "pad_token_id": None,
         },
-        # No load-balancing loss is written: it belongs to training, and theirs is something else, one mean over layers.
+        # The load-balancing loss is left out: it belongs to training, and theirs differs, a mean over all layers.
         Architecture.mixtral: {
             "intermediate_size": moe_ffn_hidden_size(model),
             "num_local_experts": model.num_moe_experts,
@@ -207,10 +214,10 @@ def to_hf_config(
 
 
 def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture of a published model, and the fields of `model.` that make one of ours compute the same.
+    """The architecture of a published model, and the fields of `model.` that make ours compute the same.
 
     Raises:
-        UserError: A field is missing, or says what no model of ours computes.
+        UserError: A field is missing, or asks for what no model of ours computes.
     """
     reader = _HfConfig(values, origin)
     known = Architecture.__members__
@@ -233,7 +240,7 @@ def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture
 
 
 class _HfConfig:
-    """A config.json, read field by field; `problems` collects what is wrong. Defaults are the published classes'."""
+    """A config.json, read field by field; `problems` collects the mistakes. Defaults are those of the classes."""
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
         self._values = values
@@ -241,23 +248,25 @@ class _HfConfig:
         self.problems: list[str] = []
 
     def refuse(self, name: str, why: str, default: Any = None) -> None:
-        """Adds a problem; `default` is what the field means where it is left out."""
+        """Adds a problem; `default` is what a missing field means."""
         is_given = name in self._values
         told = f"{name}={show(self._values[name])}" if is_given else f"{name}, left out, is {show(default)} and"
         self.problems.append(f"{self._origin}: {told} cannot be imported: {why}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        return int(self._number(name, default, whole=True))
+    def integer(self, name: str, default: float | None = None) -> int:
+        return int(self._number(name, self._given(name, default), whole=True))
 
     def number(self, name: str, default: float) -> float:
-        return float(self._number(name, default, whole=False))
+        return float(self._number(name, self._given(name, default), whole=False))
 
-    def _number(self, name: str, default: float | None, *, whole: bool) -> float:
+    def _given(self, name: str, default: Any) -> Any:
         value = self._values.get(name)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def _number(self, name: str, value: Any, *, whole: bool) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
-            what = "is missing" if value is None else f"={show(value)} is no {'whole ' * whole}number"
-            self.problems.append(f"{self._origin}: {name}{' ' * (value is None)}{what}")
+            what = " is missing" if value is None else f"={show(value)} is not a {'whole ' * whole}number"
+            self.problems.append(f"{self._origin}: {name}{what}")
             return 1
         return value
 
@@ -269,13 +278,13 @@ class _HfConfig:
             self.refuse(name, why, default)
 
     def gpt2(self) -> dict[str, Any]:
-        """GPT2Config."""
+        """The fields of a GPT2Config."""
         hidden = self.integer("n_embd")
         activation = str(self._values.get("activation_function", "gelu_new"))
         if activation not in _GPT2_ACTIVATION_NAMES:
             self.refuse("activation_function", f"known are {', '.join(_GPT2_ACTIVATION_NAMES)}")
         self._expect("scale_attn_weights", True, True, "scores are divided by the root of a head's width here")
-        self._expect("scale_attn_by_inverse_layer_idx", False, False, "every layer's attention has one scale here")
+        self._expect("scale_attn_by_inverse_layer_idx", False, False, "all layers scale attention alike here")
         self._expect("add_cross_attention", False, False, "there is no cross attention here")
         return {
             "num_layers": self.integer("n_layer"),
@@ -295,9 +304,9 @@ class _HfConfig:
         }
 
     def llama(self, architecture: Architecture) -> dict[str, Any]:
-        """The configurations of Llama's family."""
+        """The fields of a configuration of Llama's family."""
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
-        self._expect("hidden_act", "silu", "silu", "the gated MLP is SiLU's here")
+        self._expect("hidden_act", "silu", "silu", "a gated MLP uses SiLU here")
         groups = self.integer("num_key_value_heads", _GROUPS.get(architecture, heads))
         has_head_width = self._values.get("head_dim") is not None
         # MistralConfig's own default is the window of Mistral 7B v0.1; Phi3Config's and MixtralConfig's is none.
@@ -307,11 +316,10 @@ class _HfConfig:
         if is_window_on and self._values.get("sliding_window", default) is not None:
             self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3", default)
         if architecture in (Architecture.qwen3, Architecture.qwen3_moe):
-            self._expect("attention_bias", False, False, "its class has biases in all of attention's projections then")
-        rope = self._rope(architecture)
+            self._expect("attention_bias", False, False, "its class then has biases in all of attention's projections")
         bias = architecture is Architecture.llama and self.boolean("attention_bias", False)
         if architecture is Architecture.llama and self.boolean("mlp_bias", False) != bias:
-            self.refuse("mlp_bias", "biases are in all linear layers here, or in none (attention_bias differs)")
+            self.refuse("mlp_bias", "all linear layers have biases here, or none has (attention_bias differs)")
         return {
             "num_layers": self.integer("num_hidden_layers"),
             "hidden_size": hidden,
@@ -321,7 +329,7 @@ class _HfConfig:
             "kv_channels": self.integer("head_dim") if has_head_width else None,
             "max_position_embeddings": self.integer("max_position_embeddings"),
             "position_embedding_type": PositionEmbedding.rope.name,
-            **rope,
+            **self._rope(architecture),
             "normalization": Normalization.rmsnorm.name,
             "layernorm_epsilon": self.number("rms_norm_eps", _EPSILONS.get(architecture, 1e-6)),
             "activation": Activation.swiglu.name,
@@ -332,17 +340,16 @@ class _HfConfig:
         }
 
     def _experts(self, architecture: Architecture) -> dict[str, Any]:
-        """Experts in every layer; a softmax over the scores of a token's experts weights them."""
-        # `transformers` knows the count under two names.
+        # `transformers` knows the count by two names.
         count = "num_experts" if "num_experts" in self._values else "num_local_experts"
         fields = {"num_moe_experts": self.integer(count), "moe_router_topk": self.integer("num_experts_per_tok")}
         if architecture is Architecture.mixtral:
-            self._expect("router_jitter_noise", 0.0, 0.0, "routers read their input without noise here")
+            self._expect("router_jitter_noise", 0.0, 0.0, "routers add no noise to their input here")
             return fields
         self._expect("norm_topk_prob", False, True, "the weights of a token's experts add up to 1 here")
-        self._expect("decoder_sparse_step", 1, 1, "every layer has experts here, or none")
+        self._expect("decoder_sparse_step", 1, 1, "every layer has experts here, or none has")
         if self._values.get("mlp_only_layers"):
-            self.refuse("mlp_only_layers", "every layer has experts here, or none")
+            self.refuse("mlp_only_layers", "every layer has experts here, or none has")
         return fields | {"moe_ffn_hidden_size": self.integer("moe_intermediate_size", 768)}
 
     def _rope(self, architecture: Architecture) -> dict[str, Any]:
@@ -356,12 +363,9 @@ class _HfConfig:
             self.refuse(name, "this class rotates whole heads")
         default = 1e6 if architecture is Architecture.mixtral else 1e4
         base = scaling.get("rope_theta", self._values.get("rope_theta", default))
-        if isinstance(base, bool) or not isinstance(base, int | float) or base != int(base):
-            self.problems.append(f"{self._origin}: rope_theta={show(base)} is no whole number")
-            base = 10_000
         return {
             "rotary_percentage": share,
-            "rotary_base": int(base),
+            "rotary_base": int(self._number("rope_theta", base, whole=True)),
             "rope_scaling_factor": self._rope_scaling_factor(name, scaling),
         }
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator, build_validation_iterator
+from gpt_pretrain.data.batches import Batch, BatchIterator, build_batch_iterator
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, ValidationRecord
@@ -67,7 +67,7 @@ class Trainer:
         """The same samples at each validation; None for no validation."""
         if self._setup.valid_data is None:
             return None
-        build = partial(build_validation_iterator, self._setup.valid_data, **self._source)
+        build = partial(build_batch_iterator, self._setup.valid_data, is_validation=True, **self._source)
         return data_iterators(self._trainable.model, build)
 
     @property
