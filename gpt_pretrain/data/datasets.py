@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import psutil
@@ -42,17 +42,6 @@ _COMPLETE = "COMPLETE"
 _INDEX_BYTES = 16
 # megatron-core's own default.
 _MIN_SURPLUS = 0.005
-
-
-class SampleDataset(Protocol):
-    """Samples by index: tokens, labels, position_ids (int64 [s]) and loss_mask (float32 [s])."""
-
-    num_epochs: float
-    """Passes over the split; below 1, part of it is never read. 0 for random tokens."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
 
 
 @dataclass(eq=False)
@@ -93,6 +82,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float, index: Path) -> None:
         self._dataset = dataset
         self.num_epochs = num_epochs
+        """Passes that the run's samples make over the split; below 1, part of it is never read."""
         self._index = index
 
     def __len__(self) -> int:
@@ -114,6 +104,9 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = {**state, "_dataset": pickle.loads(state["_dataset"])}
 
+
+type SampleDataset = RandomTokens | TokenDataset
+"""Samples by index: tokens, labels, position_ids (int64 [s]) and loss_mask (float32 [s])."""
 
 # What megatron-core raises if its files hold other numbers, or none; no checksum protects them.
 _NO_INDEX = (pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AssertionError, OverflowError)

@@ -4,7 +4,7 @@ Fields have the published names, as `transformers` 4 and 5 write them in `config
 support is refused by name: nobody would notice a checkpoint that loads but computes something else.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -28,11 +28,7 @@ class Architecture(Enum):
 
 
 _GPT2_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
-_GPT2_ACTIVATION_NAMES = {
-    "gelu_new": Activation.gelu_tanh,
-    "gelu_pytorch_tanh": Activation.gelu_tanh,
-    "gelu": Activation.gelu,
-}
+_GPT2_ACTIVATION_NAMES = {"gelu_pytorch_tanh": Activation.gelu_tanh} | {v: k for k, v in _GPT2_ACTIVATIONS.items()}
 
 # The fields of ours that a class restricts, with the values that it supports.
 type _Fields = dict[str, tuple[Any, ...]]
@@ -83,7 +79,11 @@ def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) 
         ConfigError: The class does not support all of the model's fields; names each.
     """
     chosen = wanted or _implied(model)
-    if problems := list(_unsupported(model, chosen)):
+    problems = [
+        f"model.{name}={show(getattr(model, name))} is not supported by {chosen.value}, {rule}"
+        for name, rule in _unsupported(model, chosen).items()
+    ]
+    if problems:
         raise ConfigError(problems)
     return chosen
 
@@ -100,40 +100,30 @@ def _implied(model: ModelConfig) -> Architecture:
     return Architecture.phi3 if model.rotary_percentage < 1 else Architecture.llama
 
 
-def _unsupported(model: ModelConfig, architecture: Architecture) -> Iterator[str]:
-    hidden, heads, is_llama = model.hidden_size, model.num_attention_heads, architecture is Architecture.llama
-    # Whether a rule is broken, our field, and the rule.
-    rules = [
-        (getattr(model, name) not in values, name, f"which has {' or '.join(map(show, values))}")
+def _unsupported(model: ModelConfig, architecture: Architecture) -> dict[str, str]:
+    """Our fields that the class does not support, with its rule."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    rules = {
+        name: f"which has {' or '.join(map(show, values))}"
         for name, values in _FIELDS[architecture].items()
-    ]
-    rules += [
-        (
-            is_llama and model.qkv_bias and not model.bias,
-            "qkv_bias",
-            "which has biases in all of attention's projections or in none (model.bias=false)",
-        ),
-        # LlamaConfig of `transformers` 5 refuses this at any head_dim; Mistral's class does not.
-        (
-            is_llama and hidden % heads != 0,
-            "hidden_size",
-            f"which takes multiples of model.num_attention_heads={heads}",
-        ),
-        (architecture in _WITH_EXPERTS and model.num_moe_experts is None, "num_moe_experts", "which has experts"),
-        (
-            architecture is Architecture.gpt2 and num_query_groups(model) != heads,
-            "num_query_groups",
-            f"which has as many key/value heads as query heads (model.num_attention_heads={heads})",
-        ),
-        (
-            architecture in _FIXED_HEADS and kv_channels(model) * heads != hidden,
-            "kv_channels",
-            f"whose heads are model.hidden_size / model.num_attention_heads = {hidden} / {heads} wide",
-        ),
-    ]
-    for is_broken, name, rule in rules:
-        if is_broken:
-            yield f"model.{name}={show(getattr(model, name))} is not supported by {architecture.value}, {rule}"
+        if getattr(model, name) not in values
+    }
+    if architecture is Architecture.llama and model.qkv_bias and not model.bias:
+        rules["qkv_bias"] = "which has biases in all of attention's projections or in none (model.bias=false)"
+    if architecture is Architecture.llama and hidden % heads:
+        # LlamaConfig of `transformers` 5 refuses it at any head_dim; Mistral's class does not.
+        rules["hidden_size"] = f"which takes multiples of model.num_attention_heads={heads}"
+    if architecture in _WITH_EXPERTS and model.num_moe_experts is None:
+        rules["num_moe_experts"] = "which has experts"
+    if architecture is Architecture.gpt2 and num_query_groups(model) != heads:
+        rules["num_query_groups"] = (
+            f"which has as many key/value heads as query heads (model.num_attention_heads={heads})"
+        )
+    if architecture in _FIXED_HEADS and kv_channels(model) * heads != hidden:
+        rules["kv_channels"] = (
+            f"whose heads are model.hidden_size / model.num_attention_heads = {hidden} / {heads} wide"
+        )
+    return rules
 
 
 def to_hf_config(
@@ -307,9 +297,7 @@ class _HfConfig:
         """The fields of a configuration of Llama's family."""
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         self._expect("hidden_act", "silu", "silu", "a gated MLP uses SiLU here")
-        groups = self.integer("num_key_value_heads", _GROUPS.get(architecture, heads))
-        has_head_width = self._values.get("head_dim") is not None
-        # MistralConfig's own default is the window of Mistral 7B v0.1; Phi3Config's and MixtralConfig's is none.
+        # MistralConfig's default is the window of Mistral 7B v0.1; Phi3Config and MixtralConfig default to none.
         default = 4096 if architecture not in (Architecture.phi3, Architecture.mixtral) else None
         has_no_switch = architecture in (Architecture.mistral, Architecture.phi3, Architecture.mixtral)
         is_window_on = self.boolean("use_sliding_window", has_no_switch)
@@ -325,8 +313,8 @@ class _HfConfig:
             "hidden_size": hidden,
             "ffn_hidden_size": self.integer("intermediate_size"),
             "num_attention_heads": heads,
-            "num_query_groups": groups,
-            "kv_channels": self.integer("head_dim") if has_head_width else None,
+            "num_query_groups": self.integer("num_key_value_heads", _GROUPS.get(architecture, heads)),
+            "kv_channels": None if self._values.get("head_dim") is None else self.integer("head_dim"),
             "max_position_embeddings": self.integer("max_position_embeddings"),
             "position_embedding_type": PositionEmbedding.rope.name,
             **self._rope(architecture),
@@ -363,19 +351,14 @@ class _HfConfig:
             self.refuse(name, "this class rotates whole heads")
         default = 1e6 if architecture is Architecture.mixtral else 1e4
         base = scaling.get("rope_theta", self._values.get("rope_theta", default))
+        kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor")
+        is_llama3 = kind == "llama3" and {key: scaling.get(key) for key in _LLAMA3_ROPE} == _LLAMA3_ROPE
+        if kind != "default" and not (is_llama3 and isinstance(factor, int | float)):
+            only = ", ".join(f"{key}={show(value)}" for key, value in _LLAMA3_ROPE.items())
+            self.refuse(name, f"the only rescaled rope here is Llama 3.1's: rope_type=llama3 with a factor, and {only}")
+            kind = "default"
         return {
             "rotary_percentage": share,
             "rotary_base": int(self._number("rope_theta", base, whole=True)),
-            "rope_scaling_factor": self._rope_scaling_factor(name, scaling),
+            "rope_scaling_factor": None if kind == "default" else float(factor),
         }
-
-    def _rope_scaling_factor(self, name: str, scaling: Mapping[str, Any]) -> float | None:
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind == "default":
-            return None
-        fixed = {key: scaling.get(key) for key in _LLAMA3_ROPE}
-        if kind != "llama3" or fixed != _LLAMA3_ROPE or not isinstance(scaling.get("factor"), int | float):
-            only = ", ".join(f"{key}={show(value)}" for key, value in _LLAMA3_ROPE.items())
-            self.refuse(name, f"the only rescaled rope here is Llama 3.1's: rope_type=llama3 with a factor, and {only}")
-            return None
-        return float(scaling["factor"])
