@@ -117,7 +117,10 @@ class Progress:
         if not self._show or self._total <= 0:
             return
         if not sys.stderr.isatty():
-            self._print_line()
+            line, now = f"{self._stage}: {min(self._done / self._total, 1.0):.0%}", time.monotonic()
+            if line != self._line and now - self._line_at >= _LINE_INTERVAL_S:
+                print(line, file=sys.stderr, flush=True)
+                self._line, self._line_at = line, now
             return
         if self._bar is None:
             columns = BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -126,13 +129,6 @@ class Progress:
             self._bar.start()
             self._bar.add_task(self._stage, total=self._total)
         self._bar.update(self._bar.task_ids[0], completed=self._done)
-
-    def _print_line(self) -> None:
-        line = f"{self._stage}: {min(self._done / self._total, 1.0):.0%}"
-        now = time.monotonic()
-        if line != self._line and now - self._line_at >= _LINE_INTERVAL_S:
-            print(line, file=sys.stderr, flush=True)
-            self._line, self._line_at = line, now
 
 
 def cache_directory(data: DataConfig) -> Path:

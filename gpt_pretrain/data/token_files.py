@@ -72,7 +72,7 @@ class TokenFile:
 
 
 def check_token_file(prefix: str) -> TokenFile:
-    """Opens a `.bin/.idx` pair and checks the files against what the index implies.
+    """Opens a `.bin/.idx` pair.
 
     Raises:
         UserError: A file is missing, is not what its name says, or has another size than the index implies.
@@ -240,7 +240,7 @@ class SplitSize:
     num_tokens: int
 
 
-type SplitSizes = tuple[SplitSize, SplitSize, SplitSize]
+type SplitSizes = tuple[SplitSize, ...]
 """Of the training, the validation and the test split."""
 
 
@@ -258,8 +258,7 @@ def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
         start, end = (0, 0) if bounds is None else (round(bound * token_file.num_documents) for bound in bounds)
         num_tokens = int(lengths[start:end].sum(dtype=numpy.int64))
         sizes.append(SplitSize(num_documents=max(0, end - start), num_tokens=num_tokens))
-    train, valid, test = sizes
-    return train, valid, test
+    return tuple(sizes)
 
 
 def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> SplitSizes:

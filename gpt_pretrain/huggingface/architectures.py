@@ -62,11 +62,11 @@ _FIELDS: dict[Architecture, _Fields] = {
 _WITH_EXPERTS = (Architecture.mixtral, Architecture.qwen3_moe)
 # Classes whose heads are hidden_size / num_attention_heads wide.
 _FIXED_HEADS = (Architecture.gpt2, Architecture.qwen2, Architecture.phi3)
-# Key/value heads where a config.json is silent; other classes then have as many as query heads.
+# Default key/value heads of a config.json; other classes have as many as query heads.
 _GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_moe: 4}
-# The norms' epsilon where a config.json is silent; other classes then have 1e-6.
+# Default epsilons of the norms; other classes have 1e-6.
 _EPSILONS = {Architecture.phi3: 1e-5, Architecture.mixtral: 1e-5}
-# What megatron-core's rescaling of rope has fixed (RotaryEmbedding._apply_scaling): Llama 3.1's.
+# Fixed in megatron-core's rescaling of rope (RotaryEmbedding._apply_scaling): Llama 3.1's.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -217,7 +217,7 @@ def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture
             f"{origin}: model_type={values.get('model_type')!r} cannot be imported; known: {', '.join(known)}"
         )
     if "quantization_config" in values:
-        reader.refuse("quantization_config", "import the model's unquantised weights")
+        reader.refuse("quantization_config", "import the model's unquantized weights")
     fields = reader.gpt2() if architecture is Architecture.gpt2 else reader.llama(architecture)
     fields |= {
         "vocab_size": reader.integer("vocab_size"),
@@ -351,14 +351,14 @@ class _HfConfig:
             self.refuse(name, "this class rotates whole heads")
         default = 1e6 if architecture is Architecture.mixtral else 1e4
         base = scaling.get("rope_theta", self._values.get("rope_theta", default))
-        kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor")
-        is_llama3 = kind == "llama3" and {key: scaling.get(key) for key in _LLAMA3_ROPE} == _LLAMA3_ROPE
-        if kind != "default" and not (is_llama3 and isinstance(factor, int | float)):
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        rescaled = {key: scaling.get(key) for key in _LLAMA3_ROPE}
+        is_llama3 = kind == "llama3" and rescaled == _LLAMA3_ROPE and isinstance(scaling.get("factor"), int | float)
+        if kind != "default" and not is_llama3:
             only = ", ".join(f"{key}={show(value)}" for key, value in _LLAMA3_ROPE.items())
             self.refuse(name, f"the only rescaled rope here is Llama 3.1's: rope_type=llama3 with a factor, and {only}")
-            kind = "default"
         return {
             "rotary_percentage": share,
             "rotary_base": int(self._number("rope_theta", base, whole=True)),
-            "rope_scaling_factor": None if kind == "default" else float(factor),
+            "rope_scaling_factor": float(scaling["factor"]) if is_llama3 else None,
         }
