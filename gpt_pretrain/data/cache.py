@@ -46,9 +46,7 @@ class Progress:
         self._show = show
         self._status: Path | None = None
         self._bar: RichProgress | None = None
-        self._stage = "starting"
-        self._done = 0
-        self._total = 0
+        self._state: dict[str, Any] = {"stage": "starting", "done": 0, "total": 0}
         self._published_at = 0.0
         self._line_at = time.monotonic()
         self._line = ""
@@ -82,22 +80,22 @@ class Progress:
     def start(self, stage: str, total: int) -> None:
         """Ends the current step and begins one of `total` units."""
         self.finish()
-        self._stage, self._done, self._total = stage, 0, total
+        self._state = {"stage": stage, "done": 0, "total": total}
         self._publish()
         self._draw()
 
     def advance(self, amount: int) -> None:
         """Counts more of the current step as done."""
-        self._done += amount
+        self._state["done"] += amount
         if time.monotonic() - self._published_at >= _PUBLISH_INTERVAL_S:
             self._publish()
         self._draw()
 
     def mirror(self, status: dict[str, Any]) -> None:
         """Shows the state that another process published."""
-        if status["stage"] != self._stage:
+        if status["stage"] != self._state["stage"]:
             self.finish()
-        self._stage, self._done, self._total = status["stage"], status["done"], status["total"]
+        self._state = {name: status[name] for name in self._state}
         self._draw()
 
     def finish(self) -> None:
@@ -109,15 +107,15 @@ class Progress:
     def _publish(self) -> None:
         self._published_at = time.monotonic()
         if self._status is not None:
-            state = {"stage": self._stage, "done": self._done, "total": self._total}
-            text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **state})
+            text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **self._state})
             write_file(self._status, text, wait_for_disk=False)
 
     def _draw(self) -> None:
-        if not self._show or self._total <= 0:
+        stage, done, total = self._state.values()
+        if not self._show or total <= 0:
             return
         if not sys.stderr.isatty():
-            line, now = f"{self._stage}: {min(self._done / self._total, 1.0):.0%}", time.monotonic()
+            line, now = f"{stage}: {min(done / total, 1.0):.0%}", time.monotonic()
             if line != self._line and now - self._line_at >= _LINE_INTERVAL_S:
                 print(line, file=sys.stderr, flush=True)
                 self._line, self._line_at = line, now
@@ -127,16 +125,12 @@ class Progress:
             name = TextColumn("{task.description}")
             self._bar = RichProgress(name, *columns, console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._bar.add_task(self._stage, total=self._total)
-        self._bar.update(self._bar.task_ids[0], completed=self._done)
+            self._bar.add_task(stage, total=total)
+        self._bar.update(self._bar.task_ids[0], completed=done)
 
 
 def cache_directory(data: DataConfig) -> Path:
-    """The cache directory, created if missing; a complete one may be on a read-only disk.
-
-    Raises:
-        UserError: It cannot be created.
-    """
+    """The cache directory, created if missing. A complete one may be on a read-only disk."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gpt_pretrain")
     path = (default if data.cache_dir is None else Path(data.cache_dir)).expanduser().absolute()
     try:
@@ -166,12 +160,9 @@ def file_identity(path: Path) -> list[Any]:
 
 @contextmanager
 def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
-    """Holds the lock of a cache entry; while it waits, `progress` shows the holder and the holder's progress.
+    """Holds the lock of a cache entry; while it waits, `progress` shows the holder's.
 
     The lock and the holder's status are files beside the entry.
-
-    Raises:
-        UserError: The cache cannot be written.
     """
     status = entry.with_name(entry.name + ".status.json")
     lock = FileLock(entry.with_name(entry.name + ".lock"))
@@ -202,11 +193,7 @@ def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def new_entry(entry: Path) -> Iterator[Path]:
-    """Makes a directory in one piece (`config.files.new_directory`). The entry's lock must be held.
-
-    Raises:
-        UserError: The disk is full; nothing is left behind.
-    """
+    """Makes a directory in one piece (`config.files.new_directory`); the entry's lock must be held."""
     with new_directory(entry) as unfinished:
         try:
             yield unfinished

@@ -40,14 +40,14 @@ _BLOCK_BYTES = 64 * 1024
 _SPLIT_NAMES = ("training", "validation", "test")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenFile:
     """A `.bin/.idx` pair, as its index describes it."""
 
     prefix: str
     dtype: type[numpy.number]
-    num_documents: int
-    """Sequences of the index, which megatron-core splits and shuffles."""
+    lengths: numpy.ndarray
+    """Tokens of each document, a sequence of the index that megatron-core splits and shuffles: int32, memory-mapped."""
     num_boundaries: int
     """Document boundaries in the index."""
     num_tokens: int
@@ -62,9 +62,10 @@ class TokenFile:
         """The documents' lengths and offsets."""
         return Path(self.prefix + ".idx")
 
-    def lengths(self) -> numpy.ndarray:
-        """Tokens of each document, memory-mapped: int32 [num_documents]."""
-        return numpy.memmap(self.idx_path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(self.num_documents,))
+    @property
+    def num_documents(self) -> int:
+        """Documents, the empty ones included."""
+        return len(self.lengths)
 
     def identity(self) -> list[Any]:
         """Changes whenever one of the files does (`file_identity`)."""
@@ -92,7 +93,12 @@ def check_token_file(prefix: str) -> TokenFile:
     _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
     if version != 1:
         raise UserError(f"{idx_path} has index version {version}; version 1 is known")
-    dtype = _integer_type(idx_path, code)
+    try:
+        dtype = DType.dtype_from_code(code)
+    except ValueError:
+        raise UserError(f"{idx_path} has the unknown token type code {code}; it is damaged or not an index") from None
+    if not issubclass(dtype, numpy.integer):
+        raise UserError(f"{idx_path} says that its tokens are {dtype.__name__}; token ids are integers")
     implied = _HEADER.size + num_sequences * (4 + 8) + num_boundaries * 8
     if size not in (implied, implied + num_sequences):
         raise UserError(
@@ -113,28 +119,13 @@ def check_token_file(prefix: str) -> TokenFile:
         )
     if num_tokens == 0:
         raise UserError(f"{bin_path} holds no token: all {num_sequences:,} documents are empty")
-    return TokenFile(
-        prefix=prefix, dtype=dtype, num_documents=num_sequences, num_boundaries=num_boundaries, num_tokens=num_tokens
-    )
-
-
-def _integer_type(idx_path: Path, code: int) -> type[numpy.number]:
-    try:
-        dtype: type[numpy.number] = DType.dtype_from_code(code)
-    except ValueError:
-        raise UserError(f"{idx_path} has the unknown token type code {code}; it is damaged or not an index") from None
-    if not issubclass(dtype, numpy.integer):
-        raise UserError(f"{idx_path} says that its tokens are {dtype.__name__}; token ids are integers")
-    return dtype
+    return TokenFile(prefix=prefix, dtype=dtype, lengths=lengths, num_boundaries=num_boundaries, num_tokens=num_tokens)
 
 
 def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progress: Progress) -> None:
     """Refuses token ids outside the model's vocabulary, and an index whose offsets point elsewhere.
 
     Reads the files once: the cache keeps the smallest and the largest id of an unchanged file.
-
-    Raises:
-        UserError: Names the first token out of range, its position and its document.
     """
     record = cache / "scans" / f"{fingerprint(token_file.identity())[:32]}.json"
     if not record.is_file():
@@ -146,7 +137,7 @@ def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progres
     low, high = _read_scan(record)
     if low < 0 or high >= vocab_size:
         position, token = _first_outside(token_file, vocab_size)
-        ends = numpy.cumsum(token_file.lengths(), dtype=numpy.int64)
+        ends = numpy.cumsum(token_file.lengths, dtype=numpy.int64)
         document = int(numpy.searchsorted(ends, position, side="right"))
         raise UserError(
             f"{token_file.bin_path}: token id {token} at position {position:,} (document {document:,}) is outside the "
@@ -193,7 +184,7 @@ def _first_outside(token_file: TokenFile, vocab_size: int) -> tuple[int, int]:
 
 
 def _check_offsets(token_file: TokenFile) -> None:
-    lengths = token_file.lengths()
+    lengths = token_file.lengths
     offset = _HEADER.size + lengths.nbytes
     pointers = numpy.memmap(token_file.idx_path, dtype="<i8", mode="r", offset=offset, shape=lengths.shape)
     end = 0
@@ -252,21 +243,16 @@ def split_matrix(splits: str) -> list[tuple[float, float] | None]:
 
 def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
     """Documents and tokens of each split of a file, rounded as megatron-core does."""
-    lengths = token_file.lengths()
     sizes = []
     for bounds in split_matrix(splits):
         start, end = (0, 0) if bounds is None else (round(bound * token_file.num_documents) for bound in bounds)
-        num_tokens = int(lengths[start:end].sum(dtype=numpy.int64))
+        num_tokens = int(token_file.lengths[start:end].sum(dtype=numpy.int64))
         sizes.append(SplitSize(num_documents=max(0, end - start), num_tokens=num_tokens))
     return tuple(sizes)
 
 
 def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> SplitSizes:
-    """Refuses a split that the run reads and that cannot fill one sample, a sequence and the label of its last token.
-
-    Raises:
-        UserError: States how many documents and tokens each split has, and what is needed.
-    """
+    """Refuses a split that the run reads if it cannot fill one sample: a sequence and the label of its last token."""
     sizes = split_sizes(token_file, splits)
     used = 2 if with_validation else 1
     for name, size in zip(_SPLIT_NAMES[:used], sizes[:used], strict=True):
@@ -297,11 +283,7 @@ class Blend:
 def plan_blend(entries: Sequence[Any]) -> Blend:
     """Reads `model.data.data_prefix`: paths, or weights and paths in turn. The cross-field rules have checked the form.
 
-    Weights sum to 1 or 100 (to one part in a thousand), so that a forgotten or mistyped one is noticed instead of
-    normalized away.
-
-    Raises:
-        UserError: The weights have another sum.
+    Weights must sum to 1 or 100 (to one part in a thousand): normalizing would hide a forgotten or mistyped one.
     """
     if not any(is_weight(entry) for entry in entries):
         return Blend(tuple(_absolute(entry) for entry in entries))

@@ -35,11 +35,7 @@ EOD_CANDIDATES = (BPE_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` whose end-of-document token is known.
-
-    Raises:
-        UserError: It has none of the known end-of-document tokens.
-    """
+    """A `tokenizers.Tokenizer` that has one of the known end-of-document tokens, or a UserError."""
 
     def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
         # Both serve inference and would corrupt the documents of a corpus.
@@ -110,11 +106,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
-    """Reads a Hugging Face `tokenizer.json`; errors name the `key` that gave its path.
-
-    Raises:
-        UserError: The file is missing, is not a tokenizer, or has no end-of-document token.
-    """
+    """Reads a Hugging Face `tokenizer.json`, or raises a UserError that names the `key` of its path."""
     path = Path(path).expanduser()
     if path.is_dir():
         raise UserError(f"{key}={path} is a directory; name the file: {path / TOKENIZER_FILE}")

@@ -24,7 +24,7 @@ import torch
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, open_checkpoint
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import new_directory
-from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
 from gpt_pretrain.huggingface.tensors import differences, tensor_rules
 
@@ -96,7 +96,14 @@ def export_hf(
         ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
         _write_json(directory / "generation_config.json", {"_from_model_config": True, **ids})
         if saved.tokenizer is not None:
-            _write_tokenizer(directory, saved.tokenizer, model.max_position_embeddings)
+            saved.tokenizer.save(directory / TOKENIZER_FILE)
+            tokenizer_config = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": saved.tokenizer.eod_token,
+                "model_max_length": model.max_position_embeddings,
+                "clean_up_tokenization_spaces": False,
+            }
+            _write_json(directory / "tokenizer_config.json", tokenizer_config)
     types = ", ".join(sorted({_torch_name(part) for part in parts.values()}))
     num_parameters = sum(part.numel() for part in parts.values())
     files = "1 file" if len(shards) == 1 else f"{len(shards)} files"
@@ -109,19 +116,6 @@ def export_hf(
 
 def _torch_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> None:
-    tokenizer.save(directory / TOKENIZER_FILE)
-    _write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": tokenizer.eod_token,
-            "model_max_length": max_length,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
 
 
 def _plan_shards(parts: _Shard, max_bytes: float) -> dict[str, _Shard]:
@@ -140,12 +134,7 @@ def _plan_shards(parts: _Shard, max_bytes: float) -> dict[str, _Shard]:
 
 
 def _write_shards(directory: Path, shards: Mapping[str, _Shard], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Writes the files, and their index if there are several; `tensors` come one by one in the order of the shards.
-
-    Raises:
-        OSError: The disk does not take them.
-        UserError: A finite value would become infinite in the type that is written.
-    """
+    """Writes the files, and their index if there are several; `tensors` come one by one in the order of the shards."""
     stream = iter(tensors)
     for file_name, shard in shards.items():
         with (directory / file_name).open("wb") as file:
@@ -208,11 +197,7 @@ def _nearest_existing(path: Path) -> Path:
 
 @contextmanager
 def out_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory in one piece (`config.files.new_directory`).
-
-    Raises:
-        UserError: The disk does not take it.
-    """
+    """Makes a directory in one piece (`config.files.new_directory`), or raises a UserError."""
     try:
         with new_directory(path) as unfinished:
             yield unfinished

@@ -57,11 +57,7 @@ _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 @contextmanager
 def _open_weights(directory: Path, architecture: Architecture) -> Iterator[dict[str, Any]]:
-    """The tensors in all safetensors files of a directory, by name, as slices that read nothing yet.
-
-    Raises:
-        UserError: There are no such files, or one that the index names cannot be read.
-    """
+    """The tensors in all safetensors files of a directory, by name, as slices that read nothing yet."""
     tensors = {}
     with ExitStack() as stack:
         for path in _weight_paths(directory):
@@ -176,11 +172,7 @@ def _planned(rule: Rule, parts: Sequence[Any]) -> PlannedTensor:
 
 
 def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
-    """The default configuration of a run with the imported model.
-
-    Raises:
-        ConfigError: The model breaks a rule of this application.
-    """
+    """The default configuration of a run with the imported model, which must pass this application's rules."""
     config = load_config(["model=base", *(f"model.{name}={written(value)}" for name, value in fields.items())])
     model, kind = config.model, TokenizerLibrary.none if tokenizer is None else TokenizerLibrary.file
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
