@@ -166,10 +166,10 @@ def build_datasets(
                 (index / _COMPLETE).touch()
         # A rank keeps what it has just written in memory; the second pass maps the files instead.
         train_dataset, valid_dataset, _ = builder.build()
-    train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0), index)
+    train = TokenDataset(train_dataset, _plan_epochs(model, corpus, num_train_samples, split=0), index)
     if valid_dataset is None:
         return train, None
-    return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1), index)
+    return train, TokenDataset(valid_dataset, _plan_epochs(model, corpus, num_valid_samples, split=1), index)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
 
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
     """Refuses an index that does not fit into memory."""
-    epochs = plan_epochs(config.model, corpus, num_samples, split=0)
+    epochs = _plan_epochs(config.model, corpus, num_samples, split=0)
     documents = max(splits[0].num_documents for splits in corpus.splits)
     needed = num_samples * _INDEX_BYTES + math.ceil(epochs) * documents * 4
     there = psutil.virtual_memory().total
@@ -212,7 +212,7 @@ def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
         )
 
 
-def plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: int) -> float:
+def _plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: int) -> float:
     """Passes of `num_samples` over a split (0: training, 1: validation); for a blend, the most over any file."""
     num_tokens = num_samples * model.encoder_seq_length
     return max(

@@ -119,9 +119,8 @@ def import_hf(source: Path, out: Path) -> str:
             write_weights(directory, tensors, num_layers=config.model.num_layers)
             if tokenizer is not None:
                 tokenizer.save(directory / TOKENIZER_FILE)
-            manifest = _manifest(config, tokenizer)
-            names = [path.name for path in directory.iterdir()]
-            write_manifest(directory, replace(manifest, files=hash_files(directory, names)))
+            files = hash_files(directory, [path.name for path in directory.iterdir()])
+            write_manifest(directory, _manifest(config, tokenizer, files))
             _write_experiment(directory / "experiment" / f"{_EXPERIMENT}.yaml", source, fields, config, out)
         # Without the rows that pad the vocabulary.
         num_parameters = sum(math.prod(published[name].get_shape()) for rule in rules for name in rule.names)
@@ -183,9 +182,8 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     return config
 
 
-def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
-    platform = detect_platform()
-    launch = read_launch({})
+def _manifest(config: Config, tokenizer: Tokenizer | None, files: Mapping[str, Any]) -> Manifest:
+    platform, launch = detect_platform(), read_launch({})
     transformer_config = translate_transformer(build_run_spec(config, launch, platform))
     with process_groups(config.model, launch, platform):
         one_process = layout(config.model)
@@ -195,12 +193,12 @@ def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
         time_unix=time.time(),
         versions=installed_versions(),
         config=config_to_dict(config),
-        # A model without a tokenizer names none: a run may then bring the one that the model had.
+        # Without a tokenizer the entry is missing, and a run may bring the one that the model had.
         data={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
         architecture=architecture_of(config.model, transformer_config),
         layout=one_process,
         fp8={},
-        files={},
+        files=files,
     )
 
 
