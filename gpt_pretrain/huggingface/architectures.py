@@ -36,7 +36,6 @@ _NO_EXPERTS: _Fields = {"num_moe_experts": (None,)}
 _NO_QK_NORM: _Fields = {"qk_layernorm": (False,)}
 _QK_NORM: _Fields = {"qk_layernorm": (True,)}
 _NO_BIAS: _Fields = {"bias": (False,), "qkv_bias": (False,)}
-_QKV_BIAS: _Fields = {"bias": (False,), "qkv_bias": (True,)}
 _GPT2: _Fields = {
     "position_embedding_type": (PositionEmbedding.learned_absolute,),
     "normalization": (Normalization.layernorm,),
@@ -53,7 +52,7 @@ _FIELDS: dict[Architecture, _Fields] = {
     Architecture.gpt2: {**_NO_EXPERTS, **_GPT2, **_NO_QK_NORM},
     Architecture.llama: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM},
     Architecture.mistral: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS},
-    Architecture.qwen2: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_QKV_BIAS},
+    Architecture.qwen2: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, "bias": (False,), "qkv_bias": (True,)},
     Architecture.qwen3: {**_LLAMA, **_NO_EXPERTS, **_NO_BIAS, **_QK_NORM},
     Architecture.phi3: {**_ROTATED, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS, "rope_scaling_factor": (None,)},
     Architecture.mixtral: {**_LLAMA, **_NO_QK_NORM, **_NO_BIAS},
@@ -73,10 +72,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) -> Architecture:
     """The class that computes what a model of ours computes: the wanted one, or the one that its fields imply.
 
-    Mistral is Llama without its sliding window, so it has to be asked for.
-
-    Raises:
-        ConfigError: The class does not support all of the model's fields; names each.
+    Mistral is Llama without its sliding window, so it has to be asked for. A ConfigError names every unsupported field.
     """
     chosen = wanted or _implied(model)
     problems = [
@@ -206,8 +202,7 @@ def to_hf_config(
 def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture, dict[str, Any]]:
     """The architecture of a published model, and the fields of `model.` that make ours compute the same.
 
-    Raises:
-        UserError: A field is missing, or asks for what no model of ours computes.
+    A UserError names every field that is missing or asks for what no model of ours computes.
     """
     reader = _HfConfig(values, origin)
     known = Architecture.__members__
