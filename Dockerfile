@@ -1,24 +1,23 @@
 # syntax=docker/dockerfile:1
-# gpt_pretrain on NVIDIA's PyTorch container, whose PyTorch, Transformer Engine and apex stay as they are.
+# gpt_pretrain on NVIDIA's PyTorch container, with its PyTorch, Transformer Engine and apex unchanged.
 #
 #     docker build -t gpt_pretrain .
 #     docker run --rm --gpus all --ipc=host gpt_pretrain                 # the doctor: what this machine can train
 #
-# docs/cluster.md says how to train with it, under Docker and under Slurm. Needs BuildKit (Docker 23 or newer).
+# docs/cluster.md shows how to train with it under Docker and Slurm. It needs BuildKit (Docker 23 or newer).
 ARG BASE=nvcr.io/nvidia/pytorch:26.07-py3
 FROM ${BASE}
 
-# The base's Python is the system's, and pip is meant to install beside what it has.
+# The base uses the system's Python, and pip installs beside its packages.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 
-# What is needed changes less often than the code: a layer of its own, and pip's downloads outside of the image.
-# PIP_CONSTRAINT, where the base sets it, names pins of its own that reach into isolated builds, too; what has to stay
-# is in base/constraints.txt.
-# Of pyproject.toml's extras none is in the image unless it is asked for, by commas: --build-arg EXTRAS=flash,wandb.
-# With flash more than attention hangs on it: Transformer Engine 2.15 to 2.18 do not load where it is installed and does
-# not load itself.
+# Requirements change less often than code, so they have their own layer; pip's downloads stay outside of the image.
+# The base may set PIP_CONSTRAINT to its own pins, which would also reach into isolated builds; base/constraints.txt has
+# the packages to keep.
+# The image has no extras of pyproject.toml unless they are named: --build-arg EXTRAS=flash,wandb. Beware of flash: if
+# it is installed but does not load, neither does Transformer Engine 2.15 to 2.18.
 ARG EXTRAS=""
 WORKDIR /opt/gpt_pretrain
 COPY pyproject.toml constraints.txt ./
@@ -35,9 +34,9 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     PIP_CONSTRAINT='' python -m pip install --no-deps . \
     && python scripts/base_packages.py check base
 
-# Not root, by number: a host need not know the name. Runs write to the folder they are started in, kernels are cached in
-# the home folder, and any user may: docker run --user "$(id -u):$(id -g)", Enroot and Apptainer bring users that the
-# image does not know.
+# Not root, and by number, since a host need not know the name. Runs write to the folder they start in and cache kernels
+# in the home folder. Both are open to any user: docker run --user "$(id -u):$(id -g)", Enroot and Apptainer bring users
+# that the image does not know.
 RUN useradd --create-home --uid 10001 gpt_pretrain \
     && chmod 1777 /home/gpt_pretrain \
     && install --directory --mode 1777 /runs
@@ -45,9 +44,9 @@ ENV HOME=/home/gpt_pretrain
 WORKDIR /runs
 USER 10001
 
-# No GPU is there while an image is built. The doctor judges the libraries as if one were: the build ends here, with the
-# reason, where Transformer Engine does not load or a run would not.
+# There is no GPU while an image is built. The doctor assumes one and fails the build, with the reason, if Transformer
+# Engine does not load or a run would not start.
 RUN python -m gpt_pretrain.doctor --assume-gpu h200
 
-# The base's own entry point stays: it picks CUDA's compatibility libraries for older drivers, and runs what follows.
+# The base's entry point stays: it picks CUDA's compatibility libraries for older drivers, and runs this command.
 CMD ["python", "-m", "gpt_pretrain.doctor"]

@@ -1,8 +1,8 @@
-# The same commands on every machine; `make help` lists them. Arguments: make train ARGS="model=gpt2_124m data=mock"
+# `make help` lists the commands. Arguments: make train ARGS="model=gpt2_124m data=mock"
 VENV ?= .venv
 ARGS ?=
 PYTHON_IN_VENV := $(VENV)/bin/python
-# Written last by the installation, so that an interrupted one is never taken for complete.
+# The installation writes it last, so that an interrupted one never looks complete.
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help install train test lint docs clean
@@ -19,8 +19,8 @@ install: $(INSTALLED) ## create .venv and install (PYTHON=… names the interpre
 train: $(INSTALLED) ## train; without ARGS a small GPT on Python's own sources, in minutes on a CPU
 	@$(PYTHON_IN_VENV) -m gpt_pretrain $(ARGS)
 
-# Tests and package are kept compiled, whatever the environment asks for: pytest and interpreters that tests start spend
-# seconds on it each. A third process on two cores saves 4% where Slurm is there to be waited for.
+# Bytecode is kept whatever the environment says: pytest and each interpreter that a test starts would otherwise spend
+# seconds compiling.
 test: $(INSTALLED) ## all tests that need no GPU and are not marked slow
 	@env -u PYTHONDONTWRITEBYTECODE $(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(ARGS)
 
@@ -30,7 +30,7 @@ lint: $(INSTALLED) ## ruff (rules and format), mypy (strict) and shellcheck
 	$(PYTHON_IN_VENV) -m mypy
 	$(VENV)/bin/shellcheck --external-sources .ci/run scripts/install.sh scripts/slurm/* tests/slurm/start.sh
 
-# The theme prints an advertisement for its successor otherwise.
+# Without the variable the theme advertises its successor.
 docs: $(INSTALLED) ## build the manual as a site into site/; a broken link fails it
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON_IN_VENV) -m mkdocs build --strict --quiet
 	@echo "built: site/index.html"

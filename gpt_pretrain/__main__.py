@@ -5,15 +5,15 @@ Examples:
     python -m gpt_pretrain trainer.max_steps=50 model.optim.lr=1e-3
     torchrun --nproc-per-node 8 -m gpt_pretrain experiment=llama3_8b_8gpu
     python -m gpt_pretrain data=text 'model.data.text_files=["corpus/*.jsonl"]'
-    python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one after another
+    python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one run after another
     python -m gpt_pretrain --config-dir my_conf --config-name my_run
-    python -m gpt_pretrain --cfg job model=gpt2_124m  show it, run nothing
+    python -m gpt_pretrain --cfg job model=gpt2_124m  show the configuration, run nothing
 """
-# command line → gate (config/) → Hydra → one job, or each of a sweep → training.run.train
-#                               → sbatch, once for each job of a sweep with hydra/launcher=slurm
+# command line → gate (rules/gate.py) → Hydra → one job, or each of a sweep → training.run.train
+#                                     → sbatch for each job of a sweep with hydra/launcher=slurm
 #
-# Torch is not imported before the gate has let the command line through. docs/checkpoints.md has a run's exit codes;
-# torchrun's own is 1 after any of them but 0.
+# Torch is imported only after the gate has accepted the command line. docs/checkpoints.md lists a run's exit codes;
+# torchrun itself exits with 1 after any of them but 0.
 
 import sys
 import traceback
@@ -46,7 +46,6 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     codes: list[int] = []
 
     def job(composed: DictConfig) -> None:
-        asked_for = False
         print_job(len(codes), jobs)
         try:
             config = read_job(composed)
@@ -57,13 +56,12 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
                 from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
 
             reason = train(config, launch)
-            code, asked_for = EXIT_CODES[reason], reason in ASKED_FOR
         except (UserError, RunError) as error:
             print_error_after_rank_zero(error, launch)
-            code = USER_ERROR if isinstance(error, UserError) else CRASH
+            codes.append(USER_ERROR if isinstance(error, UserError) else CRASH)
         except Exception as error:
             out_of_memory = None
-            # There is no torch where not even that found room.
+            # Memory may have been too short even for torch.
             if "torch" in sys.modules:
                 from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
 
@@ -71,17 +69,17 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
             problem = out_of_memory or limit_met(error)
             if not request.options.multirun and problem is None:
                 raise
-            # What ran out besides memory is not where it was met first.
+            # A traceback tells nothing about limits other than memory: any line may meet them first.
             if out_of_memory is not None or problem is None:
                 traceback.print_exc()
             if problem is not None:
-                # Below the traceback, where it is seen.
                 print_error(RunError(problem), of_rank(launch))
-            code = CRASH
-        if asked_for and request.options.multirun:
-            # Ctrl-C and signals end the sweep, not only the job that they hit.
-            raise SystemExit(code)
-        codes.append(code)
+            codes.append(CRASH)
+        else:
+            if request.options.multirun and reason in ASKED_FOR:
+                # Ctrl-C and signals end the sweep, not only the job that they hit.
+                raise SystemExit(EXIT_CODES[reason])
+            codes.append(EXIT_CODES[reason])
 
     run_hydra(request, job)
     failed = [f"  run {n + 1}: {jobs[n].name} (exit code {code})" for n, code in enumerate(codes) if code]
@@ -91,10 +89,10 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
 
 
 def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
-    """Whether this machine can run every job of a sweep, asked before the first one trains.
+    """Refuses a sweep before its first job trains if this machine cannot run all of its jobs.
 
     Raises:
-        ConfigError: It cannot; names the jobs.
+        ConfigError: Names the jobs.
     """
     set_environment(jobs[0].config)
     prepare_libraries()
@@ -108,14 +106,14 @@ def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
 
 
 def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
-    """Hands the runs of a checked sweep to Slurm and says which jobs they are.
+    """Submits the runs of a checked sweep to Slurm and prints their job numbers.
 
     Raises:
-        UserError: Slurm refuses one; those before it are in its queue.
+        UserError: Slurm refuses one; those before it stay in its queue.
     """
     for job in jobs:
-        assert job.submission is not None, "a sweep's jobs go one way"
-        assert job.config.run_dir is not None, "a sweep's jobs have directories of their own"
+        assert job.submission is not None, "a sweep runs here or under Slurm, not both"
+        assert job.config.run_dir is not None, "each job of a sweep has its own directory"
         run_dir = Path(job.config.run_dir)
         number = submit(job.submission, run_dir, [*request.source_options, *job.arguments])
         sys.stdout.write(f"job {number}: {job.name}\n    log: {run_dir}/slurm-{number}.out\n")
@@ -123,13 +121,13 @@ def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
 
 
 def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
-    """Runs a checked command line, or hands its jobs to Slurm; returns the exit code.
+    """Runs a checked command line, or submits its jobs to Slurm; returns the exit code.
 
     Raises:
-        UserError: A run directory cannot be written, is in use or holds what another command left; Slurm refuses a
-            job, or this machine one of a sweep.
+        UserError: A run directory cannot be written, is in use or has another command's files; or Slurm, or for a sweep
+            this machine, refuses a job.
     """
-    # Only where it will be made: another node may not see the place.
+    # Rank 0 makes the directories; another node may not see them.
     for job in jobs if launch.is_rank_zero else []:
         check_run_dir(job.config, "a run")
         if job.config.run_dir is not None:

@@ -14,25 +14,62 @@ Examples:
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 
 from gpt_pretrain.commands.door import importing_torch, run_with_arguments
-from gpt_pretrain.huggingface.arguments import ExportArguments
+from gpt_pretrain.huggingface.architectures import Architecture
+
+
+class Format(Enum):
+    """What is written."""
+
+    hf = "hf"
+
+
+class WeightType(Enum):
+    """Type of the written weights; the values are torch's names."""
+
+    fp32 = "float32"
+    bf16 = "bfloat16"
+    fp16 = "float16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportArguments:
+    """What the command takes."""
+
+    checkpoint: str
+    """A checkpoint's directory, RUN_DIR/checkpoints/step_…, of any parallel layout."""
+    out: str
+    """The directory to write; it must not exist, or be empty."""
+    format: Format = Format.hf
+    """hf: a directory that Hugging Face `transformers` loads."""
+    dtype: WeightType | None = None
+    """Type of the weights; null: as in the checkpoint, where FP8 weights are BF16."""
+    architecture: Architecture | None = None
+    """Class in `transformers`; null: the one that the model's fields say, llama where mistral would do as well."""
+    tokenizer: str | None = None
+    """The model's tokenizer.json; null: found in the checkpoint or its run's directory."""
+    max_shard_gib: float = 5.0
+    """Most GiB of weights in one file."""
 
 
 def export(arguments: ExportArguments) -> None:
-    """Exports, and tells what was written."""
+    """Exports, and prints what was written."""
     with importing_torch():
         from gpt_pretrain.huggingface.export import export_hf
 
-    done = export_hf(arguments)
-    files = "1 file" if done.num_shards == 1 else f"{done.num_shards} files"
-    sys.stdout.write(
-        f"written: {done.path}\n"
-        f"  {done.architecture.value}, {done.num_parameters:,} parameters in {done.dtype}, "
-        f"{done.num_bytes:,} bytes in {files}\n"
+    written = export_hf(
+        Path(arguments.checkpoint),
+        Path(arguments.out),
+        dtype=None if arguments.dtype is None else arguments.dtype.value,
+        architecture=arguments.architecture,
+        tokenizer=None if arguments.tokenizer is None else Path(arguments.tokenizer),
+        max_shard_gib=arguments.max_shard_gib,
     )
-    if not done.has_tokenizer:
-        sys.stdout.write("  no tokenizer: the checkpoint is of a model without one\n")
+    sys.stdout.write(written)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

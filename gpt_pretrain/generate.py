@@ -27,15 +27,15 @@ class GenerateArguments:
     checkpoint: str
     """A checkpoint's directory, RUN_DIR/checkpoints/step_…, of any parallel layout."""
     prompt: str
-    """Text to continue, to the letter."""
+    """Text to continue, taken literally."""
     max_new_tokens: int = 160
     """Tokens to generate; fewer where a document ends, or the sequence length of the training."""
     temperature: float = 0.7
     """0: the likeliest token each time; otherwise the divisor of the logits."""
     top_k: int | None = None
-    """Draw among so many likeliest tokens; null: among all."""
+    """Draw among this many likeliest tokens; null: among all."""
     seed: int = 1234
-    """Of the draws; sample n of several has seed + n."""
+    """Seed of the draws; sample n of several has seed + n."""
     num_samples: int = 1
     """Continuations of the same prompt."""
     tokenizer: str | None = None
@@ -43,7 +43,6 @@ class GenerateArguments:
 
 
 def _problems(arguments: GenerateArguments) -> Iterator[str]:
-    """Numbers that mean nothing."""
     for name in ("max_new_tokens", "top_k", "num_samples"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -55,12 +54,12 @@ def _problems(arguments: GenerateArguments) -> Iterator[str]:
 
 
 def generate(arguments: GenerateArguments) -> None:
-    """Prints the prompt with each of its continuations, as soon as it is there."""
+    """Prints the prompt with each of its continuations as soon as it is complete."""
     if problems := list(_problems(arguments)):
         raise ConfigError(problems)
     launch = read_launch()
     if launch.world_size > 1:
-        raise UserError(f"{launch.launcher} started {launch.world_size} processes, and generating takes one")
+        raise UserError(f"{launch.launcher} started {launch.world_size} processes; start this command in one")
     with importing_torch():
         from gpt_pretrain.training.generation import continuations
 

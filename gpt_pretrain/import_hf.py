@@ -16,24 +16,28 @@ Examples:
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from gpt_pretrain.commands.door import importing_torch, run_with_arguments
-from gpt_pretrain.huggingface.arguments import ImportArguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportArguments:
+    """What the command takes."""
+
+    path: str
+    """A Hugging Face directory: config.json and safetensors, with or without a tokenizer.json."""
+    out: str
+    """The directory to write, a checkpoint; it must not exist, or be empty."""
 
 
 def import_model(arguments: ImportArguments) -> None:
-    """Imports, and tells what was written and how to go on."""
+    """Imports, and prints what was written and how to train on."""
     with importing_torch():
-        from gpt_pretrain.huggingface.import_hf import EXPERIMENT, import_hf
+        from gpt_pretrain.huggingface.import_hf import import_hf
 
-    done = import_hf(arguments)
-    sys.stdout.write(
-        f"written: {done.path}\n"
-        f"  {done.architecture.value}, {done.num_parameters:,} parameters in {done.dtype}\n"
-        f"go on with: python -m gpt_pretrain --config-dir {done.path} experiment={EXPERIMENT} data=…\n"
-    )
-    if not done.has_tokenizer:
-        sys.stdout.write("  no tokenizer.json was there: give model.tokenizer, or data of token ids\n")
+    sys.stdout.write(import_hf(Path(arguments.path), Path(arguments.out)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,10 +1,10 @@
 """gpt_pretrain.prepare_data: prepare the data of a training command, without a GPU.
 
-It takes every argument of python -m gpt_pretrain and trains nothing: it
-tokenises, checks the tokens and fixes the order of the samples in
+It takes the arguments of python -m gpt_pretrain and trains nothing. It
+tokenizes, checks the tokens and fixes the order of the samples in
 model.data.cache_dir, where the run then finds them.
 
-Exit codes: 0 prepared; 2 refused, with what to mend; 1 a crash; 130 Ctrl-C.
+Exit codes: 0 prepared; 2 refused, with the way out; 1 a crash; 130 Ctrl-C.
 
 Examples:
     python -m gpt_pretrain.prepare_data data=text 'model.data.text_files=["corpus/*.jsonl"]'
@@ -17,52 +17,47 @@ from collections.abc import Sequence
 from gpt_pretrain.commands.command_line import Request
 from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.derived import num_train_samples
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.machine import planned_problems
 from gpt_pretrain.rules.gate import Job
 
 
-def prepare(config: Config) -> None:
-    """Prepares one run's data and says what it is.
+def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
+    """Prepares the data of each job of a checked command line, and prints what it is.
 
     Raises:
-        UserError: The data, or what the configuration says of it, cannot be trained on.
+        UserError: The configured data cannot be trained on.
     """
-    # torch and megatron-core take seconds to load: not before the gate has let the command line through.
+    prepare_libraries()
+    # Imported late: they load torch and megatron-core, which a refused command line need not wait for.
     from gpt_pretrain.data.corpus import prepare_corpus
     from gpt_pretrain.data.datasets import build_datasets
 
-    corpus = prepare_corpus(config, show_progress=True)
-    if corpus.is_mock:
-        sys.stdout.write("nothing to prepare: data=mock is random tokens\n")
-        return
-    train, _ = build_datasets(
-        config,
-        corpus,
-        num_train_samples=num_train_samples(config),
-        num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
-    )
-    sys.stdout.write(
-        f"prepared: {corpus.train.num_tokens:,} tokens to train on in {corpus.train.num_documents:,} documents, "
-        f"{train.num_epochs:.2f} epochs in {config.trainer.max_steps:,} steps\n"
-        + "".join(f"    {prefix}.bin\n" for prefix in corpus.prefixes)
-    )
-
-
-def prepare_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
-    """Prepares the data of each job of a checked command line; see `prepare` for the errors."""
-    prepare_libraries()
     for number, job in enumerate(jobs):
         print_job(number, jobs)
-        prepare(job.config)
+        config = job.config
+        corpus = prepare_corpus(config, show_progress=True)
+        if corpus.is_mock:
+            sys.stdout.write("nothing to prepare: data=mock is random tokens\n")
+            continue
+        train, _ = build_datasets(
+            config,
+            corpus,
+            num_train_samples=num_train_samples(config),
+            num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
+        )
+        sys.stdout.write(
+            f"prepared: {corpus.train.num_tokens:,} tokens to train on in {corpus.train.num_documents:,} documents, "
+            f"{train.num_epochs:.2f} epochs in {config.trainer.max_steps:,} steps\n"
+            + "".join(f"    {prefix}.bin\n" for prefix in corpus.prefixes)
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     # The ranks are those that the run is planned for: how the data is prepared does not depend on them.
-    return run_with_config(__doc__, prepare_jobs, arguments, launch=ALONE, rules=planned_problems)
+    return run_with_config(__doc__, prepare, arguments, launch=ALONE, rules=planned_problems)
 
 
 if __name__ == "__main__":

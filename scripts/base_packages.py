@@ -1,19 +1,19 @@
-"""What an image's base has installed stays as it is; for the Dockerfile.
+"""Keeps the packages of a base image as they are; for the Dockerfile.
 
     base_packages.py freeze FOLDER [EXTRA,…]
     base_packages.py check FOLDER
 
-A base such as NVIDIA's PyTorch container brings packages that were compiled for each other and that no registry has:
+A base such as NVIDIA's PyTorch container has packages that were compiled for each other and are on no registry:
 PyTorch, Transformer Engine, apex, flash-attn. `freeze` writes to FOLDER, before anything is installed:
 
-    constraints.txt   the versions that pip has to keep: of what was compiled for the base; and, for packages that the
-                      base does not have, those of this project's own constraints.txt
-    requirements.txt  what pyproject.toml asks for, and what those of its extras ask for that are named
-    base.json         a fingerprint of each package: of those that have to stay, and of those that need not
+    constraints.txt   versions for pip: those of the packages compiled for the base, and this project's own
+                      constraints.txt for packages that the base lacks
+    requirements.txt  the requirements in pyproject.toml, with those of the named extras
+    base.json         a fingerprint of each package, "kept" or "free"
 
-A package of the base that was not compiled for it (tensorboard, rich) is not pinned: pip leaves what is new enough, and
-replaces what this project cannot use. `check` compares afterwards: exit code 1 names what is no longer what it was, and
-what another package has written over: pip does so without a word where two have a file of the same name.
+A package of the base that was not compiled for it (tensorboard, rich) is not pinned: pip keeps it if it is new enough.
+Afterwards `check` exits with 1 and names the kept packages that have changed, and files of theirs that another package
+has overwritten, which pip does silently.
 """
 
 import hashlib
@@ -22,7 +22,6 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -37,24 +36,23 @@ def canonical(name: str) -> str:
 
 
 def is_compiled_for_base(package: Distribution) -> bool:
-    """Whether a package is of the stack, or built by the base's makers: a local version, or from a folder or file."""
+    """Whether a package belongs to the stack, or the base's makers built it: a local version, a folder or a file."""
     name = canonical(package.metadata["Name"])
     return bool(_STACK.fullmatch(name) or "+" in package.version or package.read_text("direct_url.json"))
 
 
 def installed() -> dict[str, Distribution]:
-    """Canonical name → package; of two on Python's path the first, which is the one that is imported."""
+    """Canonical name → package; of two on Python's path the first, which is imported."""
     found: dict[str, Distribution] = {}
     for package in distributions():
-        # Of a package that was removed by half, metadata without a name may be left.
-        if not package.metadata["Name"]:
-            continue
-        found.setdefault(canonical(package.metadata["Name"]), package)
+        # A half-removed package may leave metadata without a name.
+        if package.metadata["Name"]:
+            found.setdefault(canonical(package.metadata["Name"]), package)
     return found
 
 
 def fingerprint(package: Distribution) -> dict[str, str]:
-    """Version, place and a hash of the list of files with theirs: another build of the same version differs, too."""
+    """Version, folder and a hash of the file list with its hashes, which tells two builds of a version apart."""
     files = package.read_text("RECORD") or package.read_text("installed-files.txt") or ""
     return {
         "version": package.version,
@@ -63,15 +61,8 @@ def fingerprint(package: Distribution) -> dict[str, str]:
     }
 
 
-def project_pins() -> Iterator[tuple[str, str]]:
-    """Canonical name and line of this project's constraints."""
-    for line in (PROJECT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            yield canonical(line.partition("==")[0]), line
-
-
 def project_requirements(extras: str) -> list[str]:
-    """What this project needs with those of its extras that are named, separated by commas; none is fine."""
+    """This project's requirements with those of `extras`, names separated by commas."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     offered = project["optional-dependencies"]
     requirements = list(project["dependencies"])
@@ -88,7 +79,8 @@ def freeze(folder: Path, extras: str) -> None:
     packages = installed()
     kept = {name: package for name, package in sorted(packages.items()) if is_compiled_for_base(package)}
     lines = [f"{name}=={package.version}" for name, package in kept.items()]
-    lines += [line for name, line in project_pins() if name not in packages]
+    pins = (PROJECT / "constraints.txt").read_text().splitlines()
+    lines += [pin for pin in pins if pin and pin[0] != "#" and canonical(pin.partition("==")[0]) not in packages]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "constraints.txt").write_text("\n".join(lines) + "\n")
     (folder / "requirements.txt").write_text("\n".join(requirements) + "\n")
@@ -101,12 +93,12 @@ def freeze(folder: Path, extras: str) -> None:
 
 
 def contents(package: Distribution) -> dict[str, str | None]:
-    """Path → hash, where one was noted, of what a package has installed."""
+    """Path → hash, or None without one, of each file that a package has installed."""
     return {os.path.normpath(package.locate_file(file)): file.hash and file.hash.value for file in package.files or []}
 
 
 def check(folder: Path) -> int:
-    """Compares with what was frozen; returns the exit code."""
+    """Compares the packages with the frozen ones, and returns the exit code."""
     packages = installed()
     base = json.loads((folder / "base.json").read_text())
     before = base["kept"] | base["free"]

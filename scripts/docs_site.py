@@ -1,7 +1,7 @@
-"""Completes the site that `make docs` builds with mkdocs: a hook, named in mkdocs.yml.
+"""Hooks of mkdocs for `make docs`, named in mkdocs.yml.
 
-It adds the pages that live outside of docs/ (README.md as the home page, CONTRIBUTING.md, benchmarks/), points links at
-them, and writes the reference of keys and of metrics from the source, in place of these comments:
+They add the pages outside of docs/ (README.md as the home page, CONTRIBUTING.md, benchmarks/), point links at them, and
+write the reference of keys and of metrics from the source in place of these comments:
 
     <!-- keys -->       every key with its type, default and meaning
     <!-- records -->    every kind of record in metrics.jsonl with its fields
@@ -27,20 +27,15 @@ from gpt_pretrain.rules.gate import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-# A link or picture to a file of the repository: what is shown, the path, the heading.
+# A link or picture to a file of the repository: its text, the path, the heading.
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)#:]+)(#[^)]*)?\)")
 _JSON_TYPES = {int: "integer", float: "number", str: "string"}
 
 
-def pages_outside() -> list[Path]:
-    """Files of the site that do not lie in docs/."""
-    return [ROOT / "CONTRIBUTING.md", ROOT / "LICENSE", *sorted((ROOT / "benchmarks").glob("*.*"))]
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages from outside of docs/."""
+    """Adds the pages outside of docs/."""
     files.append(File.generated(config, "index.md", abs_src_path=str(ROOT / "README.md")))
-    for path in pages_outside():
+    for path in (ROOT / "CONTRIBUTING.md", ROOT / "LICENSE", *sorted((ROOT / "benchmarks").glob("*.*"))):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
@@ -58,7 +53,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = (source.parent / target).resolve()
         place = "index.md" if path == ROOT / "README.md" else path.relative_to(DOCS if DOCS in path.parents else ROOT)
         if files.get_file_from_path(str(place)) is None and path.exists():
-            # A file that the site does not have, such as a test: its name is enough.
+            # A file outside of the site, such as a test: its name is enough.
             return shown.strip("[]")
         return f"{shown}({'../' * (page.file.src_uri.count('/'))}{place}{heading})"
 
@@ -66,7 +61,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def key_reference() -> str:
-    """Every key by section, with the value it has where nothing is overridden."""
+    """Every key by section, with its default."""
     values = dict(flatten(config_to_dict(load_config([]))))
     lines: list[str] = []
     for section, keys in groupby(schema_keys().values(), key=lambda key: key.path.rpartition(".")[0]):
@@ -81,7 +76,7 @@ def key_reference() -> str:
 
 
 def record_reference() -> str:
-    """Every kind of record with its fields, in the order in which they are declared."""
+    """Every kind of record with its fields, in the order of their declaration."""
     kinds: dict[str, type] = {**records.RECORD_KINDS, "fp8.tensors": records.Fp8Tensor}
     lines: list[str] = []
     for kind, record in kinds.items():
@@ -98,7 +93,7 @@ def _cell(text: str) -> str:
 
 
 def _field_docs(record: type) -> dict[str, str]:
-    """Field → the string below it in the source, of a dataclass and those it inherits from."""
+    """Field → the string below it in the source, base classes included."""
     docs: dict[str, str] = {}
     for cls in filter(dataclasses.is_dataclass, reversed(record.__mro__)):
         (declared,) = ast.parse(inspect.getsource(cls)).body
@@ -110,7 +105,7 @@ def _field_docs(record: type) -> dict[str, str]:
 
 
 def _json_type(hint: typing.Any) -> str:
-    """What a field is in JSON."""
+    """A field's type in JSON."""
     if typing.get_origin(hint) is tuple:
         (item, _) = typing.get_args(hint)
         return f"list of {_JSON_TYPES.get(item, 'object')}s"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates a virtual environment and installs this checkout into it, editable, with the versions of constraints.txt.
-# Run by the Makefile. Uses uv if it is installed, else venv and pip; PYTHON=… names the interpreter. What these write
-# goes to VENV/install.log, of which a failure shows the end.
+# The Makefile runs it. It uses uv if installed, else venv and pip; PYTHON=… names the interpreter. Their output goes to
+# VENV/install.log; a failure shows its end.
 set -euo pipefail
 
 venv=${1:?usage: scripts/install.sh VENV}
@@ -56,8 +56,8 @@ create_venv() {
     logged "$python" -m venv "$venv"
 }
 
-# pip takes a package for installed once its metadata is there, even if it was killed before the last file: what an
-# interrupted installation left cannot be mended in place.
+# pip takes a package for installed once its metadata exists, even if it was killed before the last file. An interrupted
+# installation therefore starts over.
 if [[ -e $installing ]]; then
     echo "The last installation into $venv was interrupted; starting it over."
     rm -rf "$venv"
@@ -71,7 +71,7 @@ if [[ ! -e $venv/bin/python ]]; then
 elif ! is_recent "$venv/bin/python"; then
     fail "$venv/bin/python is not a Python of version 3.12 or newer; remove the environment: make clean"
 elif [[ -e $installed ]]; then
-    # An environment made elsewhere gets no mark: it is not ours to start over.
+    # An environment made elsewhere gets no mark and is never started over.
     mv "$installed" "$installing"
 fi
 

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.data.batches import (
-    MicrobatchSampler,
-    build_batch_iterator,
-    build_validation_iterator,
-    tell_of_defects,
-)
+from gpt_pretrain.data.batches import build_batch_iterator, microbatches, tell_of_defects
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
 from tests.forked_runs import Run
@@ -25,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def sampler(rank, size, *, num_samples=40, consumed_samples=0, repeat=False):
-    return MicrobatchSampler(
+    return microbatches(
         num_samples=num_samples,
         consumed_samples=consumed_samples,
         micro_batch_size=MICRO_BATCH_SIZE,
@@ -130,7 +125,9 @@ def test_training_ends_after_the_samples_it_was_built_for(datasets):
 
 def test_every_validation_sees_the_same_samples(datasets):
     config, _, valid = datasets()
-    iterator = build_validation_iterator(valid, config=config, data_parallel_rank=0, data_parallel_size=1, device=CPU)
+    iterator = build_batch_iterator(
+        valid, config=config, data_parallel_rank=0, data_parallel_size=1, device=CPU, is_validation=True
+    )
     first, second, third = ([next(iterator).tokens for _ in range(4)] for _ in range(3))
     assert torch.equal(torch.cat(first), torch.cat(second))
     assert torch.equal(torch.cat(first), torch.cat(third))

@@ -39,46 +39,44 @@ def entries(cache):
 
 def test_documents_come_back_from_the_token_file_as_they_were(tmp_path, texts):
     (texts / "4.txt").write_text("")
-    text = tokenize(texts, tmp_path / "cache")
-    dataset = IndexedDataset(str(text.prefix))
+    prefix, tokenizer = tokenize(texts, tmp_path / "cache")
+    dataset = IndexedDataset(str(prefix))
     assert dataset.index.dtype is numpy.uint16
-    decoded = [text.tokenizer.decode(tokens.tolist()) for tokens in dataset]
+    decoded = [tokenizer.decode(tokens.tolist()) for tokens in dataset]
     expected = [path.read_text() + "<|endoftext|>" for path in sorted(texts.iterdir()) if path.stat().st_size]
     assert decoded == expected
-    assert all(tokens[-1] == text.tokenizer.eod for tokens in dataset)
-    manifest = json.loads((text.prefix.parent / "manifest.json").read_text())
+    assert all(tokens[-1] == tokenizer.eod for tokens in dataset)
+    manifest = json.loads((prefix.parent / "manifest.json").read_text())
     assert (manifest["num_documents"], manifest["num_empty_documents"]) == (7, 1)
     assert manifest["num_tokens"] == sum(map(len, dataset))
 
 
 def test_a_second_call_finds_the_entry_and_does_not_write(tmp_path, texts):
-    first = tokenize(texts, tmp_path / "cache")
-    written = (first.prefix.parent / "corpus.bin").stat().st_mtime_ns
-    second = tokenize(texts, tmp_path / "cache")
-    assert second.prefix == first.prefix
-    assert (second.prefix.parent / "corpus.bin").stat().st_mtime_ns == written
+    first, _ = tokenize(texts, tmp_path / "cache")
+    written = (first.parent / "corpus.bin").stat().st_mtime_ns
+    second, _ = tokenize(texts, tmp_path / "cache")
+    assert second == first
+    assert (second.parent / "corpus.bin").stat().st_mtime_ns == written
 
 
 def test_other_text_or_another_tokenizer_is_another_entry(tmp_path, texts):
     cache = tmp_path / "cache"
-    first = tokenize(texts, cache)
+    first, _ = tokenize(texts, cache)
     other_bpe = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=290)
-    from_file = TokenizerConfig(
-        library=TokenizerLibrary.file, model=str(first.prefix.parent / "tokenizer.json"), vocab_size=1
-    )
-    prefixes = {first.prefix, tokenize(texts, cache, other_bpe).prefix, tokenize(texts, cache, from_file).prefix}
+    from_file = TokenizerConfig(library=TokenizerLibrary.file, model=str(first.parent / "tokenizer.json"), vocab_size=1)
+    prefixes = {first, tokenize(texts, cache, other_bpe)[0], tokenize(texts, cache, from_file)[0]}
     (texts / "3.txt").write_text("changed")
-    prefixes.add(tokenize(texts, cache).prefix)
+    prefixes.add(tokenize(texts, cache)[0])
     assert len(prefixes) == 4
 
 
 def test_a_file_tokenizer_makes_the_same_tokens_as_the_bpe_it_was_saved_from(tmp_path, texts):
-    first = tokenize(texts, tmp_path / "cache")
-    path = first.prefix.parent / "tokenizer.json"
+    first, _ = tokenize(texts, tmp_path / "cache")
+    path = first.parent / "tokenizer.json"
     config = TokenizerConfig(library=TokenizerLibrary.file, model=str(path), vocab_size=1)
-    second = tokenize(texts, tmp_path / "cache", config)
-    assert second.tokenizer.fingerprint == load_tokenizer(path).fingerprint
-    assert second.prefix.with_suffix(".bin").read_bytes() == first.prefix.with_suffix(".bin").read_bytes()
+    second, tokenizer = tokenize(texts, tmp_path / "cache", config)
+    assert tokenizer.fingerprint == load_tokenizer(path).fingerprint
+    assert second.with_suffix(".bin").read_bytes() == first.with_suffix(".bin").read_bytes()
 
 
 def test_a_corpus_of_empty_documents_is_refused_and_leaves_nothing(tmp_path, texts):
@@ -117,7 +115,7 @@ def wait_for_partial(cache, run):
         time.sleep(0.02)
 
 
-def test_of_two_processes_one_tokenises_and_the_other_says_whom_it_waits_for(parent, tmp_path, texts):
+def test_of_two_processes_one_tokenizes_and_the_other_says_whom_it_waits_for(parent, tmp_path, texts):
     cache, said = tmp_path / "cache", tmp_path / "second.err"
     first = start(parent, tmp_path / "first", cache, f"{texts}/*.txt", 0.2)
     wait_for_partial(cache, first)
@@ -130,8 +128,8 @@ def test_of_two_processes_one_tokenises_and_the_other_says_whom_it_waits_for(par
         time.sleep(0.02)
     first.signal(0, signal.SIGCONT)
     assert (first.wait(60), second.wait(60)) == ([0], [0]), first.text() + second.text()
-    assert "tokenised" in (tmp_path / "first.err").read_text()
-    assert "tokenised" not in said.read_text(), "the second found what the first made"
+    assert "tokenized" in (tmp_path / "first.err").read_text()
+    assert "tokenized" not in said.read_text(), "the second found what the first made"
     assert (tmp_path / "first.out").read_text() == (tmp_path / "second.out").read_text() != ""
     assert len(entries(cache)) == 1
 
@@ -143,9 +141,9 @@ def test_a_kill_in_the_middle_leaves_nothing_that_counts_as_complete(parent, tmp
     run.kill()
     assert run.wait(60) == [-signal.SIGKILL]
     assert [name for name in entries(cache) if not name.endswith(".unfinished")] == []
-    text = tokenize(texts, cache)
-    assert entries(cache) == [text.prefix.parent.name], "the leftover is gone"
-    assert len(IndexedDataset(str(text.prefix))) == 8
+    prefix, _ = tokenize(texts, cache)
+    assert entries(cache) == [prefix.parent.name], "the leftover is gone"
+    assert len(IndexedDataset(str(prefix))) == 8
 
 
 def test_a_full_disk_is_reported_with_path_and_bytes(tmp_path, texts):

@@ -34,7 +34,7 @@ def check_ids(prefix, vocab_size, cache):
 def test_a_sound_file_is_described(prefix):
     file = check_token_file(prefix)
     assert (file.num_documents, file.num_tokens, file.dtype) == (10, 200, numpy.uint16)
-    assert file.lengths().tolist() == [20] * 10
+    assert file.lengths.tolist() == [20] * 10
 
 
 def test_a_sound_file_of_multimodal_data_is_accepted(prefix):

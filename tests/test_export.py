@@ -193,55 +193,55 @@ def test_what_was_left_of_a_killed_export_is_replaced(llama, tmp_path):
         (
             ["model=gpt2_124m", "model.normalization=rmsnorm"],
             None,
-            "model.normalization=rmsnorm cannot be said by GPT2LMHeadModel, which has layernorm",
+            "model.normalization=rmsnorm is not supported by GPT2LMHeadModel, which has layernorm",
         ),
         (
             ["model=gpt2_124m", "model.num_query_groups=2"],
             None,
-            "model.num_query_groups=2 cannot be said by GPT2LMHeadModel, which has as many key/value heads as query "
+            "model.num_query_groups=2 is not supported by GPT2LMHeadModel, which has as many key/value heads as query "
             "heads (model.num_attention_heads=4)",
         ),
         (
             ["model=llama3_8b", "model.num_query_groups=2", "model.rotary_percentage=0.5", "model.bias=true"],
             None,
-            "model.bias=true cannot be said by Phi3ForCausalLM, which has false",
+            "model.bias=true is not supported by Phi3ForCausalLM, which has false",
         ),
         (
             ["model=llama3_8b", "model.num_query_groups=2", "model.activation=gelu"],
             None,
-            "model.activation=gelu cannot be said by LlamaForCausalLM, which has swiglu",
+            "model.activation=gelu is not supported by LlamaForCausalLM, which has swiglu",
         ),
         (
             ["model=mixtral_8x7b", "model.num_query_groups=2"],
             Architecture.llama,
-            "model.num_moe_experts=8 cannot be said by LlamaForCausalLM, which has null",
+            "model.num_moe_experts=8 is not supported by LlamaForCausalLM, which has null",
         ),
         (
             ["model=llama3_8b", "model.num_query_groups=2"],
             Architecture.mixtral,
-            "model.num_moe_experts=null cannot be said by MixtralForCausalLM, which has experts",
+            "model.num_moe_experts=null is not supported by MixtralForCausalLM, which has experts",
         ),
         (
             ["model=qwen2_5_7b", "model.num_query_groups=2"],
             Architecture.mistral,
-            "model.qkv_bias=true cannot be said by MistralForCausalLM, which has false",
+            "model.qkv_bias=true is not supported by MistralForCausalLM, which has false",
         ),
         (
             ["model=qwen2_5_7b", "model.num_query_groups=2"],
             Architecture.llama,
-            "model.qkv_bias=true cannot be said by LlamaForCausalLM, which has biases in all of attention's "
+            "model.qkv_bias=true is not supported by LlamaForCausalLM, which has biases in all of attention's "
             "projections or in none (model.bias=false)",
         ),
         (
             ["model=llama3_8b", "model.num_attention_heads=6", "model.num_query_groups=2", "model.kv_channels=16"],
             None,
-            "model.hidden_size=64 cannot be said by LlamaForCausalLM, which takes multiples of "
+            "model.hidden_size=64 is not supported by LlamaForCausalLM, which takes multiples of "
             "model.num_attention_heads=6",
         ),
         (
             ["model=qwen2_5_7b", "model.num_query_groups=2", "model.kv_channels=32"],
             None,
-            "model.kv_channels=32 cannot be said by Qwen2ForCausalLM, whose heads are model.hidden_size / "
+            "model.kv_channels=32 is not supported by Qwen2ForCausalLM, whose heads are model.hidden_size / "
             "model.num_attention_heads = 64 / 4 wide",
         ),
     ],

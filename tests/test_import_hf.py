@@ -230,7 +230,7 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
         ("phi3", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true cannot be imported"),
-        ("llama", {"quantization_config": {"bits": 4}}, "cannot be imported: import the model's unquantised weights"),
+        ("llama", {"quantization_config": {"bits": 4}}, "cannot be imported: import the model's unquantized weights"),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),
         ("llama", {"num_hidden_layers": 3}, "it lacks model.layers.2.input_layernorm.weight"),
         ("llama", {"num_hidden_layers": 1}, "has model.layers.1."),

@@ -2,7 +2,6 @@
 
     sources (text) → tokenizer (.bin/.idx in the cache) → token_files (checks) → corpus → datasets → batches
 
-Every rank calls `corpus.prepare_corpus` before the model is built and torch.distributed is initialised: it tokenises
-what is not tokenised yet and refuses wrong data. `datasets.build_datasets` and `batches.build_batch_iterator` follow
-once there are process groups.
+Every rank calls `corpus.prepare_corpus` before the model is built and torch.distributed is initialized. It tokenizes
+new text and refuses wrong data. `datasets.build_datasets` and `batches.build_batch_iterator` need process groups.
 """

@@ -1,12 +1,11 @@
-"""From samples to the microbatches of one data-parallel rank, in an order that no layout changes.
+"""From samples to the microbatches of one data-parallel rank, in an order that does not depend on the layout.
 
-Global batch k holds samples [k·gbs, (k+1)·gbs) of the data set at every data-parallel size; within it, microbatch m of
-rank r reads the `micro_batch_size` samples from (m·dp + r)·micro on, as megatron-core does. So a run resumed at
-`consumed_samples` on another number of ranks trains on the same samples in the same steps.
+Global batch k holds samples [k·gbs, (k+1)·gbs) of the data set at every data-parallel size. Within it, microbatch m of
+rank r reads the `micro_batch_size` samples from (m·dp + r)·micro on, as megatron-core does. A run that resumes at
+`consumed_samples` on another number of ranks thus trains on the same samples in the same steps.
 
-Data-loading processes are forked by a server process that has imported this module, not by the rank: a copy of the rank
-would hold its CUDA context and its connections to the other ranks open after the rank is gone, and would copy the
-memory of its imports.
+A server process that has imported this module forks the data-loading processes. The rank itself does not: its copies
+would keep its CUDA context and its connections to other ranks open after it is gone, and duplicate its memory.
 """
 
 import atexit
@@ -27,7 +26,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gpt_pretrain.config.errors import UserError
@@ -35,11 +34,11 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import prepare_libraries
 
 with warnings.catch_warnings():
-    # megatron-core warns of missing optional packages, which only the rank would use.
+    # megatron-core warns of missing optional packages that only the rank would use.
     warnings.simplefilter("ignore")
     from gpt_pretrain.data.datasets import SampleDataset
 
-# The launcher, Slurm and the terminal send these to every process of a run; the rank decides for its data loaders.
+# The launcher, Slurm and the terminal send these to every process of a run; the rank acts on them for its loaders.
 _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -57,38 +56,33 @@ class Batch:
     """int64 [b, s]"""
 
 
-@dataclass(kw_only=True, eq=False)
-class MicrobatchSampler(Sampler[list[int]]):
-    """Sample indices of each microbatch of one rank."""
+def microbatches(
+    *,
+    num_samples: int,
+    consumed_samples: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    repeat: bool,
+) -> Iterator[list[int]]:
+    """Sample indices of each microbatch of one rank, after the `consumed_samples` that earlier steps have read.
 
-    num_samples: int
-    """Samples [0, num_samples) are read, except a last, incomplete global batch."""
-    consumed_samples: int
-    """Samples that earlier steps have read."""
-    micro_batch_size: int
-    global_batch_size: int
-    """Samples of a step, over all ranks."""
-    data_parallel_rank: int
-    data_parallel_size: int
-    repeat: bool = False
-    """Start over at sample 0 after the last one, without end."""
-
-    def __post_init__(self) -> None:
-        assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, self
-        assert 0 <= self.data_parallel_rank < self.data_parallel_size, self
-        assert self.num_samples >= self.global_batch_size, self
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = self.consumed_samples
-        while True:
-            if start + self.global_batch_size > self.num_samples:
-                if not self.repeat:
-                    return
-                start = 0
-            for offset in range(0, self.global_batch_size, self.micro_batch_size * self.data_parallel_size):
-                first = start + offset + self.data_parallel_rank * self.micro_batch_size
-                yield list(range(first, first + self.micro_batch_size))
-            start += self.global_batch_size
+    Samples [0, num_samples) are read, except a last, incomplete global batch; with `repeat` again and again.
+    """
+    stride = micro_batch_size * data_parallel_size
+    assert global_batch_size % stride == 0, (global_batch_size, stride)
+    assert num_samples >= global_batch_size, (num_samples, global_batch_size)
+    start = consumed_samples
+    while True:
+        if start + global_batch_size > num_samples:
+            if not repeat:
+                return
+            start = 0
+        for offset in range(0, global_batch_size, stride):
+            first = start + offset + data_parallel_rank * micro_batch_size
+            yield list(range(first, first + micro_batch_size))
+        start += global_batch_size
 
 
 class BatchIterator(Iterator[Batch]):
@@ -100,7 +94,7 @@ class BatchIterator(Iterator[Batch]):
         self._batches: Iterator[dict[str, torch.Tensor]] | None
         with _block_rank_signals() if loader.num_workers else nullcontext():
             self._batches = iter(loader)
-        # multiprocessing joins its processes at exit after a SIGTERM, which these do not see.
+        # At exit multiprocessing sends its processes SIGTERM, which these block, and waits for them.
         atexit.register(_close, weakref.ref(self))
 
     def __next__(self) -> Batch:
@@ -109,7 +103,7 @@ class BatchIterator(Iterator[Batch]):
         return self._ahead.popleft() if self._ahead else self._read(self._batches)
 
     def peek(self, num_batches: int) -> list[Batch]:
-        """The next microbatches, which stay the next; StopIteration if there are fewer, or it is closed."""
+        """The next microbatches, without consuming them; StopIteration if there are fewer, or it is closed."""
         if self._batches is None:
             raise StopIteration
         while len(self._ahead) < num_batches:
@@ -131,7 +125,7 @@ class BatchIterator(Iterator[Batch]):
         batches, self._batches = self._batches, None
         self._ahead.clear()
         if isinstance(batches, _MultiProcessingDataLoaderIter):
-            # Garbage collection would do the same, but the traceback of an error or of Ctrl-C may hold it until exit.
+            # Garbage collection would do the same, but the traceback of an error may keep the loader alive until exit.
             batches._shutdown_workers()
 
 
@@ -141,61 +135,43 @@ def _close(reference: "weakref.ref[BatchIterator]") -> None:
         iterator.close()
 
 
-def build_validation_iterator(
-    dataset: SampleDataset, *, config: Config, data_parallel_rank: int, data_parallel_size: int, device: torch.device
-) -> BatchIterator:
-    """Microbatches of validation, without end: the first limit_val_batches global batches again and again.
-
-    Every validation draws limit_val_batches × num_microbatches and so sees the same samples: losses compare over a run.
-    """
-    return build_batch_iterator(
-        dataset,
-        config=config,
-        consumed_samples=0,
-        data_parallel_rank=data_parallel_rank,
-        data_parallel_size=data_parallel_size,
-        device=device,
-        num_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
-        repeat=True,
-    )
-
-
 def build_batch_iterator(
     dataset: SampleDataset,
     *,
     config: Config,
-    consumed_samples: int,
     data_parallel_rank: int,
     data_parallel_size: int,
     device: torch.device,
-    num_samples: int | None = None,
-    repeat: bool = False,
+    consumed_samples: int = 0,
+    is_validation: bool = False,
 ) -> BatchIterator:
     """Microbatches from `consumed_samples` on; num_microbatches of them make a step.
 
-    They take the first `num_samples` samples, or all; with `repeat` again and again.
+    Those of validation never end: they are the first limit_val_batches global batches again and again. Every validation
+    draws limit_val_batches × num_microbatches and so sees the same samples, which makes its losses comparable.
     """
-    sampler = MicrobatchSampler(
-        num_samples=len(dataset) if num_samples is None else num_samples,
+    num_valid_samples = config.trainer.limit_val_batches * config.model.global_batch_size
+    indices = microbatches(
+        num_samples=num_valid_samples if is_validation else len(dataset),
         consumed_samples=consumed_samples,
         micro_batch_size=config.model.micro_batch_size,
         global_batch_size=config.model.global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
-        repeat=repeat,
+        repeat=is_validation,
     )
     num_workers = config.model.data.num_workers
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     loader = DataLoader(
         cast("Any", dataset),
-        batch_sampler=sampler,
+        batch_sampler=indices,
         num_workers=num_workers,
         multiprocessing_context=context if num_workers else None,
         worker_init_fn=_end_with_rank if num_workers else None,
         pin_memory=device.type == "cuda",
-        # A loader draws its processes' seed when it starts. Drawn from the default generator, it would shift the
-        # dropout of a resumed run, which starts a loader where an uninterrupted run does not.
+        # A loader draws a seed for its processes when it starts. Drawing it from the default generator would change
+        # the dropout of a resumed run, which starts a loader where an uninterrupted run does not.
         generator=torch.Generator(),
     )
     return BatchIterator(loader, device)
@@ -203,9 +179,9 @@ def build_batch_iterator(
 
 @contextmanager
 def _block_rank_signals() -> Iterator[None]:
-    """Processes started inside ignore the rank's signals for their whole lives."""
+    """Processes started inside ignore the rank's signals as long as they live."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
-    # Processes need the tracker, and starting it here unblocks two of the signals.
+    # Processes need the tracker, and starting it unblocks two of the signals.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, _RANK_SIGNALS)
     try:
@@ -215,18 +191,18 @@ def _block_rank_signals() -> Iterator[None]:
 
 
 def tell_of_defects(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A data-loading process's `sys.excepthook`, silent where its rank ends while it takes a tensor.
+    """A data-loading process's `sys.excepthook`, silent if the rank ends while it takes a tensor.
 
-    Otherwise the thread of multiprocessing that hands tensors over would print a traceback beside the rank's own.
+    Otherwise multiprocessing's thread that sends tensors would print a traceback beside the rank's own.
     """
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
 
 def _end_with_rank(worker: int) -> None:
-    """Ends this data-loading process when its rank is gone, also by SIGKILL; torch's `worker_init_fn`.
+    """Ends this data-loading process once its rank is gone, even by SIGKILL; torch's `worker_init_fn`.
 
-    torch watches the parent process, which here is the server, and the server lives as long as its processes.
+    torch watches the parent process, but that is the server here, which lives as long as its processes.
     """
     prepare_libraries()
     sys.excepthook = tell_of_defects

@@ -1,10 +1,7 @@
-"""The corpus of a run: which token files, in which shares, by which tokenizer, and how large.
+"""The corpus of a run: its token files, their shares and sizes, and the tokenizer.
 
-`prepare_corpus` is the entrance to this room. It tokenises what is not tokenised yet (the other ranks of a node, and
-other runs with the same cache, wait for the first), refuses wrong data, and returns the same `Corpus` on every rank.
-
-A new source of data needs a member of `config.choices.DataImpl`, `conf/data/NAME.yaml`, a function that opens it, and
-its line in `SOURCES`.
+`prepare_corpus` is the entry point of this package. It tokenizes new text (other ranks, and other runs with the same
+cache, wait for the first), refuses wrong data, and returns the same `Corpus` on every rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, DataConfig
-from gpt_pretrain.data.cache import Progress, cache_directory, file_identity, fingerprint
+from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint
 from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
 from gpt_pretrain.data.token_files import (
     Blend,
@@ -28,9 +25,9 @@ from gpt_pretrain.data.token_files import (
 )
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, tokenize_source
 
-# The fingerprint of the missing tokenizer where data come as token ids.
+# The tokenizer's fingerprint where the data are token ids.
 NO_TOKENIZER = "none"
-# Kind of data → what opens it: text to be tokenised, token files, or None for random tokens.
+# What opens each kind of data: text to tokenize, token files, or None for random tokens.
 SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = {
     DataImpl.mmap: lambda data: plan_blend(data.data_prefix),
     DataImpl.text: lambda data: FileSource(data.text_files, data.text_key),
@@ -46,14 +43,14 @@ class Corpus:
     prefixes: tuple[str, ...]
     """Paths of the `.bin/.idx` pairs without suffix; empty for mock data."""
     weights: tuple[float, ...]
-    """Share of each pair in the samples, with the sum 1."""
+    """Share of each pair in the samples; they sum to 1."""
     tokenizer: Tokenizer | None
-    """None where token ids are taken as they are."""
+    """None for data of token ids."""
     fingerprints: Mapping[str, str]
-    """Of the tokenizer, the tokens, the files' shares and the splits, each by its name: a checkpoint keeps them, and a
-    resumed run compares them. They do not depend on where the files lie."""
+    """Of the tokenizer, the tokens, the files' shares and the splits, by name, wherever the files are; a resumed run
+    compares them with those in its checkpoint."""
     files_key: str
-    """Stands for the files on this machine (path, size, time of modification) in the key of the sample indices."""
+    """Fingerprint of the files on this machine (path, size, modification time), for the key of the sample indices."""
     splits: tuple[SplitSizes, ...]
     """Training, validation and test split of each pair."""
 
@@ -80,7 +77,7 @@ class Corpus:
 
 
 def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
-    """Finds or makes the run's token files, and refuses wrong data. The cross-field rules have passed before.
+    """Finds or makes the run's token files, and refuses wrong data. The cross-field rules have already passed.
 
     Raises:
         UserError: The data, or what the configuration says of it, cannot be trained on.
@@ -103,11 +100,12 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             splits=(),
         )
     cache = cache_directory(model.data)
+    tokenizer: Tokenizer | None
     with Progress(show=show_progress) as progress:
         if isinstance(source, TextSource):
-            text = tokenize_source(source, model.tokenizer, cache, progress, name=model.data.data_impl.name)
-            blend = Blend((str(text.prefix),))
-            tokenizer: Tokenizer | None = text.tokenizer
+            name = model.data.data_impl.name
+            prefix, tokenizer = tokenize_source(source, model.tokenizer, cache, progress, name=name)
+            blend = Blend((str(prefix),))
         else:
             blend = source
             tokenizer = None if model.tokenizer.model is None else load_tokenizer(model.tokenizer.model)
@@ -117,8 +115,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
                 f"{tokenizer.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or more"
             )
         files = [check_token_file(prefix) for prefix in blend.prefixes]
-        sequence = model.encoder_seq_length
-        validates = config.trainer.limit_val_batches > 0
+        sequence, validates = model.encoder_seq_length, config.trainer.limit_val_batches > 0
         splits = []
         for file in files:
             check_token_ids(file, model.vocab_size, cache, progress)
@@ -126,19 +123,17 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             splits.append(sizes)
     num_tokens = [sizes[0].num_tokens for sizes in splits]
     weights = blend.weights or tuple(count / sum(num_tokens) for count in num_tokens)
-    content = [content_fingerprint(file) for file in files]
     tokenizer_key = None if tokenizer is None else tokenizer.fingerprint
-    identity = [[file_identity(file.bin_path), file_identity(file.idx_path)] for file in files]
     return Corpus(
         prefixes=blend.prefixes,
         weights=weights,
         tokenizer=tokenizer,
         fingerprints={
             "tokenizer": tokenizer_key or NO_TOKENIZER,
-            "tokens": fingerprint(content),
+            "tokens": fingerprint([content_fingerprint(file) for file in files]),
             "shares of the token files": fingerprint(weights),
             "splits": fingerprint(split_matrix(model.data.splits_string)),
         },
-        files_key=fingerprint([identity, weights, tokenizer_key]),
+        files_key=fingerprint([[file.identity() for file in files], weights, tokenizer_key]),
         splits=tuple(splits),
     )

@@ -1,13 +1,12 @@
 """From the corpus to samples: megatron-core's GPTDataset over the token files, or random tokens.
 
-A sample is `encoder_seq_length` tokens of the shuffled documents laid end to end, and the same shifted by one as
-labels. Each split of each file has an index of its own (document order, sample borders, sample order), built once and
-kept in the cache.
+A sample is `encoder_seq_length` tokens of the shuffled documents laid end to end, with the next tokens as labels. Each
+split of each file has its own index (document order, sample borders, sample order), built once and kept in the cache.
 
-**When the data is exhausted the next epoch begins**: the index covers as many epochs as the run's samples need, each
-with an order of its own; megatron-core shuffles whole epochs together and keeps a last, partial one apart.
-`TokenDataset.num_epochs` says how many there will be. The order follows from the seed and the number of samples: a run
-resumed with another `trainer.max_steps` sees another order once it needs more than one epoch.
+**The next epoch begins when the data is exhausted.** The index covers as many epochs as the run's samples need, each in
+its own order; megatron-core shuffles whole epochs together and keeps a last, partial one apart. The order follows from
+the seed and the number of samples: a run that resumes with another `trainer.max_steps` sees another order once it needs
+more than one epoch.
 """
 
 import io
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import psutil
@@ -37,31 +36,20 @@ from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.launch.environment import disk_is_full
 
-FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
-# A document, an offset in it, and a number in the order of samples (megatron-core's GPTDataset).
+# A document, an offset in it, and a place in the order of samples (megatron-core's GPTDataset).
 _INDEX_BYTES = 16
 # megatron-core's own default.
 _MIN_SURPLUS = 0.005
 
 
-class SampleDataset(Protocol):
-    """Samples by index: tokens, labels, position_ids (int64 [s]) and loss_mask (float32 [s])."""
-
-    num_epochs: float
-    """Passes that the run's samples make over the split; below 1, part of it is never read. 0 for random tokens."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]: ...
-
-
 @dataclass(eq=False)
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
-    """Uniformly random tokens, the same for the same seed and index; nothing can be learned from them.
+    """Uniformly random tokens, the same for the same seed and index.
 
-    Replaces megatron-core's MockGPTDataset, whose documents all count upwards from 1 (a model learns that in minutes,
-    which skews what depends on the loss) and whose index takes seconds to build.
+    megatron-core's MockGPTDataset takes seconds to build its index, and its documents all count upwards from 1: a model
+    learns that in minutes.
     """
 
     num_samples: int
@@ -87,13 +75,14 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     """One split of the corpus: megatron-core's data set, reduced to the fields that training reads.
 
-    Data-loading processes get it pickled. Its memory-mapped indices, which no checksum protects in their directory
-    `index`, are pickled as file names; plain pickling would copy gigabytes into each process.
+    Data-loading processes receive it pickled, with the memory-mapped indices of the directory `index` as file names:
+    plain pickling would copy gigabytes into each process.
     """
 
     def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float, index: Path) -> None:
         self._dataset = dataset
         self.num_epochs = num_epochs
+        """Passes that the run's samples make over the split; below 1, part of it is never read."""
         self._index = index
 
     def __len__(self) -> int:
@@ -105,7 +94,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             sample = self._dataset[index]
         except _NO_INDEX as error:
             raise _no_index(self._index, error) from error
-        return {field: sample[field] for field in FIELDS}
+        return {field: sample[field] for field in _FIELDS}
 
     def __getstate__(self) -> dict[str, Any]:
         buffer = io.BytesIO()
@@ -116,12 +105,15 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         self.__dict__ = {**state, "_dataset": pickle.loads(state["_dataset"])}
 
 
-# What megatron-core raises where its files hold other numbers, or none.
+type SampleDataset = RandomTokens | TokenDataset
+"""Samples by index: tokens, labels, position_ids (int64 [s]) and loss_mask (float32 [s])."""
+
+# What megatron-core raises if its files hold other numbers, or none; no checksum protects them.
 _NO_INDEX = (pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AssertionError, OverflowError)
 
 
 def _no_index(index: Path, error: BaseException) -> UserError:
-    return UserError(f"{index} holds no indices of samples ({reason(error)}); remove it, and it is built again")
+    return UserError(f"{index} holds no indices of samples ({reason(error)}); remove it to have it built again")
 
 
 class _MemmapPickler(pickle.Pickler):
@@ -134,57 +126,55 @@ class _MemmapPickler(pickle.Pickler):
 def build_datasets(
     config: Config, corpus: Corpus, *, num_train_samples: int, num_valid_samples: int
 ) -> tuple[SampleDataset, SampleDataset | None]:
-    """Builds the training and the validation data set. With torch.distributed initialised, all ranks call it.
+    """Builds the data sets of training and of one validation, None without samples. All ranks call it.
 
-    Rank 0 writes the indices that the cache lacks, the others wait and open them. `num_valid_samples` are those of one
-    validation.
-
-    Returns:
-        At least as many samples as asked for; None for validation if none were.
+    Each has at least as many samples as requested. Rank 0 writes the indices that the cache lacks, and the others wait.
 
     Raises:
-        UserError: The cache directory is not shared by all nodes, its disk is full, or its indices for this run are
-            damaged; or the index of so many samples does not fit into memory.
+        UserError: The nodes do not share the cache directory, its disk is full, its indices for this run are damaged,
+            or the index of so many samples does not fit into memory.
     """
     model = config.model
     if corpus.is_mock:
-        train: SampleDataset = _random_tokens(model, num_train_samples, split=0)
-        return train, _random_tokens(model, num_valid_samples, split=1) if num_valid_samples else None
+        length, vocab_size = model.encoder_seq_length, model.vocab_size
+        valid = RandomTokens(num_valid_samples, length, vocab_size, (model.seed, 1)) if num_valid_samples else None
+        return RandomTokens(num_train_samples, length, vocab_size, (model.seed, 0)), valid
     sizes = [num_train_samples, num_valid_samples, 0]
     _check_index_fits(config, corpus, num_train_samples)
     cache = cache_directory(model.data)
     split, length = model.data.splits_string, model.encoder_seq_length
     made_of = [corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")]
     index = cache / "index" / fingerprint(made_of)[:32]
-    megatron_config = _megatron_config(model, corpus, sizes, index)
-    builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, megatron_config)
-    # A complete index may be on a read-only disk.
+    builder = BlendedMegatronDatasetBuilder(
+        GPTDataset, sizes, lambda: True, _megatron_config(model, corpus, sizes, index)
+    )
+    # A complete index may be on a read-only disk, where no lock can be made.
     is_complete = (index / _COMPLETE).exists()
     writes = not is_complete and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
     lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
     with _index_failures_told(index, cache):
         for path in index.glob("*.npy") if is_complete else ():
             check_regular(path)
-            # megatron-core would load a pickle as well.
+            # megatron-core would also load a pickle.
             numpy.load(path, mmap_mode="r", allow_pickle=False)
         with lock:
             if writes and index.exists() and not (index / _COMPLETE).exists():
-                # A process that died left it; megatron-core would take half a file for a whole one.
+                # A process that died left it; megatron-core would take half a file for a complete one.
                 shutil.rmtree(index)
             builder.build()
             if writes:
                 (index / _COMPLETE).touch()
-        # A rank holds in memory what it has just written; the second pass maps the files instead.
+        # A rank keeps what it has just written in memory; the second pass maps the files instead.
         train_dataset, valid_dataset, _ = builder.build()
-    train = TokenDataset(train_dataset, plan_epochs(model, corpus, num_train_samples, split=0), index)
+    train = TokenDataset(train_dataset, _plan_epochs(model, corpus, num_train_samples, split=0), index)
     if valid_dataset is None:
         return train, None
-    return train, TokenDataset(valid_dataset, plan_epochs(model, corpus, num_valid_samples, split=1), index)
+    return train, TokenDataset(valid_dataset, _plan_epochs(model, corpus, num_valid_samples, split=1), index)
 
 
 @contextmanager
 def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
-    """Turns what stops megatron-core from writing or opening the indices of samples into a UserError."""
+    """Turns errors of megatron-core that writes or opens the indices of samples into a UserError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -208,8 +198,8 @@ def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
 
 
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
-    """Refuses an index that does not fit into memory: for each sample, where it begins and its place in the order."""
-    epochs = plan_epochs(config.model, corpus, num_samples, split=0)
+    """Refuses an index that does not fit into memory."""
+    epochs = _plan_epochs(config.model, corpus, num_samples, split=0)
     documents = max(splits[0].num_documents for splits in corpus.splits)
     needed = num_samples * _INDEX_BYTES + math.ceil(epochs) * documents * 4
     there = psutil.virtual_memory().total
@@ -222,8 +212,8 @@ def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
         )
 
 
-def plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: int) -> float:
-    """Passes that `num_samples` make over a split (0: training, 1: validation); of a blend, the most of any file."""
+def _plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: int) -> float:
+    """Passes of `num_samples` over a split (0: training, 1: validation); for a blend, the most over any file."""
     num_tokens = num_samples * model.encoder_seq_length
     return max(
         weight * num_tokens / sizes[split].num_tokens
@@ -232,11 +222,11 @@ def plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: 
 
 
 def plan_surplus(weights: tuple[float, ...], sizes: list[int]) -> float:
-    """Share of samples by which each file of a blend must hold more than its weight asks for.
+    """Share of samples that each file of a blend must hold beyond its weight.
 
-    megatron-core rounds each file's samples up, so that a blend of k files has up to k samples more than asked for, and
-    then draws them by weight: a heavy file may be drawn `weight·k + 1` times beyond its own rounding. Its default of
-    0.5% does not cover that for the few samples of a validation.
+    megatron-core rounds each file's samples up, so that a blend of k files has up to k samples too many, and then draws
+    them by weight: a heavy file may be drawn `weight·k + 1` times beyond its own rounding. The default of 0.5% does not
+    cover that for the few samples of a validation.
     """
     surplus = _MIN_SURPLUS
     for size in sizes:
@@ -245,10 +235,6 @@ def plan_surplus(weights: tuple[float, ...], sizes: list[int]) -> float:
             if count:
                 surplus = max(surplus, (weight * sum(built) + 1) / count - 1)
     return surplus
-
-
-def _random_tokens(model: ModelConfig, num_samples: int, *, split: int) -> RandomTokens:
-    return RandomTokens(num_samples, model.encoder_seq_length, model.vocab_size, (model.seed, split))
 
 
 def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index: Path) -> GPTDatasetConfig:
@@ -261,7 +247,7 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         split=model.data.splits_string,
         num_dataset_builder_threads=model.data.num_dataset_builder_threads,
         path_to_cache=str(index),
-        # All that megatron-core's data sets ask of a tokenizer.
+        # All that megatron-core's data sets read of a tokenizer.
         tokenizer=SimpleNamespace(
             vocab_size=model.vocab_size,
             eod=None if tokenizer is None else tokenizer.eod,
@@ -271,9 +257,9 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=model.data.eod_mask_loss,
-        # The attention layers are causal by themselves; a mask of s² entries per sample would only cost time.
+        # Attention layers are causal by themselves; a mask of s² entries per sample would only cost time.
         create_attention_mask=False,
     )
-    # The index of a split that nothing reads costs time; that of an empty split never ends in megatron-core.
+    # megatron-core would also build the index of a split that nothing reads, and never finish that of an empty one.
     config.split_matrix = [bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)]
     return config

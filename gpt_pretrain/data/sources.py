@@ -1,12 +1,11 @@
 """Where text comes from: Python's standard library, or the user's own .txt, .jsonl and .parquet files.
 
-A new source is a subclass of `TextSource`, in a file of its own or here, and a line in `corpus.SOURCES`. A new format
-of the user's files is a method of `FileSource` and a line in its `READERS`.
+A new source is a subclass of `TextSource` and a line in `corpus.SOURCES`. A new format of the user's files is a method
+of `FileSource` and a line in its `READERS`.
 
-A source streams: it yields pieces of documents in a fixed order and never holds more than a few MiB, so that the disk
-and not the memory bounds the size of a corpus. A long document comes in several pieces, cut where every common
-pre-tokenizer cuts too (before a space between words, or between a line end and a word), so that byte-level tokenizers
-give the same tokens as for the whole.
+A source streams pieces of documents in a fixed order and never holds more than a few MiB: the disk bounds the size of a
+corpus, not the memory. A long document comes in several pieces, cut where every common pre-tokenizer also cuts (before
+a space between words, or between a line end and a word), so that byte-level tokenizers give the tokens of the whole.
 """
 
 import codecs
@@ -41,7 +40,7 @@ class Piece:
     text: str
     ends_document: bool
     num_source_bytes: int
-    """Bytes of the source that were read for it, for the progress bar."""
+    """Bytes read for it, for the progress bar."""
 
 
 class TextSource(ABC):
@@ -49,11 +48,11 @@ class TextSource(ABC):
 
     files: Sequence[Path]
     piece_size: int = _PIECE_SIZE
-    """Characters after which a document is cut at the next place that allows it, and bytes that are read at once."""
+    """Bytes read at once, and characters after which a document is cut at the next possible place."""
 
     @abstractmethod
     def identity(self) -> list[Any]:
-        """JSON value that changes whenever the text may have changed."""
+        """A JSON value that changes whenever the text may have changed."""
 
     @abstractmethod
     def read_file(self, path: Path) -> Iterator[Piece]:
@@ -70,7 +69,7 @@ class TextSource(ABC):
             yield from self.read_file(path)
 
     def sample(self, max_bytes: int) -> Iterator[str]:
-        """The first pieces of each file, an equal share of `max_bytes` from each; the same text at every call."""
+        """The beginning of each file, an equal share of `max_bytes` from each; the same text at every call."""
         share = max(1, max_bytes // len(self.files))
         for path in self.files:
             remaining = share
@@ -81,7 +80,7 @@ class TextSource(ABC):
                     break
 
     def cut(self, text: str, num_source_bytes: int) -> Iterator[Piece]:
-        """The pieces of a document that lies in memory."""
+        """The pieces of a document in memory."""
         *parts, last = self._parts(text)
         for part in parts:
             yield Piece(part, ends_document=False, num_source_bytes=0)
@@ -99,11 +98,11 @@ class TextSource(ABC):
 
 
 class StdlibSource(TextSource):
-    """The source files of Python's standard library: real text that every machine with Python has, about 10 MB.
+    """The source files of Python's standard library: about 10 MB of real text that every machine with Python has.
 
-    Test suites are left out (their inputs are odd on purpose), and so are tables that are data rather than code. Files
-    are ordered by the hash of their names: splits are contiguous ranges of documents, and in alphabetical order the
-    validation split would be a few packages from the end of the alphabet.
+    Test suites, whose inputs are odd on purpose, and tables of data are left out. The hash of their names orders the
+    files: splits are contiguous ranges of documents, and in alphabetical order the validation split would be the last
+    few packages.
     """
 
     _EXCLUDED = frozenset(
@@ -126,17 +125,17 @@ class StdlibSource(TextSource):
         self.files = [self.root / name for name in names]
 
     def identity(self) -> list[Any]:
-        """Python's version and the files with their sizes."""
+        """Python's version, and the files with their sizes."""
         files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.files]
         return ["stdlib", platform.python_implementation(), platform.python_version(), files]
 
     def read_file(self, path: Path) -> Iterator[Piece]:
-        """The file as one document, in the encoding that it declares."""
+        """The file as one document, in the encoding it declares."""
         try:
             with tokenize.open(path) as file:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
-            # Distributions add files that are not in their declared encoding; they count as empty documents.
+            # Distributions add files that break their declared encoding; they count as empty documents.
             text = ""
         yield from self.cut(text, path.stat().st_size)
 
@@ -144,8 +143,8 @@ class StdlibSource(TextSource):
 class FileSource(TextSource):
     """The user's files: .txt (one document a file), .jsonl and .parquet (one document a row).
 
-    Files come in the order of the patterns, those of one pattern sorted by name; a file that two patterns match counts
-    once. Patterns are paths or globs with `**` and `~`; `text_key` is the field or column that holds the text.
+    Patterns are paths or globs with `**` and `~`. Files come in the order of the patterns, those of one pattern sorted
+    by name; a file that two patterns match counts once. `text_key` is the field or column that holds the text.
 
     Raises:
         UserError: A pattern matches nothing, or a file is of an unknown kind or cannot be read.
@@ -157,7 +156,7 @@ class FileSource(TextSource):
         self.files = list(dict.fromkeys(path for pattern in patterns for path in _match(pattern)))
 
     def identity(self) -> list[Any]:
-        """Path, size and time of modification of each file."""
+        """Path, size and modification time of each file."""
         return ["text", self.text_key, [file_identity(path) for path in self.files]]
 
     def read_file(self, path: Path) -> Iterator[Piece]:
@@ -184,7 +183,7 @@ class FileSource(TextSource):
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: no JSON object ({error.msg} at column {error.colno})") from error
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: no JSON object that can be read ({error})") from error
+            raise UserError(f"{where}: the JSON object cannot be read ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: a {type(row).__name__} instead of a JSON object with the key {self.text_key!r}")
         if self.text_key not in row:
@@ -194,9 +193,11 @@ class FileSource(TextSource):
         text = row[self.text_key]
         if not isinstance(text, str):
             raise UserError(f"{where}: {self.text_key!r} is a {type(text).__name__}, not text")
-        # JSON can escape half of a surrogate pair, which is no character and has no UTF-8.
+        # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
         if b"\\u" in line and any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{where}: {self.text_key!r} holds a lone surrogate (\\ud800 to \\udfff), which is no text")
+            raise UserError(
+                f"{where}: {self.text_key!r} holds a lone surrogate (\\ud800 to \\udfff), which is not text"
+            )
         return text
 
     def _read_parquet(self, path: Path) -> Iterator[Piece]:
@@ -257,7 +258,7 @@ def _match(pattern: str) -> list[Path]:
         raise UserError(
             f"model.data.text_files: {pattern} is a directory; name its files: {expanded / '**' / '*.jsonl'}"
         )
-    # The name of an existing file comes first: it may hold the characters of a pattern.
+    # An existing file comes first: its name may contain the characters of a pattern.
     paths = [expanded] if expanded.exists() else [Path(p) for p in sorted(glob.glob(str(expanded), recursive=True))]
     paths = [path.absolute() for path in paths if path.is_file()]
     if not paths:

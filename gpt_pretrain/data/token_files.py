@@ -1,13 +1,13 @@
 """Refuses wrong token files before the model is built.
 
-megatron-core's reader trusts its files: it maps whatever lies behind the index. A truncated copy, a token beyond the
-vocabulary or an empty split would show minutes into a run, as a crash, an illegal memory access of the embedding, or an
-endless loop; here each of them is an error with its numbers. The layout of `.idx` (all little-endian): magic (9 bytes),
-version (uint64), dtype code (uint8), number of sequences n and of document boundaries d (uint64 each), lengths
-(int32 × n), byte offsets (int64 × n), boundaries (int64 × d), and for multimodal data modes (int8 × n).
+megatron-core's reader trusts its files. A truncated copy, a token beyond the vocabulary or an empty split would end a
+run minutes later in a crash, an illegal memory access of the embedding, or an endless loop. Here each is an error with
+its numbers. The layout of `.idx`, all little-endian: magic (9 bytes), version (uint64), dtype code (uint8), number of
+sequences n and of document boundaries d (uint64 each), lengths (int32 × n), byte offsets (int64 × n), boundaries
+(int64 × d), and for multimodal data modes (int8 × n).
 
-`model.data.splits_string` divides the documents of every file; `model.data.data_prefix` names the files and, where
-there are several, how much of a batch each contributes. Both are read here, strictly.
+This module also reads `model.data.splits_string`, which divides the documents of every file, and
+`model.data.data_prefix`, which names the files and the share of each in a batch.
 """
 
 import hashlib
@@ -34,41 +34,46 @@ from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_l
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 16 * 1024 * 1024
-# Blocks of each file that its fingerprint reads.
+# Blocks of a file that its fingerprint reads.
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
 _SPLIT_NAMES = ("training", "validation", "test")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenFile:
-    """What an `.idx` says of its `.bin`."""
+    """A `.bin/.idx` pair, as its index describes it."""
 
     prefix: str
     dtype: type[numpy.number]
-    num_documents: int
-    """Sequences of the index, which megatron-core splits and shuffles."""
+    lengths: numpy.ndarray
+    """Tokens of each document, a sequence of the index that megatron-core splits and shuffles: int32, memory-mapped."""
     num_boundaries: int
-    """Entries of the index's list of document boundaries."""
+    """Document boundaries in the index."""
     num_tokens: int
 
     @property
     def bin_path(self) -> Path:
-        """The file of tokens."""
+        """The tokens."""
         return Path(self.prefix + ".bin")
 
     @property
     def idx_path(self) -> Path:
-        """The file of the documents' lengths and offsets."""
+        """The documents' lengths and offsets."""
         return Path(self.prefix + ".idx")
 
-    def lengths(self) -> numpy.ndarray:
-        """Tokens of each document, memory-mapped: int32 [num_documents]."""
-        return numpy.memmap(self.idx_path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(self.num_documents,))
+    @property
+    def num_documents(self) -> int:
+        """Documents, the empty ones included."""
+        return len(self.lengths)
+
+    def identity(self) -> list[Any]:
+        """Changes whenever one of the files does (`file_identity`)."""
+        return [file_identity(self.bin_path), file_identity(self.idx_path)]
 
 
 def check_token_file(prefix: str) -> TokenFile:
-    """Opens a `.bin/.idx` pair and checks the files against what the index implies.
+    """Opens a `.bin/.idx` pair.
 
     Raises:
         UserError: A file is missing, is not what its name says, or has another size than the index implies.
@@ -88,7 +93,12 @@ def check_token_file(prefix: str) -> TokenFile:
     _, version, code, num_sequences, num_boundaries = _HEADER.unpack(header)
     if version != 1:
         raise UserError(f"{idx_path} has index version {version}; version 1 is known")
-    dtype = _integer_type(idx_path, code)
+    try:
+        dtype = DType.dtype_from_code(code)
+    except ValueError:
+        raise UserError(f"{idx_path} has the unknown token type code {code}; it is damaged or not an index") from None
+    if not issubclass(dtype, numpy.integer):
+        raise UserError(f"{idx_path} says that its tokens are {dtype.__name__}; token ids are integers")
     implied = _HEADER.size + num_sequences * (4 + 8) + num_boundaries * 8
     if size not in (implied, implied + num_sequences):
         raise UserError(
@@ -109,31 +119,15 @@ def check_token_file(prefix: str) -> TokenFile:
         )
     if num_tokens == 0:
         raise UserError(f"{bin_path} holds no token: all {num_sequences:,} documents are empty")
-    return TokenFile(
-        prefix=prefix, dtype=dtype, num_documents=num_sequences, num_boundaries=num_boundaries, num_tokens=num_tokens
-    )
-
-
-def _integer_type(idx_path: Path, code: int) -> type[numpy.number]:
-    try:
-        dtype: type[numpy.number] = DType.dtype_from_code(code)
-    except ValueError:
-        raise UserError(f"{idx_path} has the unknown token type code {code}; it is damaged or not an index") from None
-    if not issubclass(dtype, numpy.integer):
-        raise UserError(f"{idx_path} says that its tokens are {dtype.__name__}; token ids are whole numbers")
-    return dtype
+    return TokenFile(prefix=prefix, dtype=dtype, lengths=lengths, num_boundaries=num_boundaries, num_tokens=num_tokens)
 
 
 def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progress: Progress) -> None:
     """Refuses token ids outside the model's vocabulary, and an index whose offsets point elsewhere.
 
-    Reads the files once: the smallest and largest id of an unchanged file are remembered in the cache.
-
-    Raises:
-        UserError: Names the first token out of range, its position and its document.
+    Reads the files once: the cache keeps the smallest and the largest id of an unchanged file.
     """
-    identity = [file_identity(token_file.bin_path), file_identity(token_file.idx_path)]
-    record = cache / "scans" / f"{fingerprint(identity)[:32]}.json"
+    record = cache / "scans" / f"{fingerprint(token_file.identity())[:32]}.json"
     if not record.is_file():
         with hold_lock(record, progress):
             # The previous holder of the lock may have scanned it.
@@ -143,7 +137,7 @@ def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progres
     low, high = _read_scan(record)
     if low < 0 or high >= vocab_size:
         position, token = _first_outside(token_file, vocab_size)
-        ends = numpy.cumsum(token_file.lengths(), dtype=numpy.int64)
+        ends = numpy.cumsum(token_file.lengths, dtype=numpy.int64)
         document = int(numpy.searchsorted(ends, position, side="right"))
         raise UserError(
             f"{token_file.bin_path}: token id {token} at position {position:,} (document {document:,}) is outside the "
@@ -160,7 +154,7 @@ def _read_scan(record: Path) -> tuple[int, int]:
     except (ForeignFileError, ValueError, TypeError):
         pass
     raise UserError(
-        f"{record} does not hold the smallest and the largest id of a token file; remove it, and it is made again"
+        f"{record} does not hold the smallest and the largest id of a token file; remove it to have it made again"
     )
 
 
@@ -190,7 +184,7 @@ def _first_outside(token_file: TokenFile, vocab_size: int) -> tuple[int, int]:
 
 
 def _check_offsets(token_file: TokenFile) -> None:
-    lengths = token_file.lengths()
+    lengths = token_file.lengths
     offset = _HEADER.size + lengths.nbytes
     pointers = numpy.memmap(token_file.idx_path, dtype="<i8", mode="r", offset=offset, shape=lengths.shape)
     end = 0
@@ -202,22 +196,20 @@ def _check_offsets(token_file: TokenFile) -> None:
                 f"{token_file.idx_path} is damaged: its offsets do not follow from its lengths; build it again"
             )
         end = int(ends[-1])
-    shape = (token_file.num_boundaries,)
-    boundaries = (
-        numpy.memmap(token_file.idx_path, dtype="<i8", mode="r", offset=offset + pointers.nbytes, shape=shape)
-        if token_file.num_boundaries
-        else numpy.zeros(1, dtype=numpy.int64)
-    )
+    last = 0
+    if token_file.num_boundaries:
+        offset += pointers.nbytes + 8 * (token_file.num_boundaries - 1)
+        last = int(numpy.fromfile(token_file.idx_path, dtype="<i8", count=1, offset=offset)[0])
     # megatron-core's reader asserts this.
-    if boundaries[-1] != token_file.num_documents:
+    if last != token_file.num_documents:
         raise UserError(
-            f"{token_file.idx_path} is damaged: its last document ends with sequence {boundaries[-1]}, not with the "
-            f"last one, {token_file.num_documents}; build it again"
+            f"{token_file.idx_path} is damaged: its last document ends with sequence {last}, not with the last one, "
+            f"{token_file.num_documents}; build it again"
         )
 
 
 def content_fingerprint(token_file: TokenFile) -> str:
-    """SHA-256 of the sizes and of evenly spread blocks of both files; their place and age do not count."""
+    """SHA-256 of the sizes and of evenly spread blocks of both files; path and age do not count."""
     digest = hashlib.sha256()
     for path in (token_file.idx_path, token_file.bin_path):
         size = path.stat().st_size
@@ -239,46 +231,39 @@ class SplitSize:
     num_tokens: int
 
 
-type SplitSizes = tuple[SplitSize, SplitSize, SplitSize]
+type SplitSizes = tuple[SplitSize, ...]
 """Of the training, the validation and the test split."""
 
 
 def split_matrix(splits: str) -> list[tuple[float, float] | None]:
-    """Start and end of each split as shares of the documents, by megatron-core's own rule; None for an absent one."""
+    """Start and end of each split as shares of the documents, by megatron-core's rule; None for an absent split."""
     matrix: list[tuple[float, float] | None] = convert_split_vector_to_split_matrix(parse_and_normalize_split(splits))
     return matrix
 
 
 def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
-    """Documents and tokens of the training, validation and test split of one file, rounded as megatron-core does."""
-    lengths = token_file.lengths()
+    """Documents and tokens of each split of a file, rounded as megatron-core does."""
     sizes = []
     for bounds in split_matrix(splits):
         start, end = (0, 0) if bounds is None else (round(bound * token_file.num_documents) for bound in bounds)
-        num_tokens = int(lengths[start:end].sum(dtype=numpy.int64))
+        num_tokens = int(token_file.lengths[start:end].sum(dtype=numpy.int64))
         sizes.append(SplitSize(num_documents=max(0, end - start), num_tokens=num_tokens))
-    train, valid, test = sizes
-    return train, valid, test
+    return tuple(sizes)
 
 
 def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> SplitSizes:
-    """Refuses a split that is used and cannot fill one sequence: its length and a token more, the last one's label.
-
-    Raises:
-        UserError: Says how many documents and tokens each split has, and what is needed.
-    """
+    """Refuses a split that the run reads if it cannot fill one sample: a sequence and the label of its last token."""
     sizes = split_sizes(token_file, splits)
     used = 2 if with_validation else 1
-    needed = sequence_length + 1
     for name, size in zip(_SPLIT_NAMES[:used], sizes[:used], strict=True):
-        if size.num_tokens >= needed:
+        if size.num_tokens > sequence_length:
             continue
         every = zip(_SPLIT_NAMES, sizes, strict=True)
         counts = ", ".join(f"{n} {s.num_documents:,} documents with {s.num_tokens:,} tokens" for n, s in every)
         without = " or trainer.limit_val_batches=0 (no validation)" if name == "validation" else ""
         raise UserError(
             f"{token_file.prefix}: the {name} split has {size.num_documents:,} documents with {size.num_tokens:,} "
-            f"tokens, one sample of model.encoder_seq_length={sequence_length} needs {needed:,} "
+            f"tokens, one sample of model.encoder_seq_length={sequence_length} needs {sequence_length + 1:,} "
             f"(model.data.splits_string={splits!r} gives {counts}); use more text, other splits, a shorter "
             f"sequence{without}. A document is never divided between splits; a .txt file is one document"
         )
@@ -287,22 +272,18 @@ def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, wi
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Token files, and how much of a batch each contributes."""
+    """Token files and their shares of a batch."""
 
     prefixes: tuple[str, ...]
     """Paths of the `.bin/.idx` pairs without suffix."""
     weights: tuple[float, ...] | None = None
-    """With the sum 1; None: each file counts by its tokens, as if all were one."""
+    """They sum to 1; None: each file counts by its tokens, as if all were one."""
 
 
 def plan_blend(entries: Sequence[Any]) -> Blend:
     """Reads `model.data.data_prefix`: paths, or weights and paths in turn. The cross-field rules have checked the form.
 
-    Weights are shares: positive, and with the sum 1 or 100 (to one part in a thousand), so that a forgotten or mistyped
-    one is noticed instead of normalised away.
-
-    Raises:
-        UserError: The weights have another sum.
+    Weights must sum to 1 or 100 (to one part in a thousand): normalizing would hide a forgotten or mistyped one.
     """
     if not any(is_weight(entry) for entry in entries):
         return Blend(tuple(_absolute(entry) for entry in entries))

@@ -1,20 +1,17 @@
-"""From text to token ids: the tokenizer, and text tokenised once into megatron-core's `.bin/.idx` in the cache.
+"""From text to token ids: the tokenizer, and text tokenized once into megatron-core's `.bin/.idx` in the cache.
 
-A tokenizer is a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus itself. The wrapper adds what
-pretraining needs and `tokenizers` leaves open: which token ends a document, a fingerprint that tells one tokenizer from
-another, and encoding that treats text as text: `<|endoftext|>` inside a document becomes ordinary tokens, so that a
-document cannot forge its own end.
+A tokenizer is a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus itself. `Tokenizer` adds what
+pretraining needs beyond `tokenizers`: the token that ends a document, a fingerprint, and an encoding without special
+tokens: `<|endoftext|>` inside a document becomes ordinary tokens, so a document cannot forge its own end.
 
-The key of a cache entry covers everything its content follows from: the source's files, the tokenizer, and this format.
-The entry holds `corpus.bin`, `corpus.idx`, `tokenizer.json` and `manifest.json`, and appears in one piece (see
-`cache`). Each document is one sequence of the index and ends with the end-of-document token; empty documents are left
-out and counted.
+The key of a cache entry covers the source's files, the tokenizer and this format. The entry holds `corpus.bin`,
+`corpus.idx`, `tokenizer.json` and `manifest.json`. Each document is one sequence of the index and ends with the
+end-of-document token; empty documents are left out and counted.
 """
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +24,10 @@ from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_text
 from gpt_pretrain.config.schema import TokenizerConfig
-from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, write_entry
+from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
 from gpt_pretrain.data.sources import Piece, TextSource
 
-# The name that Hugging Face and every program that reads one give the file.
+# The name that Hugging Face gives the file.
 TOKENIZER_FILE = "tokenizer.json"
 BPE_EOD = "<|endoftext|>"
 # In order of preference: GPT-2/NeoX/Qwen base, Llama 3 base, DeepSeek, Llama 2/Mistral/T5, Gemma, Phi and others.
@@ -38,14 +35,10 @@ EOD_CANDIDATES = (BPE_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` whose end-of-document token is known.
-
-    Raises:
-        UserError: It has none of the known end-of-document tokens.
-    """
+    """A `tokenizers.Tokenizer` that has one of the known end-of-document tokens, or a UserError."""
 
     def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
-        # Both are for serving a model; either would corrupt a corpus's documents.
+        # Both serve inference and would corrupt the documents of a corpus.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -58,12 +51,12 @@ class Tokenizer:
             )
         self.eod_token = eod
         self.eod: int = ids[eod]
-        # Not the number of tokens: a vocabulary with holes has larger ids.
+        # A vocabulary with holes has larger ids than tokens.
         self.vocab_size: int = max(ids.values()) + 1
         self.fingerprint = _fingerprint(backend)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
+        """Token ids of a text, without special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -72,7 +65,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids; ids beyond the vocabulary (the model's padding rows) give no text."""
+        """Text of token ids; ids beyond the vocabulary (the model's padding rows) are left out."""
         return self._backend.decode(
             [token for token in token_ids if token < self.vocab_size], skip_special_tokens=False
         )
@@ -97,7 +90,7 @@ def _fingerprint(backend: tokenizers.Tokenizer) -> str:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE (GPT-2's scheme: Sennrich et al. 2016 over bytes).
 
-    `vocab_size` counts the 256 bytes and the end-of-document token. A small text may give fewer tokens.
+    `vocab_size` includes the 256 bytes and the end-of-document token. A small text may yield fewer tokens.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -113,14 +106,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
-    """Reads a Hugging Face `tokenizer.json`; messages name it by the key that gives its path.
-
-    Raises:
-        UserError: The file is missing, is no tokenizer, or has no end-of-document token.
-    """
+    """Reads a Hugging Face `tokenizer.json`, or raises a UserError that names the `key` of its path."""
     path = Path(path).expanduser()
     if path.is_dir():
-        raise UserError(f"{key}={path} is a directory; name the file: {path / 'tokenizer.json'}")
+        raise UserError(f"{key}={path} is a directory; name the file: {path / TOKENIZER_FILE}")
     try:
         content = read_foreign_text(path)
     except (OSError, ForeignFileError) as error:
@@ -133,25 +122,20 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
 
 
 FORMAT_VERSION = 1
-# Enough text to train any vocabulary on, in under a minute on two cores.
+# Enough text to train any vocabulary, in under a minute on two cores.
 _BPE_SAMPLE_BYTES = 64 * 1024 * 1024
-# Characters per call of the tokenizer: large enough to keep all cores busy, small enough to be a step of the bar.
+# Characters per call of the tokenizer: enough to keep all cores busy, few enough for the progress bar.
 _BATCH_CHARACTERS = 4 * 1024 * 1024
 _MAX_DOCUMENT_TOKENS = numpy.iinfo(numpy.int32).max
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizedText:
-    """A tokenised source: path of its `.bin/.idx` without suffix, and the tokenizer that made it."""
-
-    prefix: Path
-    tokenizer: Tokenizer
-
-
 def tokenize_source(
     source: TextSource, config: TokenizerConfig, cache: Path, progress: Progress, *, name: str
-) -> TokenizedText:
+) -> tuple[Path, Tokenizer]:
     """Finds the source's entry in the cache, or makes it.
+
+    Returns:
+        The path of the `.bin/.idx` pair without suffix, and the tokenizer that made it.
 
     Raises:
         UserError: The text or the tokenizer is unusable, or the disk is full.
@@ -162,27 +146,25 @@ def tokenize_source(
         assert config.model is not None, "the rules refuse library=file without a path"
         given = load_tokenizer(config.model)
         recipe = ["file", given.fingerprint]
-
-    def fill(folder: Path) -> None:
-        tokenizer = _train(source, config.vocab_size, progress) if given is None else given
-        _fill(folder, source, identity, tokenizer, progress)
-
     identity = source.identity()
     entry = cache / "corpora" / f"{name}-{fingerprint([FORMAT_VERSION, recipe, identity])[:16]}"
     if not entry.is_dir():
         with hold_lock(entry, progress):
             # The previous holder of the lock may have made it.
             if not entry.is_dir():
-                write_entry(entry, fill)
-                _announce(entry, progress)
-    return TokenizedText(prefix=entry / "corpus", tokenizer=load_tokenizer(entry / "tokenizer.json"))
+                with new_entry(entry) as folder:
+                    tokenizer = given or _train(source, config.vocab_size, progress)
+                    summary = _fill(folder, source, identity, tokenizer, progress)
+                progress.note(f"{summary}: {entry}")
+    return entry / "corpus", load_tokenizer(entry / TOKENIZER_FILE)
 
 
-def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Tokenizer, progress: Progress) -> None:
+def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Tokenizer, progress: Progress) -> str:
+    """Writes the files of an entry, and returns what was tokenized, for people."""
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=dtype)
     num_documents = num_empty = num_tokens = 0
-    progress.start("tokenising", source.num_bytes)
+    progress.start("tokenizing", source.num_bytes)
     try:
         for document in _documents(source, tokenizer, dtype, progress):
             if document.size == 0:
@@ -191,7 +173,7 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
             tokens = numpy.append(document, numpy.array([tokenizer.eod], dtype=dtype))
             if tokens.size > _MAX_DOCUMENT_TOKENS:
                 raise UserError(
-                    f"document {num_documents + num_empty + 1} of the corpus has {tokens.size:,} tokens, the index "
+                    f"document {num_documents + num_empty + 1} of the corpus has {tokens.size:,} tokens, and the index "
                     f"format holds {_MAX_DOCUMENT_TOKENS:,}; split the file"
                 )
             builder.add_document(tokens, [tokens.size])
@@ -204,12 +186,12 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
         raise UserError(f"all {num_empty:,} documents of the corpus are empty: {_name_files(source)}")
     if source.identity() != identity:
         raise UserError(
-            f"the files of the corpus changed while they were tokenised ({_name_files(source)}); start again when "
+            f"the files of the corpus changed while they were tokenized ({_name_files(source)}); start again when "
             "they are complete"
         )
     progress.finish()
     builder.finalize(str(folder / "corpus.idx"))
-    tokenizer.save(folder / "tokenizer.json")
+    tokenizer.save(folder / TOKENIZER_FILE)
     manifest = {
         "format_version": FORMAT_VERSION,
         "files": [str(path) for path in source.files],
@@ -221,6 +203,8 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
         "tokenizer_fingerprint": tokenizer.fingerprint,
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    skipped = f", {num_empty:,} empty ones left out" if num_empty else ""
+    return f"tokenized {source.num_bytes:,} bytes into {num_tokens:,} tokens of {num_documents:,} documents{skipped}"
 
 
 def _train(source: TextSource, vocab_size: int, progress: Progress) -> Tokenizer:
@@ -266,12 +250,3 @@ def _batches(source: TextSource) -> Iterator[list[Piece]]:
 def _name_files(source: TextSource) -> str:
     names = [os.fspath(path) for path in source.files[:3]]
     return ", ".join(names) + (f" and {len(source.files) - 3} more" if len(source.files) > len(names) else "")
-
-
-def _announce(entry: Path, progress: Progress) -> None:
-    manifest = json.loads((entry / "manifest.json").read_text())
-    skipped = f", {manifest['num_empty_documents']:,} empty ones left out" if manifest["num_empty_documents"] else ""
-    progress.note(
-        f"tokenised {manifest['num_bytes']:,} bytes into {manifest['num_tokens']:,} tokens of "
-        f"{manifest['num_documents']:,} documents{skipped}: {entry}"
-    )

@@ -1,11 +1,10 @@
-"""Which class of `transformers` a model of ours is, and its config.json, both ways.
+"""Which class of `transformers` computes what a model of ours does, and its config.json, both ways.
 
-Eight classes are known. Their fields are the published ones, as `transformers` 4 and 5 write them in `config.json`.
-What a class cannot say is refused with the field's name: nobody would notice a checkpoint that loads and computes
-something else.
+Fields have the published names, as `transformers` 4 and 5 write them in `config.json`. A field that a class does not
+support is refused by name: nobody would notice a checkpoint that loads but computes something else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -29,19 +28,14 @@ class Architecture(Enum):
 
 
 _GPT2_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
-_GPT2_ACTIVATION_NAMES = {
-    "gelu_new": Activation.gelu_tanh,
-    "gelu_pytorch_tanh": Activation.gelu_tanh,
-    "gelu": Activation.gelu,
-}
+_GPT2_ACTIVATION_NAMES = {"gelu_pytorch_tanh": Activation.gelu_tanh} | {v: k for k, v in _GPT2_ACTIVATIONS.items()}
 
-# Fields of ours that each class fixes, with the values that it can have.
+# The fields of ours that a class restricts, with the values that it supports.
 type _Fields = dict[str, tuple[Any, ...]]
 _NO_EXPERTS: _Fields = {"num_moe_experts": (None,)}
 _NO_QK_NORM: _Fields = {"qk_layernorm": (False,)}
 _QK_NORM: _Fields = {"qk_layernorm": (True,)}
 _NO_BIAS: _Fields = {"bias": (False,), "qkv_bias": (False,)}
-_QKV_BIAS: _Fields = {"bias": (False,), "qkv_bias": (True,)}
 _GPT2: _Fields = {
     "position_embedding_type": (PositionEmbedding.learned_absolute,),
     "normalization": (Normalization.layernorm,),
@@ -58,7 +52,7 @@ _FIELDS: dict[Architecture, _Fields] = {
     Architecture.gpt2: {**_NO_EXPERTS, **_GPT2, **_NO_QK_NORM},
     Architecture.llama: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM},
     Architecture.mistral: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS},
-    Architecture.qwen2: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_QKV_BIAS},
+    Architecture.qwen2: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, "bias": (False,), "qkv_bias": (True,)},
     Architecture.qwen3: {**_LLAMA, **_NO_EXPERTS, **_NO_BIAS, **_QK_NORM},
     Architecture.phi3: {**_ROTATED, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS, "rope_scaling_factor": (None,)},
     Architecture.mixtral: {**_LLAMA, **_NO_QK_NORM, **_NO_BIAS},
@@ -67,66 +61,65 @@ _FIELDS: dict[Architecture, _Fields] = {
 _WITH_EXPERTS = (Architecture.mixtral, Architecture.qwen3_moe)
 # Classes whose heads are hidden_size / num_attention_heads wide.
 _FIXED_HEADS = (Architecture.gpt2, Architecture.qwen2, Architecture.phi3)
-# Key/value heads where a config.json is silent; other classes then have as many as query heads.
+# Default key/value heads of a config.json; other classes have as many as query heads.
 _GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_moe: 4}
-# The norms' epsilon where a config.json is silent; other classes then have 1e-6.
+# Default epsilons of the norms; other classes have 1e-6.
 _EPSILONS = {Architecture.phi3: 1e-5, Architecture.mixtral: 1e-5}
-# What megatron-core's rescaling of rope has fixed (RotaryEmbedding._apply_scaling): Llama 3.1's.
+# Fixed in megatron-core's rescaling of rope (RotaryEmbedding._apply_scaling): Llama 3.1's.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Features that only one class has; the first match counts, and Llama's class has none of them.
-_BY_FEATURE: Mapping[Architecture, Callable[[ModelConfig], bool]] = {
-    Architecture.gpt2: lambda model: model.position_embedding_type is PositionEmbedding.learned_absolute,
-    Architecture.qwen3_moe: lambda model: model.num_moe_experts is not None and model.qk_layernorm,
-    Architecture.mixtral: lambda model: model.num_moe_experts is not None,
-    Architecture.qwen3: lambda model: model.qk_layernorm,
-    Architecture.qwen2: lambda model: model.qkv_bias and not model.bias,
-    Architecture.phi3: lambda model: model.rotary_percentage < 1,
-}
 
 
 def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) -> Architecture:
-    """The class that computes what a model of ours computes: the wanted one, or the one that its fields tell.
+    """The class that computes what a model of ours computes: the wanted one, or the one that its fields imply.
 
-    That is Llama where Mistral, which is the same without its sliding window, would do as well.
-
-    Raises:
-        ConfigError: The class cannot say all of the model's fields; names each.
+    Mistral is Llama without its sliding window, so it has to be asked for. A ConfigError names every unsupported field.
     """
-    chosen = wanted or next((known for known, has in _BY_FEATURE.items() if has(model)), Architecture.llama)
-    if problems := list(_inexpressible(model, chosen)):
+    chosen = wanted or _implied(model)
+    problems = [
+        f"model.{name}={show(getattr(model, name))} is not supported by {chosen.value}, {rule}"
+        for name, rule in _unsupported(model, chosen).items()
+    ]
+    if problems:
         raise ConfigError(problems)
     return chosen
 
 
-def _inexpressible(model: ModelConfig, architecture: Architecture) -> Iterator[str]:
-    for name, values in _FIELDS[architecture].items():
-        value = getattr(model, name)
-        if value not in values:
-            has = " or ".join(show(possible) for possible in values)
-            yield f"model.{name}={show(value)} cannot be said by {architecture.value}, which has {has}"
+def _implied(model: ModelConfig) -> Architecture:
+    if model.position_embedding_type is PositionEmbedding.learned_absolute:
+        return Architecture.gpt2
+    if model.num_moe_experts is not None:
+        return Architecture.qwen3_moe if model.qk_layernorm else Architecture.mixtral
+    if model.qk_layernorm:
+        return Architecture.qwen3
+    if model.qkv_bias and not model.bias:
+        return Architecture.qwen2
+    return Architecture.phi3 if model.rotary_percentage < 1 else Architecture.llama
+
+
+def _unsupported(model: ModelConfig, architecture: Architecture) -> dict[str, str]:
+    """Our fields that the class does not support, with its rule."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    rules = {
+        name: f"which has {' or '.join(map(show, values))}"
+        for name, values in _FIELDS[architecture].items()
+        if getattr(model, name) not in values
+    }
     if architecture is Architecture.llama and model.qkv_bias and not model.bias:
-        yield (
-            f"model.qkv_bias=true cannot be said by {architecture.value}, which has biases in all of attention's "
-            "projections or in none (model.bias=false)"
-        )
-    if architecture is Architecture.llama and model.hidden_size % model.num_attention_heads:
-        # LlamaConfig of `transformers` 5 refuses it whatever head_dim is; Mistral's class does not.
-        yield (
-            f"model.hidden_size={model.hidden_size} cannot be said by {architecture.value}, which takes multiples of "
-            f"model.num_attention_heads={model.num_attention_heads}"
-        )
+        rules["qkv_bias"] = "which has biases in all of attention's projections or in none (model.bias=false)"
+    if architecture is Architecture.llama and hidden % heads:
+        # LlamaConfig of `transformers` 5 refuses it at any head_dim; Mistral's class does not.
+        rules["hidden_size"] = f"which takes multiples of model.num_attention_heads={heads}"
     if architecture in _WITH_EXPERTS and model.num_moe_experts is None:
-        yield f"model.num_moe_experts=null cannot be said by {architecture.value}, which has experts"
-    if architecture is Architecture.gpt2 and num_query_groups(model) != model.num_attention_heads:
-        yield (
-            f"model.num_query_groups={num_query_groups(model)} cannot be said by {architecture.value}, which has as "
-            f"many key/value heads as query heads (model.num_attention_heads={model.num_attention_heads})"
+        rules["num_moe_experts"] = "which has experts"
+    if architecture is Architecture.gpt2 and num_query_groups(model) != heads:
+        rules["num_query_groups"] = (
+            f"which has as many key/value heads as query heads (model.num_attention_heads={heads})"
         )
-    if architecture in _FIXED_HEADS and kv_channels(model) * model.num_attention_heads != model.hidden_size:
-        yield (
-            f"model.kv_channels={model.kv_channels} cannot be said by {architecture.value}, whose heads are "
-            f"model.hidden_size / model.num_attention_heads = {model.hidden_size} / {model.num_attention_heads} wide"
+    if architecture in _FIXED_HEADS and kv_channels(model) * heads != hidden:
+        rules["kv_channels"] = (
+            f"whose heads are model.hidden_size / model.num_attention_heads = {hidden} / {heads} wide"
         )
+    return rules
 
 
 def to_hf_config(
@@ -179,13 +172,13 @@ def to_hf_config(
         Architecture.mistral: {"sliding_window": None},
         Architecture.qwen2: {"use_sliding_window": False},
         Architecture.qwen3: {"use_sliding_window": False, "attention_bias": False},
-        # The class's default padding token is beyond smaller vocabularies.
+        # The class's default padding token lies beyond smaller vocabularies.
         Architecture.phi3: {
             "partial_rotary_factor": model.rotary_percentage,
             "sliding_window": None,
             "pad_token_id": None,
         },
-        # No load-balancing loss is written: it belongs to training, and theirs is something else, one mean over layers.
+        # The load-balancing loss is left out: it belongs to training, and theirs differs, a mean over all layers.
         Architecture.mixtral: {
             "intermediate_size": moe_ffn_hidden_size(model),
             "num_local_experts": model.num_moe_experts,
@@ -207,10 +200,9 @@ def to_hf_config(
 
 
 def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture of a published model, and the fields of `model.` that make one of ours compute the same.
+    """The architecture of a published model, and the fields of `model.` that make ours compute the same.
 
-    Raises:
-        UserError: A field is missing, or says what no model of ours computes.
+    A UserError names every field that is missing or asks for what no model of ours computes.
     """
     reader = _HfConfig(values, origin)
     known = Architecture.__members__
@@ -220,7 +212,7 @@ def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture
             f"{origin}: model_type={values.get('model_type')!r} cannot be imported; known: {', '.join(known)}"
         )
     if "quantization_config" in values:
-        reader.refuse("quantization_config", "import the model's unquantised weights")
+        reader.refuse("quantization_config", "import the model's unquantized weights")
     fields = reader.gpt2() if architecture is Architecture.gpt2 else reader.llama(architecture)
     fields |= {
         "vocab_size": reader.integer("vocab_size"),
@@ -233,7 +225,7 @@ def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture
 
 
 class _HfConfig:
-    """A config.json, read field by field; `problems` collects what is wrong. Defaults are the published classes'."""
+    """A config.json, read field by field; `problems` collects the mistakes. Defaults are those of the classes."""
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
         self._values = values
@@ -241,23 +233,25 @@ class _HfConfig:
         self.problems: list[str] = []
 
     def refuse(self, name: str, why: str, default: Any = None) -> None:
-        """Adds a problem; `default` is what the field means where it is left out."""
+        """Adds a problem; `default` is what a missing field means."""
         is_given = name in self._values
         told = f"{name}={show(self._values[name])}" if is_given else f"{name}, left out, is {show(default)} and"
         self.problems.append(f"{self._origin}: {told} cannot be imported: {why}")
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        return int(self._number(name, default, whole=True))
+    def integer(self, name: str, default: float | None = None) -> int:
+        return int(self._number(name, self._given(name, default), whole=True))
 
     def number(self, name: str, default: float) -> float:
-        return float(self._number(name, default, whole=False))
+        return float(self._number(name, self._given(name, default), whole=False))
 
-    def _number(self, name: str, default: float | None, *, whole: bool) -> float:
+    def _given(self, name: str, default: Any) -> Any:
         value = self._values.get(name)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def _number(self, name: str, value: Any, *, whole: bool) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
-            what = "is missing" if value is None else f"={show(value)} is no {'whole ' * whole}number"
-            self.problems.append(f"{self._origin}: {name}{' ' * (value is None)}{what}")
+            what = " is missing" if value is None else f"={show(value)} is not a {'whole ' * whole}number"
+            self.problems.append(f"{self._origin}: {name}{what}")
             return 1
         return value
 
@@ -269,13 +263,13 @@ class _HfConfig:
             self.refuse(name, why, default)
 
     def gpt2(self) -> dict[str, Any]:
-        """GPT2Config."""
+        """The fields of a GPT2Config."""
         hidden = self.integer("n_embd")
         activation = str(self._values.get("activation_function", "gelu_new"))
         if activation not in _GPT2_ACTIVATION_NAMES:
             self.refuse("activation_function", f"known are {', '.join(_GPT2_ACTIVATION_NAMES)}")
         self._expect("scale_attn_weights", True, True, "scores are divided by the root of a head's width here")
-        self._expect("scale_attn_by_inverse_layer_idx", False, False, "every layer's attention has one scale here")
+        self._expect("scale_attn_by_inverse_layer_idx", False, False, "all layers scale attention alike here")
         self._expect("add_cross_attention", False, False, "there is no cross attention here")
         return {
             "num_layers": self.integer("n_layer"),
@@ -295,33 +289,30 @@ class _HfConfig:
         }
 
     def llama(self, architecture: Architecture) -> dict[str, Any]:
-        """The configurations of Llama's family."""
+        """The fields of a configuration of Llama's family."""
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
-        self._expect("hidden_act", "silu", "silu", "the gated MLP is SiLU's here")
-        groups = self.integer("num_key_value_heads", _GROUPS.get(architecture, heads))
-        has_head_width = self._values.get("head_dim") is not None
-        # MistralConfig's own default is the window of Mistral 7B v0.1; Phi3Config's and MixtralConfig's is none.
+        self._expect("hidden_act", "silu", "silu", "a gated MLP uses SiLU here")
+        # MistralConfig's default is the window of Mistral 7B v0.1; Phi3Config and MixtralConfig default to none.
         default = 4096 if architecture not in (Architecture.phi3, Architecture.mixtral) else None
         has_no_switch = architecture in (Architecture.mistral, Architecture.phi3, Architecture.mixtral)
         is_window_on = self.boolean("use_sliding_window", has_no_switch)
         if is_window_on and self._values.get("sliding_window", default) is not None:
             self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3", default)
         if architecture in (Architecture.qwen3, Architecture.qwen3_moe):
-            self._expect("attention_bias", False, False, "its class has biases in all of attention's projections then")
-        rope = self._rope(architecture)
+            self._expect("attention_bias", False, False, "its class then has biases in all of attention's projections")
         bias = architecture is Architecture.llama and self.boolean("attention_bias", False)
         if architecture is Architecture.llama and self.boolean("mlp_bias", False) != bias:
-            self.refuse("mlp_bias", "biases are in all linear layers here, or in none (attention_bias differs)")
+            self.refuse("mlp_bias", "all linear layers have biases here, or none has (attention_bias differs)")
         return {
             "num_layers": self.integer("num_hidden_layers"),
             "hidden_size": hidden,
             "ffn_hidden_size": self.integer("intermediate_size"),
             "num_attention_heads": heads,
-            "num_query_groups": groups,
-            "kv_channels": self.integer("head_dim") if has_head_width else None,
+            "num_query_groups": self.integer("num_key_value_heads", _GROUPS.get(architecture, heads)),
+            "kv_channels": None if self._values.get("head_dim") is None else self.integer("head_dim"),
             "max_position_embeddings": self.integer("max_position_embeddings"),
             "position_embedding_type": PositionEmbedding.rope.name,
-            **rope,
+            **self._rope(architecture),
             "normalization": Normalization.rmsnorm.name,
             "layernorm_epsilon": self.number("rms_norm_eps", _EPSILONS.get(architecture, 1e-6)),
             "activation": Activation.swiglu.name,
@@ -332,17 +323,16 @@ class _HfConfig:
         }
 
     def _experts(self, architecture: Architecture) -> dict[str, Any]:
-        """Experts in every layer; a softmax over the scores of a token's experts weights them."""
-        # `transformers` knows the count under two names.
+        # `transformers` knows the count by two names.
         count = "num_experts" if "num_experts" in self._values else "num_local_experts"
         fields = {"num_moe_experts": self.integer(count), "moe_router_topk": self.integer("num_experts_per_tok")}
         if architecture is Architecture.mixtral:
-            self._expect("router_jitter_noise", 0.0, 0.0, "routers read their input without noise here")
+            self._expect("router_jitter_noise", 0.0, 0.0, "routers add no noise to their input here")
             return fields
         self._expect("norm_topk_prob", False, True, "the weights of a token's experts add up to 1 here")
-        self._expect("decoder_sparse_step", 1, 1, "every layer has experts here, or none")
+        self._expect("decoder_sparse_step", 1, 1, "every layer has experts here, or none has")
         if self._values.get("mlp_only_layers"):
-            self.refuse("mlp_only_layers", "every layer has experts here, or none")
+            self.refuse("mlp_only_layers", "every layer has experts here, or none has")
         return fields | {"moe_ffn_hidden_size": self.integer("moe_intermediate_size", 768)}
 
     def _rope(self, architecture: Architecture) -> dict[str, Any]:
@@ -356,22 +346,14 @@ class _HfConfig:
             self.refuse(name, "this class rotates whole heads")
         default = 1e6 if architecture is Architecture.mixtral else 1e4
         base = scaling.get("rope_theta", self._values.get("rope_theta", default))
-        if isinstance(base, bool) or not isinstance(base, int | float) or base != int(base):
-            self.problems.append(f"{self._origin}: rope_theta={show(base)} is no whole number")
-            base = 10_000
-        return {
-            "rotary_percentage": share,
-            "rotary_base": int(base),
-            "rope_scaling_factor": self._rope_scaling_factor(name, scaling),
-        }
-
-    def _rope_scaling_factor(self, name: str, scaling: Mapping[str, Any]) -> float | None:
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind == "default":
-            return None
-        fixed = {key: scaling.get(key) for key in _LLAMA3_ROPE}
-        if kind != "llama3" or fixed != _LLAMA3_ROPE or not isinstance(scaling.get("factor"), int | float):
+        rescaled = {key: scaling.get(key) for key in _LLAMA3_ROPE}
+        is_llama3 = kind == "llama3" and rescaled == _LLAMA3_ROPE and isinstance(scaling.get("factor"), int | float)
+        if kind != "default" and not is_llama3:
             only = ", ".join(f"{key}={show(value)}" for key, value in _LLAMA3_ROPE.items())
             self.refuse(name, f"the only rescaled rope here is Llama 3.1's: rope_type=llama3 with a factor, and {only}")
-            return None
-        return float(scaling["factor"])
+        return {
+            "rotary_percentage": share,
+            "rotary_base": int(self._number("rope_theta", base, whole=True)),
+            "rope_scaling_factor": float(scaling["factor"]) if is_llama3 else None,
+        }

@@ -1,31 +1,32 @@
-"""A checkpoint as a Hugging Face directory: weights in safetensors, config.json, generation_config.json, tokenizer.
+"""Exports a checkpoint as a Hugging Face directory: weights in safetensors, config.json, tokenizer.
 
     manifest → model's fields → class and config.json
     tensors of the checkpoint, layer by layer → names and layouts of `transformers` → files
 
 Everything that can be refused is refused before the first byte is written, and the directory appears in one piece.
 
-safetensors files are written here for one reason: `safetensors.torch.save_file` and `serialize_file` (0.8) take all
-tensors of a file at once, a whole shard in memory, and an export holds one layer. The format can be streamed: eight
-bytes with the length of a JSON header, the header with every tensor's type, shape and place, then the bytes
-(github.com/huggingface/safetensors, "Format"). The index of several files is `transformers`' own.
+safetensors files are written here because `safetensors.torch.save_file` and `serialize_file` (0.8) need all tensors of
+a file in memory, and an export holds one layer. The format can be streamed: eight bytes with the length of a JSON
+header, the header with the type, shape and place of every tensor, then the bytes (github.com/huggingface/safetensors,
+"Format"). The index of several files is that of `transformers`.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, SavedModel, open_checkpoint
+from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, open_checkpoint
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from gpt_pretrain.config.files import new_directory
+from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
-from gpt_pretrain.huggingface.arguments import ExportArguments, check_disk_space, check_new_directory, out_directory
-from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
+from gpt_pretrain.huggingface.tensors import differences, tensor_rules
 
 # Types of weights without scales beside them, by the format's names.
 WEIGHT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -37,69 +38,51 @@ _ALIGNMENT = 8
 # Room for config.json, the tokenizer's files and the index.
 _SMALL_FILES_BYTES = 64 * 1024 * 1024
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """A tensor that will be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its values."""
-        return prod(self.shape) * self.dtype.itemsize
+# A file's tensors by name, as meta tensors.
+type _Shard = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
-    """What was written."""
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    architecture: Architecture | None = None,
+    tokenizer: Path | None = None,
+    max_shard_gib: float,
+) -> str:
+    """Writes a checkpoint as a Hugging Face directory, and returns what the command prints of it.
 
-    path: Path
-    architecture: Architecture
-    dtype: str
-    """Of the weights, by torch's name; several where the checkpoint mixes them."""
-    num_parameters: int
-    num_bytes: int
-    """Of the weights."""
-    num_shards: int
-    has_tokenizer: bool
-
-
-def export_hf(arguments: ExportArguments) -> Exported:
-    """Writes a checkpoint as a Hugging Face directory.
+    `python -m gpt_pretrain.export --help` explains the arguments; `dtype` is torch's name.
 
     Raises:
-        UserError: The checkpoint is damaged, no class of `transformers` computes what the model does, the directory
-            holds something already, the disk has no room, or a weight is too large for the type that is asked for.
+        UserError: The checkpoint is damaged, no class of `transformers` computes what the model does, the directory is
+            not empty, the disk has no room, or a weight is too large for the requested type.
     """
-    if not arguments.max_shard_gib > 0:
-        raise UserError(f"max_shard_gib={arguments.max_shard_gib} leaves no room for a tensor; use more than 0")
-    out = Path(arguments.out).absolute()
+    if not max_shard_gib > 0:
+        raise UserError(f"max_shard_gib={max_shard_gib} leaves no room for a tensor; use more than 0")
+    out = out.absolute()
     check_new_directory(out)
-    saved = open_checkpoint(
-        Path(arguments.checkpoint), None if arguments.tokenizer is None else Path(arguments.tokenizer)
-    )
-    architecture = choose_architecture(saved.config.model, arguments.architecture)
+    saved = open_checkpoint(checkpoint, tokenizer)
+    model = saved.config.model
+    architecture = choose_architecture(model, architecture)
     tensors = CheckpointTensors(saved.path)
-    rules = tensor_rules(saved.config.model, architecture)
-    _check_tensors(saved, tensors, rules)
-    asked: torch.dtype | None = None if arguments.dtype is None else getattr(torch, arguments.dtype.value)
-    specs = [
-        TensorSpec(name=name, shape=shape, dtype=asked or tensors.dtype(rule.key))
-        for rule in rules
-        for name, shape in rule.parts()
-    ]
-    num_bytes = sum(spec.num_bytes for spec in specs)
+    rules = tensor_rules(model, architecture)
+    expected = {rule.key: rule.shape if rule.layer is None else (model.num_layers, *rule.shape) for rule in rules}
+    if problems := differences(expected, {key: tensors.shape(key) for key in tensors}):
+        raise UserError(f"{saved.path} does not hold the model that its manifest states: it {', '.join(problems)}")
+    parts: _Shard = {}
+    for rule in rules:
+        parts |= rule.parts(tensors.dtype(rule.key) if dtype is None else getattr(torch, dtype))
+    num_bytes = sum(part.nbytes for part in parts.values())
     check_disk_space(out, num_bytes + _SMALL_FILES_BYTES)
     saved.check_files()
-    shards = plan_shards(specs, arguments.max_shard_gib * 2**30)
+    shards = _plan_shards(parts, max_shard_gib * 2**30)
     config = to_hf_config(
-        saved.config.model,
+        model,
         architecture,
-        # One for the whole model: the embedding's, where a checkpoint mixes them.
-        torch_dtype=_torch_name(specs[0].dtype),
+        # The file has one type for the whole model: the embedding's, where a checkpoint mixes types.
+        torch_dtype=_torch_name(next(iter(parts.values()))),
         end_token_id=None if saved.tokenizer is None else saved.tokenizer.eod,
     )
 
@@ -108,112 +91,115 @@ def export_hf(arguments: ExportArguments) -> Exported:
             yield from zip(rule.names, rule.conversion.to_hf(tensors.read(rule.key, rule.layer)), strict=True)
 
     with out_directory(out) as directory:
-        write_shards(directory, shards, hf_tensors())
-        write_json(directory / "config.json", config)
+        _write_shards(directory, shards, hf_tensors())
+        _write_json(directory / "config.json", config)
         ids = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
-        write_json(directory / "generation_config.json", {"_from_model_config": True, **ids})
+        _write_json(directory / "generation_config.json", {"_from_model_config": True, **ids})
         if saved.tokenizer is not None:
-            _write_tokenizer(directory, saved.tokenizer, saved.config.model.max_position_embeddings)
-    return Exported(
-        path=out,
-        architecture=architecture,
-        dtype=", ".join(sorted({_torch_name(spec.dtype) for spec in specs})),
-        num_parameters=sum(prod(spec.shape) for spec in specs),
-        num_bytes=num_bytes,
-        num_shards=len(shards),
-        has_tokenizer=saved.tokenizer is not None,
+            saved.tokenizer.save(directory / TOKENIZER_FILE)
+            tokenizer_config = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": saved.tokenizer.eod_token,
+                "model_max_length": model.max_position_embeddings,
+                "clean_up_tokenization_spaces": False,
+            }
+            _write_json(directory / "tokenizer_config.json", tokenizer_config)
+    types = ", ".join(sorted({_torch_name(part) for part in parts.values()}))
+    num_parameters = sum(part.numel() for part in parts.values())
+    files = "1 file" if len(shards) == 1 else f"{len(shards)} files"
+    return (
+        f"written: {out}\n"
+        f"  {architecture.value}, {num_parameters:,} parameters in {types}, {num_bytes:,} bytes in {files}\n"
+        + ("  no tokenizer: the checkpoint's model has none\n" if saved.tokenizer is None else "")
     )
 
 
-def _torch_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _torch_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def _check_tensors(saved: SavedModel, tensors: CheckpointTensors, rules: Sequence[Rule]) -> None:
-    """Refuses a checkpoint that lacks a tensor of its manifest's model, or has one that would be left out."""
-    expected = {
-        rule.key: rule.shape if rule.layer is None else (saved.config.model.num_layers, *rule.shape) for rule in rules
-    }
-    problems = [f"lacks {key}" for key in expected if key not in tensors]
-    problems += [f"has {key}" for key in tensors if key not in expected]
-    problems += [
-        f"has {key} as {list(tensors.shape(key))} instead of {list(shape)}"
-        for key, shape in expected.items()
-        if key in tensors and tensors.shape(key) != shape
-    ]
-    if problems:
-        raise UserError(f"{saved.path} does not hold the model that its manifest states: it {', '.join(problems)}")
-
-
-def _write_tokenizer(directory: Path, tokenizer: Tokenizer, max_length: int) -> None:
-    tokenizer.save(directory / TOKENIZER_FILE)
-    write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": tokenizer.eod_token,
-            "model_max_length": max_length,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
-
-
-def plan_shards(specs: Sequence[TensorSpec], max_bytes: float) -> dict[str, list[TensorSpec]]:
-    """Which file holds which tensors: in order, each file as full as it may be; a larger tensor has its own file."""
-    shards: list[list[TensorSpec]] = []
+def _plan_shards(parts: _Shard, max_bytes: float) -> dict[str, _Shard]:
+    """Assigns tensors to files in order, and fills each file; a tensor larger than a file gets its own."""
+    shards: list[_Shard] = []
     room = 0.0
-    for spec in specs:
-        if not shards or spec.num_bytes > room:
-            shards.append([])
+    for name, part in parts.items():
+        if not shards or part.nbytes > room:
+            shards.append({})
             room = max_bytes
-        shards[-1].append(spec)
-        room -= spec.num_bytes
+        shards[-1][name] = part
+        room -= part.nbytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def write_shards(
-    directory: Path, shards: Mapping[str, Sequence[TensorSpec]], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """Writes the files and, if there are several, their index; takes name and values one by one, in the plan's order.
-
-    Raises:
-        OSError: The disk does not take them.
-        UserError: A finite value would be infinite in the type that it is written in.
-    """
+def _write_shards(directory: Path, shards: Mapping[str, _Shard], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Writes the files, and their index if there are several; `tensors` come one by one in the order of the shards."""
     stream = iter(tensors)
-    for file_name, specs in shards.items():
+    for file_name, shard in shards.items():
         with (directory / file_name).open("wb") as file:
-            file.write(_header(specs))
-            for spec in specs:
+            file.write(_header(shard))
+            for planned_name, planned in shard.items():
                 name, tensor = next(stream)
-                assert (name, tuple(tensor.shape)) == (spec.name, spec.shape), "tensors come in the order of the plan"
-                converted = tensor.to(spec.dtype)
+                assert (name, tensor.shape) == (planned_name, planned.shape), "tensors come in the order of the plan"
+                converted = tensor.to(planned.dtype)
                 if converted.dtype != tensor.dtype and (converted.isinf() & tensor.isfinite()).any():
                     raise UserError(
-                        f"{name} has values up to {tensor.abs().max().item():.3g}, which {_torch_name(spec.dtype)} "
-                        "does not reach; use dtype=bf16 or fp32"
+                        f"{name} has values up to {tensor.abs().max().item():.3g}, which {_torch_name(planned)} "
+                        "cannot represent; use dtype=bf16 or fp32"
                     )
                 file.write(converted.contiguous().view(torch.uint8).numpy())
     if len(shards) > 1:
-        total = sum(spec.num_bytes for specs in shards.values() for spec in specs)
-        weight_map = {spec.name: file_name for file_name, specs in shards.items() for spec in specs}
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        total = sum(part.nbytes for shard in shards.values() for part in shard.values())
+        weight_map = {name: file_name for file_name, shard in shards.items() for name in shard}
+        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Writes a JSON file in the layout of `transformers`."""
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _header(specs: Sequence[TensorSpec]) -> bytes:
+def _header(shard: _Shard) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for spec in specs:
-        begin, end = end, end + spec.num_bytes
-        place = {"dtype": _TYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
-        entries[spec.name] = place
+    for name, part in shard.items():
+        begin, end = end, end + part.nbytes
+        entries[name] = {"dtype": _TYPE_NAMES[part.dtype], "shape": list(part.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def check_new_directory(path: Path) -> None:
+    """Raises a UserError where the command cannot make a new directory."""
+    if path.is_symlink():
+        raise UserError(f"out={path} is a link, which the finished directory would replace; give its target")
+    if path.is_dir():
+        if any(path.iterdir()):
+            raise UserError(f"out={path} exists and is not empty; nothing is overwritten: give another directory")
+    elif os.path.lexists(path):
+        raise UserError(f"out={path} is a file; give a directory that does not exist yet")
+    parent = _nearest_existing(path.parent)
+    if not parent.is_dir():
+        raise UserError(f"out={path} cannot be made: {parent} is a file")
+
+
+def check_disk_space(path: Path, num_bytes: int) -> None:
+    """Raises a UserError if the disk has less room than needed."""
+    free = shutil.disk_usage(_nearest_existing(path.parent)).free
+    if free < num_bytes:
+        raise UserError(f"out={path} needs {num_bytes:,} bytes, and its disk has {free:,} free; give another place")
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+
+
+@contextmanager
+def out_directory(path: Path) -> Iterator[Path]:
+    """Makes a directory in one piece (`config.files.new_directory`), or raises a UserError."""
+    try:
+        with new_directory(path) as unfinished:
+            yield unfinished
+    except OSError as error:
+        raise UserError(f"out={path} cannot be written: {error.strerror or error}; nothing is left there") from error

@@ -1,17 +1,17 @@
-"""A Hugging Face directory as a checkpoint of weights, with the configuration that goes with them.
+"""Imports a Hugging Face directory as a checkpoint of weights, with the configuration that belongs to them.
 
     config.json → architecture and the fields of `model.` → Config, checked by the rules of every run
     safetensors, tensor by tensor → names and layouts of a checkpoint
 
-The written directory is the checkpoint; beside its files it holds `tokenizer.json` and `experiment/imported.yaml`,
-which a run finds with `--config-dir`.
+The written directory is the checkpoint. It also holds `tokenizer.json` and `experiment/imported.yaml`, which a run
+finds with `--config-dir`.
 """
 
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, installed_versions, write_manifest
 from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
-from gpt_pretrain.checkpoint.state import architecture, layout
+from gpt_pretrain.checkpoint.state import architecture as architecture_of
+from gpt_pretrain.checkpoint.state import layout
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import read_foreign_json
@@ -29,9 +30,15 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
-from gpt_pretrain.huggingface.arguments import ImportArguments, check_disk_space, check_new_directory, out_directory
-from gpt_pretrain.huggingface.export import INDEX, SINGLE, WEIGHT_TYPES
-from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
+from gpt_pretrain.huggingface.export import (
+    INDEX,
+    SINGLE,
+    WEIGHT_TYPES,
+    check_disk_space,
+    check_new_directory,
+    out_directory,
+)
+from gpt_pretrain.huggingface.tensors import Rule, differences, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
@@ -41,41 +48,16 @@ from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import resolve
 from gpt_pretrain.spec.run_spec import build_run_spec
 
-EXPERIMENT = "imported"
+_EXPERIMENT = "imported"
 # Longer samples are for long-context training, which sets model.encoder_seq_length.
 _MAX_SAMPLE_LENGTH = 8192
-# Tensors in published files that are no weights: masks and rope's frequencies.
+# Published tensors that are not weights: masks and rope's frequencies.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """A tensor in an open safetensors file."""
-
-    file: Any
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
-
-    @property
-    def type_name(self) -> str:
-        """Its type as the format names it."""
-        return str(self.file.get_slice(self.name).get_dtype())
-
-    def read(self) -> torch.Tensor:
-        tensor: torch.Tensor = self.file.get_tensor(self.name)
-        return tensor
-
-
 @contextmanager
-def _open_weights(directory: Path, architecture: Architecture) -> Iterator[dict[str, _Published]]:
-    """The tensors in all safetensors files of a directory, by their names in the whole model.
-
-    Raises:
-        UserError: There are no such files, or one that the index names cannot be read.
-    """
+def _open_weights(directory: Path, architecture: Architecture) -> Iterator[dict[str, Any]]:
+    """The tensors in all safetensors files of a directory, by name, as slices that read nothing yet."""
     tensors = {}
     with ExitStack() as stack:
         for path in _weight_paths(directory):
@@ -83,12 +65,11 @@ def _open_weights(directory: Path, architecture: Architecture) -> Iterator[dict[
                 file = stack.enter_context(safetensors.safe_open(path, framework="pt"))
             except (OSError, safetensors.SafetensorError) as error:
                 raise UserError(f"{path} cannot be read: {error}") from error
-            names = file.keys()
-            for name in names:
+            for name in file.keys():  # noqa: SIM118 - no dict
                 # GPT-2 is published without the first part of its names.
                 is_bare = architecture is Architecture.gpt2 and not name.startswith(("transformer.", "lm_head."))
                 if not name.endswith(_NO_WEIGHTS):
-                    tensors[f"transformer.{name}" if is_bare else name] = _Published(file, name)
+                    tensors[f"transformer.{name}" if is_bare else name] = file.get_slice(name)
         yield tensors
 
 
@@ -98,8 +79,8 @@ def _weight_paths(directory: Path) -> list[Path]:
         if (directory / SINGLE).is_file():
             return [directory / SINGLE]
         raise UserError(
-            f"{directory} holds neither {SINGLE} nor {INDEX}; weights in other files (pytorch_model.bin) become "
-            "safetensors by transformers' save_pretrained"
+            f"{directory} holds neither {SINGLE} nor {INDEX}; transformers' save_pretrained converts weights "
+            "in other files (pytorch_model.bin)"
         )
     weight_map = read_foreign_json(index).get("weight_map")
     names = list(weight_map.values()) if isinstance(weight_map, dict) else []
@@ -108,27 +89,14 @@ def _weight_paths(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(names))]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Imported:
-    """What was written."""
-
-    path: Path
-    architecture: Architecture
-    num_parameters: int
-    """Without the rows that pad the vocabulary."""
-    dtype: str
-    """Of the weights, as safetensors names it; several where the files mix them."""
-    has_tokenizer: bool
-
-
-def import_hf(arguments: ImportArguments) -> Imported:
-    """Writes a published model as a checkpoint; weights are the same to the bit.
+def import_hf(source: Path, out: Path) -> str:
+    """Writes a published model as a checkpoint with the same weights to the bit, and returns what the command prints.
 
     Raises:
         UserError: The directory does not hold a model of a known architecture, this application would compute it
             otherwise, tensors are missing or of another shape, or there is no room for the checkpoint.
     """
-    source, out = Path(arguments.path).absolute(), Path(arguments.out).absolute()
+    source, out = source.absolute(), out.absolute()
     check_new_directory(out)
     config_file = source / "config.json"
     try:
@@ -137,13 +105,13 @@ def import_hf(arguments: ImportArguments) -> Imported:
         raise UserError(
             f"{config_file} does not exist; path=… names a directory of transformers' save_pretrained"
         ) from None
-    hf_architecture, fields = from_hf_config(values, str(config_file))
+    architecture, fields = from_hf_config(values, str(config_file))
     tokenizer = load_tokenizer(source / TOKENIZER_FILE, "path") if (source / TOKENIZER_FILE).is_file() else None
     fields["encoder_seq_length"] = min(fields["max_position_embeddings"], _MAX_SAMPLE_LENGTH)
-    with _open_weights(source, hf_architecture) as published:
-        types = {tensor.type_name for tensor in published.values()}
+    with _open_weights(source, architecture) as published:
+        types = {tensor.get_dtype() for tensor in published.values()}
         config = _config(fields, out, tokenizer, Precision.fp32 if "F32" in types else Precision.bf16)
-        rules = tensor_rules(config.model, hf_architecture)
+        rules = tensor_rules(config.model, architecture)
         _check_tensors(source, published, rules)
         tensors = [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
         check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
@@ -151,44 +119,40 @@ def import_hf(arguments: ImportArguments) -> Imported:
             write_weights(directory, tensors, num_layers=config.model.num_layers)
             if tokenizer is not None:
                 tokenizer.save(directory / TOKENIZER_FILE)
-            manifest = _manifest(config, tokenizer)
-            files_there = [path.name for path in directory.iterdir()]
-            write_manifest(directory, replace(manifest, files=hash_files(directory, files_there)))
-            _write_experiment(directory / "experiment" / f"{EXPERIMENT}.yaml", source, fields, config, out)
-        num_parameters = sum(math.prod(published[name].shape) for rule in rules for name in rule.names)
-    return Imported(
-        path=out,
-        architecture=hf_architecture,
-        num_parameters=num_parameters,
-        dtype=", ".join(sorted(types)),
-        has_tokenizer=tokenizer is not None,
+            files = hash_files(directory, [path.name for path in directory.iterdir()])
+            write_manifest(directory, _manifest(config, tokenizer, files))
+            _write_experiment(directory / "experiment" / f"{_EXPERIMENT}.yaml", source, fields, config, out)
+        # Without the rows that pad the vocabulary.
+        num_parameters = sum(math.prod(published[name].get_shape()) for rule in rules for name in rule.names)
+    return (
+        f"written: {out}\n"
+        f"  {architecture.value}, {num_parameters:,} parameters in {', '.join(sorted(types))}\n"
+        f"go on with: python -m gpt_pretrain --config-dir {out} experiment={_EXPERIMENT} data=…\n"
+        + ("  no tokenizer.json was there: give model.tokenizer, or data of token ids\n" if tokenizer is None else "")
     )
 
 
-def _check_tensors(source: Path, published: Mapping[str, _Published], rules: Sequence[Rule]) -> None:
+def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[Rule]) -> None:
     """Refuses files that do not hold exactly the model's tensors, in their shapes and in a type that weights have.
 
     The parts of what becomes one tensor, such as a matrix of all layers, must have one type.
     """
-    expected = dict(part for rule in rules for part in rule.parts())
-    problems = [f"lacks {name}" for name in expected if name not in published]
+    expected = {name: tuple(part.shape) for rule in rules for name, part in rule.parts(torch.float32).items()}
     # Tied embeddings are one tensor, and some files hold it twice.
-    problems += [f"has {name}" for name in published if name not in expected and name != "lm_head.weight"]
-    for name, shape in expected.items():
-        tensor = published.get(name)
-        if tensor is not None and tensor.shape != shape:
-            problems.append(f"has {name} as {list(tensor.shape)} instead of {list(shape)}")
-        if tensor is not None and tensor.type_name not in WEIGHT_TYPES:
-            problems.append(f"has {name} in {tensor.type_name} instead of {', '.join(WEIGHT_TYPES)}")
-    # Of each tensor here, a name in the files for each type.
-    by_key: dict[str, dict[str, str]] = {}
+    needed = {name: tensor for name, tensor in published.items() if name in expected or name != "lm_head.weight"}
+    problems = differences(expected, {name: tuple(tensor.get_shape()) for name, tensor in needed.items()})
+    # For each tensor of ours, each type of its parts with the first part that has it.
+    first_of_type: dict[str, dict[str, str]] = {}
     for rule in rules:
         for name in rule.names:
             if name in published:
-                by_key.setdefault(rule.key, {}).setdefault(published[name].type_name, name)
+                kind = published[name].get_dtype()
+                if kind not in WEIGHT_TYPES:
+                    problems.append(f"has {name} in {kind} instead of {', '.join(WEIGHT_TYPES)}")
+                first_of_type.setdefault(rule.key, {}).setdefault(kind, name)
     problems += [
         f"has {' and '.join(f'{name} in {kind}' for kind, name in mixed.items())}, which are parts of one tensor here"
-        for mixed in by_key.values()
+        for mixed in first_of_type.values()
         if len(mixed) > 1
     ]
     if problems:
@@ -196,21 +160,18 @@ def _check_tensors(source: Path, published: Mapping[str, _Published], rules: Seq
         raise UserError(f"{source} does not hold the model of its config.json: it {shown}")
 
 
-def _planned(rule: Rule, parts: Sequence[_Published]) -> PlannedTensor:
-    dtype = WEIGHT_TYPES[parts[0].type_name]
-
-    def load() -> torch.Tensor:
-        return rule.conversion.to_ours([part.read() for part in parts])
-
-    return PlannedTensor(key=rule.key, layer=rule.layer, shape=rule.shape, dtype=dtype, load=load)
+def _planned(rule: Rule, parts: Sequence[Any]) -> PlannedTensor:
+    return PlannedTensor(
+        key=rule.key,
+        layer=rule.layer,
+        shape=rule.shape,
+        dtype=WEIGHT_TYPES[parts[0].get_dtype()],
+        load=lambda: rule.conversion.to_ours([part[:] for part in parts]),
+    )
 
 
 def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
-    """The default configuration of a run with the imported model.
-
-    Raises:
-        ConfigError: The model breaks a rule of this application.
-    """
+    """The default configuration of a run with the imported model, which must pass this application's rules."""
     config = load_config(["model=base", *(f"model.{name}={written(value)}" for name, value in fields.items())])
     model, kind = config.model, TokenizerLibrary.none if tokenizer is None else TokenizerLibrary.file
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
@@ -221,9 +182,8 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     return config
 
 
-def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
-    platform = detect_platform()
-    launch = read_launch({})
+def _manifest(config: Config, tokenizer: Tokenizer | None, files: Mapping[str, Any]) -> Manifest:
+    platform, launch = detect_platform(), read_launch({})
     transformer_config = translate_transformer(build_run_spec(config, launch, platform))
     with process_groups(config.model, launch, platform):
         one_process = layout(config.model)
@@ -233,12 +193,12 @@ def _manifest(config: Config, tokenizer: Tokenizer | None) -> Manifest:
         time_unix=time.time(),
         versions=installed_versions(),
         config=config_to_dict(config),
-        # A model without a tokenizer names none: a run may then bring the one that the model had.
+        # Without a tokenizer the entry is missing, and a run may bring the one that the model had.
         data={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
-        architecture=architecture(config.model, transformer_config),
+        architecture=architecture_of(config.model, transformer_config),
         layout=one_process,
         fp8={},
-        files={},
+        files=files,
     )
 
 
@@ -250,7 +210,7 @@ def _write_experiment(path: Path, source: Path, fields: Mapping[str, Any], confi
     path.write_text(
         "# @package _global_\n"
         f"# {source.name}, imported. Start with its weights, and name the data:\n"
-        f"#     python -m gpt_pretrain --config-dir {out} experiment={EXPERIMENT} data=text …\n"
+        f"#     python -m gpt_pretrain --config-dir {out} experiment={_EXPERIMENT} data=text …\n"
         "defaults:\n  - override /model: base\n\n" + OmegaConf.to_yaml(values),
         encoding="utf-8",
     )

@@ -1,11 +1,11 @@
-"""Names and layouts of tensors: a checkpoint of ours beside a model of `transformers`.
+"""Names and layouts of tensors, in a checkpoint of ours and in a model of `transformers`.
 
-The checkpoint's tensors are megatron-core's: layers are an additional axis in front, query, key and value are one
-matrix with the rows of each query group together (q q k v | q q k v | …), a gated MLP's halves are one matrix, the norm
-before a linear layer bears its name, and the vocabulary is padded. Shapes below are of one layer, [out, in].
+The checkpoint's tensors are megatron-core's. All layers are stacked along a first axis. Query, key and value are one
+matrix, with the rows of each query group together (q q k v | q q k v | …). A gated MLP's halves are one matrix. The
+norm before a linear layer has that layer's name. The vocabulary is padded. Shapes below are of one layer, [out, in].
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,34 +27,45 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """From one tensor of a checkpoint to its parts in `transformers`, and back to the bit."""
+    """Splits one tensor of a checkpoint into its parts in `transformers`, and joins them bit for bit."""
 
     to_hf: Callable[[torch.Tensor], Tensors]
-    """Gives views where it can; takes meta tensors, too."""
+    """Returns views where it can, and takes meta tensors."""
     to_ours: Callable[[Tensors], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One tensor of a checkpoint, and what it is in `transformers`."""
+    """One tensor of a checkpoint and its parts in `transformers`."""
 
     key: str
-    """Its key in the checkpoint."""
+    """In the checkpoint."""
     layer: int | None
-    """Which of the stacked layers; None for what is not in a layer."""
+    """Index among the stacked layers; None outside of the layers."""
     shape: tuple[int, ...]
-    """Its shape, without the axis of layers."""
+    """Without the axis of layers."""
     names: tuple[str, ...]
-    """Names in `transformers`; several where it is stored in parts."""
+    """In `transformers`, one per part."""
     conversion: Conversion
 
-    def parts(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of each part in `transformers`."""
-        for name, part in zip(self.names, self.conversion.to_hf(torch.empty(self.shape, device="meta")), strict=True):
-            yield name, tuple(part.shape)
+    def parts(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Each part in `transformers` by name, as a meta tensor."""
+        parts = self.conversion.to_hf(torch.empty(self.shape, dtype=dtype, device="meta"))
+        return dict(zip(self.names, parts, strict=True))
 
 
-# Key in the checkpoint, names in `transformers`, and the way between them, of a tensor in a layer.
+def differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What tensors `found` lacks, has too many, or has in another shape, as the ends of a sentence."""
+    problems = [f"lacks {name}" for name in expected if name not in found]
+    problems += [f"has {name}" for name in found if name not in expected]
+    return problems + [
+        f"has {name} as {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+
+
+# Of a tensor in a layer: its key in the checkpoint, its names in `transformers`, and the conversion.
 _LayerRule = tuple[str, tuple[str, ...], Conversion]
 
 
@@ -67,7 +78,7 @@ _SAME = Conversion(to_hf=lambda tensor: [tensor], to_ours=_only)
 # GPT-2's Conv1D keeps matrices as [in, out].
 _TRANSPOSED = Conversion(to_hf=lambda tensor: [tensor.t()], to_ours=lambda tensors: _only(tensors).t())
 _HALVES = Conversion(to_hf=lambda tensor: tensor.chunk(2), to_ours=lambda tensors: torch.cat(list(tensors)))
-# All experts of a layer, [experts, out, in]; in `transformers` each expert's tensors one after the other.
+# All experts of a layer, [experts, out, in]; `transformers` has a tensor per expert.
 _EXPERTS = Conversion(to_hf=lambda tensor: tensor.unbind(), to_ours=lambda tensors: torch.stack(list(tensors)))
 _EXPERT_HALVES = Conversion(
     to_hf=lambda tensor: [half for expert in tensor for half in expert.chunk(2)],
@@ -75,7 +86,7 @@ _EXPERT_HALVES = Conversion(
         [torch.cat([gate, up]) for gate, up in zip(tensors[::2], tensors[1::2], strict=True)]
     ),
 )
-# By class: the prefix of a layer's router and experts, then an expert's gate, up and down projection.
+# The prefix of a layer's router and experts, then an expert's gate, up and down projection.
 _EXPERT_NAMES = {
     Architecture.mixtral: ("block_sparse_moe", "w1", "w3", "w2"),
     Architecture.qwen3_moe: ("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -83,7 +94,7 @@ _EXPERT_NAMES = {
 
 
 def _attention(model: ModelConfig, architecture: Architecture) -> Conversion:
-    """Query, key and value: three tensors; in Phi-3's class one, and in GPT-2's its transpose, all queries first."""
+    """Query, key and value: three tensors; in Phi-3's class one, in GPT-2's its transpose, all queries first."""
     groups, width = num_query_groups(model), kv_channels(model)
 
     def split(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -112,9 +123,9 @@ def _attention(model: ModelConfig, architecture: Architecture) -> Conversion:
 def _pad_vocabulary(tensors: Tensors, *, num_rows: int) -> torch.Tensor:
     """Adds rows that belong to no token, each the mean of the tokens' rows.
 
-    The softmax sees them. The logit of a mean row is the mean logit, whose exponential is at most the mean of the
+    The softmax includes them. The logit of a mean row is the mean logit, whose exponential is at most the mean of the
     exponentials (Jensen's inequality): n rows beside V tokens raise the loss by at most log(1 + n / V). Rows of zeros
-    have no such bound: GPT-2's logits are far below zero.
+    have no such bound, as GPT-2's logits are far below zero.
     """
     embedding = _only(tensors)
     padding = num_rows - embedding.size(0)
@@ -125,7 +136,7 @@ def _pad_vocabulary(tensors: Tensors, *, num_rows: int) -> torch.Tensor:
 
 
 def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
-    """Every tensor of a model, in the order of its layers."""
+    """Every tensor of a model, layer by layer."""
     vocabulary = Conversion(
         to_hf=lambda tensor: [tensor[: model.vocab_size]],
         to_ours=partial(_pad_vocabulary, num_rows=padded_vocab_size(model)),
@@ -164,7 +175,7 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
 
 
 def _layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors of a layer: matrices are [out, in], and a bias is as long as its matrix has rows."""
+    """Shapes of a layer's tensors by key."""
     hidden, width = model.hidden_size, kv_channels(model)
     queries, groups, inner = model.num_attention_heads, num_query_groups(model), ffn_hidden_size(model)
     matrices = {
@@ -207,7 +218,7 @@ def _gpt2_layer(attention: Conversion) -> list[_LayerRule]:
 
 
 def _llama_layer(model: ModelConfig, architecture: Architecture, attention: Conversion) -> list[_LayerRule]:
-    """A layer of Llama's family; in Phi-3's, query, key and value are one matrix, and so are a gated MLP's halves."""
+    """A layer of Llama's family; Phi-3's joins query, key and value, and the halves of a gated MLP."""
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     halves = _HALVES
@@ -240,7 +251,7 @@ def _llama_layer(model: ModelConfig, architecture: Architecture, attention: Conv
 
 
 def _experts(num_experts: int, architecture: Architecture) -> list[_LayerRule]:
-    """A layer's router and experts, and the norm before them, which is a module of its own here."""
+    """A layer's router and experts, and the norm before them, a module of its own in our checkpoints."""
     block, gate, up, down = _EXPERT_NAMES[architecture]
     experts = [f"{block}.experts.{expert}" for expert in range(num_experts)]
     halves = tuple(f"{expert}.{name}.weight" for expert in experts for name in (gate, up))

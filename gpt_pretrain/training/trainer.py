@@ -12,7 +12,7 @@ from typing import Any
 from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator, build_validation_iterator
+from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, ValidationRecord
@@ -68,7 +68,7 @@ class Trainer:
         self._train_batches = self._batches_from(self.progress.consumed_samples)
         self._valid_batches = None
         if setup.valid_data is not None:
-            build_valid_batches = partial(build_validation_iterator, setup.valid_data, **share)
+            build_valid_batches = partial(build_batch_iterator, setup.valid_data, is_validation=True, **share)
             self._valid_batches = data_iterators(trainable.model, build_valid_batches)
 
     def _batches_from(self, consumed_samples: int) -> list[BatchIterator | None]:

@@ -14,7 +14,6 @@ from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, write_manifes
 from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.huggingface.architectures import choose_architecture
-from gpt_pretrain.huggingface.arguments import ExportArguments
 from gpt_pretrain.huggingface.export import export_hf
 from gpt_pretrain.huggingface.tensors import Rule, tensor_rules
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -56,8 +55,9 @@ def main() -> None:
     )
     write_manifest(checkpoint, manifest)
     before = grown_to()
-    done = export_hf(ExportArguments(checkpoint=str(checkpoint), out=str(folder / "hf")))
-    sys.stdout.write(f"{done.num_bytes} {grown_to() - before}\n")
+    export_hf(checkpoint, folder / "hf", max_shard_gib=5)
+    num_bytes = (folder / "hf" / "model.safetensors").stat().st_size
+    sys.stdout.write(f"{num_bytes} {grown_to() - before}\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokenises a folder's text into a cache: CACHE PATTERN [SLOWNESS_S [MAX_FILE_BYTES]].
+"""Tokenizes a folder's text into a cache: CACHE PATTERN [SLOWNESS_S [MAX_FILE_BYTES]].
 
 Prints `PREFIX`. SLOWNESS_S is slept at each piece of text, so that a test can interfere; MAX_FILE_BYTES is the size at
 which the system refuses to grow a file, as a full disk would.
@@ -34,10 +34,10 @@ def main(cache, pattern, slowness_s="0", max_file_bytes=None):
     tokenizer = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
     try:
         with Progress(show=True) as progress:
-            text = tokenize_source(source, tokenizer, Path(cache), progress, name="text")
+            prefix, _ = tokenize_source(source, tokenizer, Path(cache), progress, name="text")
     except UserError as error:
         sys.exit(f"UserError: {error}")
-    print(text.prefix, flush=True)
+    print(prefix, flush=True)
 
 
 if __name__ == "__main__":

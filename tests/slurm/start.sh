@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Starts a Slurm of one node for the tests of this checkout, beside any other on this machine: munged, slurmctld and slurmd
-# with a folder, a key and ports of their own. Prints the path of its configuration, by which Slurm's commands find it:
+# Starts a Slurm of one node for the tests of this checkout, beside any other on this machine: munged, slurmctld and
+# slurmd with their own folder, key and ports. Prints the path of its configuration, by which Slurm's commands find it:
 #
 #     SLURM_CONF=$(tests/slurm/start.sh) make test
 #
-# It installs Debian's slurm-wlm and munge where they are missing, which takes root; the daemons run as whoever calls. One
-# that answers is left alone, and what is left of one that does not is ended. Its logs are in the configuration's folder;
+# It installs Debian's slurm-wlm and munge if they are missing, which needs root; the daemons run as the caller. A Slurm
+# that answers is left alone; the remains of one that does not are ended. Its logs are in the configuration's folder.
 # `tests/slurm/start.sh stop` ends it.
 set -euo pipefail
 exec </dev/null
@@ -23,17 +23,17 @@ fail() {
     exit 1
 }
 
-# Whether the node takes jobs. A controller that is not there makes sinfo retry for minutes.
+# Whether the node takes jobs. Without a controller sinfo would retry for minutes.
 is_up() { [[ -f $SLURM_CONF && $(timeout 5 sinfo --noheader --format=%t 2>/dev/null) =~ ^(idle|mix|alloc|comp)$ ]]; }
 
-# A process's number may be another's by now; and the dead of a container may stay for want of somebody who buries them.
+# Another process may have the number by now, and in a container the dead may remain as zombies.
 is_alive() {
     [[ $(cat "/proc/$2/comm" 2>/dev/null) == "$1" ]] && ! grep -q '^State:.*Z' "/proc/$2/status" 2>/dev/null
 }
 
 stop() {
     local daemon pid
-    # Jobs outlive slurmd, and nobody would end them then.
+    # Jobs would outlive slurmd.
     if [[ -f $SLURM_CONF ]] && timeout 10 scancel --user="$user" 2>/dev/null; then
         for _ in {1..30}; do
             [[ $(timeout 5 squeue --noheader 2>/dev/null) ]] || break
@@ -58,14 +58,14 @@ install() {
     command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v sbatch >/dev/null || missing+=(slurm-wlm)
     command -v munged >/dev/null || missing+=(munge)
     if ((${#missing[@]})); then
-        # The package's own services stay off: what is started here has its own configuration.
+        # The package's own services stay off: the daemons here have their own configuration.
         export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
         timeout 300 apt-get update -q >&2
         timeout 600 apt-get install -q -y --no-install-recommends "${missing[@]}" >&2
     fi
 }
 
-# A port on which nobody listens, other than $1.
+# A free port other than $1.
 free_port() {
     local port
     while
@@ -80,14 +80,14 @@ configure() {
     ctld_port=$(free_port)
     slurmd_port=$(free_port "$ctld_port")
     mkdir -p "$dir/state" "$dir/spool"
-    # munged refuses a folder that others may write to, and jobs must reach its socket.
+    # munged refuses a folder that others can write to, and jobs must reach its socket.
     chmod 755 "$dir"
     head -c 128 /dev/urandom >"$dir/munge.key"
     chmod 600 "$dir/munge.key"
-    # GPUs that are files, for the scripts' arithmetic.
+    # Files that stand for GPUs, for the scripts' arithmetic.
     touch "$dir"/gpu{0..3}
     echo "NodeName=$host Name=gpu File=$dir/gpu[0-3]" >"$dir/gres.conf"
-    # Processes are found by their parents: this needs no cgroups, which a container may not have.
+    # Tracks processes by their parents, without cgroups, which a container may lack.
     echo "CgroupPlugin=cgroup/v1" >"$dir/cgroup.conf"
     cat >"$SLURM_CONF" <<CONF
 ClusterName=tests
@@ -97,7 +97,7 @@ SlurmdUser=$user
 SlurmctldPort=$ctld_port
 SlurmdPort=$slurmd_port
 AuthType=auth/munge
-# A job that is requeued waits for as long as its old credential is valid: two minutes unless this is set.
+# A requeued job waits until its old credential expires: two minutes by default.
 AuthInfo=socket=$dir/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 ProctrackType=proctrack/linuxproc
@@ -109,7 +109,7 @@ SlurmctldPidFile=$dir/slurmctld.pid
 SlurmdPidFile=$dir/slurmd.pid
 SlurmctldLogFile=$dir/slurmctld.log
 SlurmdLogFile=$dir/slurmd.log
-# More processors than there are: jobs mostly wait, and the tests of other files run beside them.
+# Allows more CPUs than the machine has: jobs mostly wait, and other tests run beside them.
 SlurmdParameters=config_overrides
 GresTypes=gpu
 SelectType=select/cons_tres
@@ -117,7 +117,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-# After SIGTERM a step has this long to end: no test waits for it in vain.
+# Seconds that a step has to end after SIGTERM.
 KillWait=10
 ReturnToService=2
 NodeName=$host NodeAddr=127.0.0.1 CPUs=16 Gres=gpu:4 State=UNKNOWN
@@ -126,7 +126,7 @@ CONF
 }
 
 start() {
-    # Daemons keep neither the caller's pipe nor its terminal.
+    # Daemons must keep neither the caller's pipe nor its terminal.
     timeout 30 munged --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/munged.pid" \
         --log-file="$dir/munged.log" --seed-file="$dir/munged.seed" >>"$dir/start.log" 2>&1 || fail "munged did not start"
     timeout 30 slurmctld -c >>"$dir/start.log" 2>&1 || fail "slurmctld did not start"
