@@ -1,15 +1,14 @@
-"""Memory that a run lacks: what would need less, a refusal where a run cannot start, an explanation where it ran out.
+"""What to do about memory that a run lacks: refuse a run that cannot start, explain one that ran out, offer remedies.
 
-Remedies keep what is computed: the same weights, batch and steps. What breaks a rule is left out.
+A remedy breaks no rule and keeps what is computed: the same weights, batch and steps. Needs are the plan's forecast,
+for a run on this machine instead of the planned one. It was calibrated on GPUs; on the CPU its total is less exact. A
+process there may use the machine's memory, or what its container or Slurm job leaves it.
 
-The forecast is the plan's. For a run it is made for the machine at hand instead of a planned one. It was calibrated on
-GPUs; on the CPU it tells how the memory divides, and the total less exactly. A process there may have the machine's
-memory, or what its container or Slurm job leaves it.
-
-Only what asks a GPU imports torch: a plan needs none.
+Only functions that ask a GPU import torch: a plan needs none.
 """
 
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_opt
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, Gpu, planned_launch, planned_platform, planned_problems
+from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, planned_launch, planned_platform, planned_problems
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
@@ -29,11 +28,11 @@ from gpt_pretrain.spec.run_spec import build_run_spec
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01
-# How many times the GPUs are offered; where even so many are too few, a smaller model is meant.
+# Multiples of the GPUs that are offered; if even the largest is too few, the model is too large.
 _TIMES_THE_GPUS = (2, 4, 8, 16, 32, 64)
-# What a run holds from its first step on, whatever its batches are: counted, not estimated.
+# What a run holds from its first step on, independent of its batches: counted, not estimated.
 _STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
-# How torch's allocators, CUDA and NCCL say it.
+# The words of torch's allocators, CUDA and NCCL.
 _WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -42,16 +41,14 @@ _MEMORY = Path("/proc/meminfo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change of the configuration that needs less memory, by the forecast."""
+    """A change of the configuration, and the memory that it would need."""
 
     overrides: str
     """As one would type it."""
     needed_gib: float
-    """What would be needed then."""
 
 
 def _peak_gib(forecast: MemoryForecast) -> float:
-    """The peak of torch's allocator on the worst stage."""
     return forecast.worst.peak / GIB
 
 
@@ -60,7 +57,7 @@ def plan_remedies(
 ) -> list[Remedy]:
     """The changes that would save this run memory on as many processes, the most helpful first.
 
-    Changes that break a rule are left out. `needed` says which GiB of a forecast should become fewer.
+    `needed` picks the GiB of a forecast that should become fewer.
     """
     # The rules ask for the precision as well.
     config = _as_run(config, platform)
@@ -77,7 +74,7 @@ def plan_remedies(
 
 
 def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
-    """Changes of `model` that keep weights, batch and steps as they are."""
+    """Changes of `model` that keep weights, batch and steps."""
     for size in {1, model.micro_batch_size // 2} - {0, model.micro_batch_size}:
         yield {"micro_batch_size": size}
     if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
@@ -91,7 +88,7 @@ def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
     if not uses_distributed_optimizer(model):
         yield {"use_distributed_optimizer": True}
     if not model.optim.use_precision_aware_optimizer:
-        # With the default fp32 states and remainders, nothing more is rounded than before.
+        # With the default fp32 states and remainders, nothing is rounded that was not rounded before.
         yield {
             **({} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}),
             "optim": replace(model.optim, use_precision_aware_optimizer=True),
@@ -99,7 +96,7 @@ def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
     if model.fp8 and not model.fp8_params and not model.fp8_emulate:
         yield {"fp8_params": True, "use_distributed_optimizer": True}
     if data_parallel_size(model, launch.world_size) % 2 == 0:
-        # Every two of the ranks that hold the same layers would share them.
+        # Pairs of ranks that hold the same layers would share them.
         yield {"tensor_model_parallel_size": 2 * model.tensor_model_parallel_size, "sequence_parallel": True}
         yield {"pipeline_model_parallel_size": 2 * model.pipeline_model_parallel_size}
 
@@ -112,27 +109,26 @@ def _as_typed(changes: dict[str, Any]) -> str:
 
 
 def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *, gib: float) -> list[Remedy]:
-    """For each way to lay a planned run out over more GPUs, the fewest on which it needs at most `gib`.
+    """The fewest GPUs on which a planned run needs at most `gib`, with each layout that reaches this there.
 
-    Experts are shared by as many ranks as before, or by more.
+    As many ranks as before share the experts, or more.
     """
     world_size = planned_launch(config).world_size
-    found: dict[str, Remedy] = {}
+    found: list[Remedy] = []
     for times in _TIMES_THE_GPUS:
         plan = replace(config.plan, num_gpus=times * world_size)
         for changes in _layouts(config.model, times):
-            way = " ".join(changes)
             varied = replace(config, model=replace(config.model, **changes), plan=plan)
-            if way in found or planned_problems(varied):
+            if planned_problems(varied):
                 continue
             launch = planned_launch(varied)
             needs = needed(_forecast_of(varied, launch, planned_platform(varied, launch)))
             if needs <= gib:
-                overrides = " ".join(filter(None, [f"plan.num_gpus={plan.num_gpus}", _as_typed(changes)]))
-                found[way] = Remedy(overrides=overrides, needed_gib=needs)
+                overrides = f"plan.num_gpus={plan.num_gpus} {_as_typed(changes)}".rstrip()
+                found.append(Remedy(overrides=overrides, needed_gib=needs))
         if found:
             break
-    return sorted(found.values(), key=lambda remedy: remedy.needed_gib)
+    return sorted(found, key=lambda remedy: remedy.needed_gib)
 
 
 def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
@@ -151,19 +147,13 @@ def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
 
 
 def _forecast_of(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
-    """The forecast for a run on the machine that it runs on."""
-    return forecast_memory(build_run_spec(_as_run(config, platform), launch, platform), _gpu(platform))
-
-
-def _gpu(platform: Platform) -> Gpu:
-    """This machine's GPU as the plan describes one; a run's peak depends only on its name and compute capability."""
-    return replace(
-        GPUS[PlanGpu.h200], name=platform.device_name, compute_capability=platform.compute_capability or (0, 0)
-    )
+    # What a run needs depends on nothing else of its GPU.
+    gpu = replace(GPUS[PlanGpu.h200], compute_capability=platform.compute_capability or (0, 0))
+    return forecast_memory(build_run_spec(_as_run(config, platform), launch, platform), gpu)
 
 
 def _as_run(config: Config, platform: Platform) -> Config:
-    """The configuration with this machine's precision: the plan takes `auto` for a GPU's."""
+    """The configuration with this machine's precision: to the plan, `auto` is a GPU's."""
     if platform.cuda or config.trainer.precision is not Precision.auto:
         return config
     return replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
@@ -171,19 +161,13 @@ def _as_run(config: Config, platform: Platform) -> Config:
 
 def host_memory_bytes() -> tuple[int, str]:
     """Bytes of memory, swap included, and whose they are: "this machine" or "this process's control group"."""
-    installed, swap = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _swap_bytes()
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    told = re.search(r"^SwapTotal:\s*(\d+)", _MEMORY.read_text() if _MEMORY.is_file() else "", re.MULTILINE)
+    swap = 0 if told is None else int(told[1]) * 1024
     limit = min(_limits(), default=installed)
     if limit < installed:
         return limit + swap, "this process's control group"
     return installed + swap, "this machine"
-
-
-def _swap_bytes() -> int:
-    if _MEMORY.is_file():
-        for line in _MEMORY.read_text().splitlines():
-            if line.startswith("SwapTotal:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _limits() -> Iterator[int]:
@@ -207,10 +191,9 @@ def _limits() -> Iterator[int]:
 
 
 def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
-    """Refuses a run whose weights, gradients and optimizer states alone are more than there is.
+    """Refuses a run whose weights, gradients and optimizer states alone exceed the memory.
 
-    On a GPU the run would find out after data and weights were prepared; without one, Linux ends the process and says
-    nothing.
+    On a GPU the run would find out after data and weights were prepared; without one, Linux kills the process silently.
 
     Raises:
         UserError: What they take, what is available, and the keys that would help.
@@ -220,7 +203,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
         stages = [{name: stage.items.get(name, 0.0) / GIB for name in _STATES} for stage in forecast.stages]
         if platform.cuda:
             return max(stages, key=lambda items: sum(items.values()))
-        # All processes of a node without GPUs share its memory; their stages are taken to be those of the whole run.
+        # All processes of a node without GPUs share its memory; they are assumed to have an equal part of all stages.
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
     items = states_gib(_forecast_of(config, launch, platform))
@@ -273,7 +256,7 @@ def _advice(
     *,
     has_gib: float | None,
 ) -> list[str]:
-    """Lines for the user; the last one says that no remedy is enough alone, if each needs more than `has_gib`."""
+    """The remedies, a line each. A last line says so if each of them needs more than `has_gib`."""
     remedies = plan_remedies(config, launch, platform, needed)
     larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
