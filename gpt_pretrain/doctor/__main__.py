@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
-from gpt_pretrain.doctor.facts import examine
+from gpt_pretrain.doctor.facts import Gpu
+from gpt_pretrain.doctor.probe import examine
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
 from gpt_pretrain.plan.machine import GPUS
 
@@ -42,7 +43,11 @@ class DoctorArguments:
 
 def diagnose(arguments: DoctorArguments) -> int:
     """Examines this machine, prints the verdict and returns its exit code."""
-    facts = examine(None if arguments.assume_gpu is None else GPUS[arguments.assume_gpu])
+    gpu = None
+    if arguments.assume_gpu is not None:
+        sheet = GPUS[arguments.assume_gpu]
+        gpu = Gpu(name=sheet.name, compute_capability=sheet.compute_capability, memory_gib=sheet.memory_gib)
+    facts = examine(gpu)
     verdict = give_verdict(facts)
     as_json = arguments.json
     if not as_json:
