@@ -1,5 +1,5 @@
-"""gpt_pretrain.doctor: would training, and training in FP8, work here, and what
-mends what does not.
+"""gpt_pretrain.doctor: whether training works here, whether FP8 does, and the
+commands that fix what does not.
 
 Exit codes: 0 both work; 3 training alone; 1 neither; 2 a wrong argument;
 130 Ctrl-C.
@@ -33,7 +33,7 @@ from gpt_pretrain.plan.machine import GPUS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorArguments:
-    """What the command takes."""
+    """Arguments of the command."""
 
     json: bool = False
     """Print the facts and the verdict as a JSON object."""
@@ -54,7 +54,7 @@ def diagnose(arguments: DoctorArguments) -> int:
         try:
             from gpt_pretrain.doctor.console import print_verdict
         except ModuleNotFoundError as error:
-            # What draws the tables is one of the things that may be missing.
+            # The library that draws the tables may be missing as well.
             sys.stderr.write(f"error: {error}; the verdict as JSON:\n")
             as_json = True
         else:

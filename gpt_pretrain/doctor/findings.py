@@ -159,7 +159,7 @@ def _broken_driver(facts: Facts, driver: Failure) -> Finding:
         what = "there is no nvidia-smi: the driver's own libraries are missing. A container has them only if asked"
         fix = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility --ipc=host …"
     else:
-        what = f"nvidia-smi fails: {driver.problem}. Mend the driver on the host, often by reloading it"
+        what = f"nvidia-smi fails: {driver.problem}. Repair the driver on the host, often by reloading it"
         fix = "nvidia-smi; sudo dmesg | grep -iE 'nvrm|xid' | tail"
     what = f"is broken: {files[0]}{more} exists, and {what}. Runs would train on the CPU"
     return Finding("the NVIDIA driver", what, fix, Blocks.training)
@@ -177,14 +177,14 @@ def _application(facts: Facts) -> Iterator[Finding]:
         fix = f"{_INSTALL} --force-reinstall --no-deps 'megatron-core=={application.version}'"
     what = f"does not load: {application.problem}"
     if isinstance(te, Failure) and not te.is_missing:
-        what += ". Transformer Engine, which megatron-core loads, does not either: mend it, or train without it"
+        what += ". Transformer Engine, which megatron-core loads, does not either: fix it, or train without it"
         names = " ".join(facts.packages)
         fix = f"python -m pip uninstall --yes {names}" if names else "unset PYTHONPATH"
     elif "'megatron" in application.problem and application.version is not None:
         what += ". megatron-core is installed: another folder named megatron comes first on Python's path"
         fix = 'unset PYTHONPATH; python -c "import megatron; print(megatron.__path__)"'
     elif isinstance(flash, Failure) and _ended_by(flash.problem) == _ended_by(application.problem):
-        what += ". FlashAttention-4, which megatron-core loads, fails in the same way: mend it, or train without it"
+        what += ". FlashAttention-4, which megatron-core loads, fails in the same way: fix it, or train without it"
         fix = _REMOVE_FLASH
     yield Finding("training", what, fix, Blocks.training)
 

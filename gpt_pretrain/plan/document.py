@@ -209,9 +209,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     _print_settings(plan, console)
     _print_products(plan, console)
     console.print(_memory(plan))
-    outside = (
-        f"{plan.memory.outside_gib:.1f} GiB more are taken outside of torch's allocator or lost in it (assumed).\n"
-    )
+    outside = f"Another {plan.memory.outside_gib:.1f} GiB is outside of torch's allocator or lost in it (assumed).\n"
     console.print(Text(outside, style="dim"))
     console.print(Text.assemble(("FLOPs per token: ", "bold"), _count(plan.flops_per_token)))
     console.print(Text(f"{FLOPS_FORMULA}\n", style="dim"))

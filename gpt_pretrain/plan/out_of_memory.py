@@ -260,7 +260,7 @@ def _advice(
     remedies = plan_remedies(config, launch, platform, needed)
     larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
-        return [f"no key of this run would make it smaller at the same work: {larger}, or a smaller model"]
+        return [f"no key of this run would reduce it for the same work: {larger}, or a smaller model"]
     now = needed(_forecast_of(config, launch, platform))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [

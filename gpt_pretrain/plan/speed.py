@@ -33,7 +33,7 @@ def link_bytes_per_s(gpu: Gpu, layout: Layout, span: int) -> float:
 
 
 def tensor_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
-    """Seconds of one layer's tensor parallel collectives for one microbatch; none is hidden behind a product.
+    """Seconds of one layer's tensor parallel collectives for one microbatch; no product hides them.
 
     Without sequence parallelism: one all-reduce for each of the two blocks, forward and backward. With it: gathered
     inputs and scattered outputs forward, gathered gradients and inputs and scattered gradients backward. What an FP8
@@ -58,8 +58,8 @@ def tensor_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
 def expert_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Seconds of one layer's exchanges of tokens between the ranks that share experts, for one microbatch.
 
-    The rows that a rank's experts compute come from all of these ranks alike and go back, and so do their gradients.
-    The links of the fullest rank decide; no exchange is hidden behind a product.
+    Each of these ranks sends an equal part of the rows that a rank's experts compute, and gets it back; so with their
+    gradients. The links of the fullest rank decide; no product hides an exchange.
     """
     model, layout = spec.model, spec.layout
     ranks = layout.ep * layout.etp
@@ -88,9 +88,9 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
         # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
-    # Over NVLink it counts in full, for the products that it slows down and for waiting: steps of 4 and 32 layers of
-    # Llama 3 8B on two and four H200s were longer by about that or more, in BF16 and FP8. A profile has since found 52
-    # to 60 of the 92 ms on four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to hide.
+    # Over NVLink it counts in full, since it slows products down and makes ranks wait: steps of 4 and 32 layers of
+    # Llama 3 8B on two and four H200s were longer by about that or more, in BF16 and FP8. A profile found 52 to 60 of
+    # the 92 ms on four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to be hidden.
     lost = rate / link_bytes_per_s(gpu, layout, 1)
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
