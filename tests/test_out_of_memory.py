@@ -20,6 +20,7 @@ from gpt_pretrain.plan.out_of_memory import (
     ran_out_of_memory,
 )
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.spec.run_spec import build_run_spec
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
 from tests.platforms import CPU, H200
@@ -31,9 +32,8 @@ ON_EIGHT = ("model=llama3_8b", "model.global_batch_size=16", "model.micro_batch_
 def remedies(*overrides):
     config = load_config(overrides)
     launch = planned_launch(config)
-    return {
-        found.overrides: found.needed_gib for found in plan_remedies(config, launch, planned_platform(config, launch))
-    }
+    spec = build_run_spec(config, launch, planned_platform(config, launch))
+    return {found.overrides: found.needed_gib for found in plan_remedies(spec)}
 
 
 def test_a_run_that_runs_out_of_memory_ends_with_the_forecast_and_the_keys(tmp_path, parent):

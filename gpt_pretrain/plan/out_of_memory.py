@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
+from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
@@ -24,7 +24,7 @@ from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, planned_launch, plann
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
-from gpt_pretrain.spec.run_spec import build_run_spec
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01
@@ -52,29 +52,26 @@ def _peak_gib(forecast: MemoryForecast) -> float:
     return forecast.worst.peak / GIB
 
 
-def plan_remedies(
-    config: Config, launch: Launch, platform: Platform, needed: Callable[[MemoryForecast], float] = _peak_gib
-) -> list[Remedy]:
+def plan_remedies(spec: RunSpec, needed: Callable[[MemoryForecast], float] = _peak_gib) -> list[Remedy]:
     """The changes that would save this run memory on as many processes, the most helpful first.
 
     `needed` picks the GiB of a forecast that should become fewer.
     """
-    # The rules ask for the precision as well.
-    config = _as_run(config, platform)
-    before = needed(_forecast_of(config, launch, platform))
+    before = needed(_forecast_of(spec))
     found = []
-    for changes in _changes(config.model, launch):
-        varied = replace(config, model=replace(config.model, **changes))
-        if config_problems(varied, launch):
+    for changes in _changes(spec):
+        varied = replace(spec.config, model=replace(spec.model, **changes))
+        if config_problems(varied, spec.launch):
             continue
-        after = needed(_forecast_of(varied, launch, platform))
+        after = needed(_forecast_of(build_run_spec(varied, spec.launch, spec.platform)))
         if after < before * (1 - _WORTHWHILE):
             found.append(Remedy(overrides=_as_typed(changes), needed_gib=after))
     return sorted(found, key=lambda remedy: remedy.needed_gib)
 
 
-def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
+def _changes(spec: RunSpec) -> Iterator[dict[str, Any]]:
     """Changes of `model` that keep weights, batch and steps."""
+    model = spec.model
     for size in {1, model.micro_batch_size // 2} - {0, model.micro_batch_size}:
         yield {"micro_batch_size": size}
     if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
@@ -95,7 +92,7 @@ def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
         }
     if model.fp8 and not model.fp8_params and not model.fp8_emulate:
         yield {"fp8_params": True, "use_distributed_optimizer": True}
-    if data_parallel_size(model, launch.world_size) % 2 == 0:
+    if spec.layout.dp % 2 == 0:
         # Pairs of ranks that hold the same layers would share them.
         yield {"tensor_model_parallel_size": 2 * model.tensor_model_parallel_size, "sequence_parallel": True}
         yield {"pipeline_model_parallel_size": 2 * model.pipeline_model_parallel_size}
@@ -122,7 +119,7 @@ def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *,
             if planned_problems(varied):
                 continue
             launch = planned_launch(varied)
-            needs = needed(_forecast_of(varied, launch, planned_platform(varied, launch)))
+            needs = needed(_forecast_of(build_run_spec(varied, launch, planned_platform(varied, launch))))
             if needs <= gib:
                 overrides = f"plan.num_gpus={plan.num_gpus} {_as_typed(changes)}".rstrip()
                 found.append(Remedy(overrides=overrides, needed_gib=needs))
@@ -146,17 +143,17 @@ def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
         yield {"tensor_model_parallel_size": inside * tp, "sequence_parallel": True, **between}
 
 
-def _forecast_of(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
+def _forecast_of(spec: RunSpec) -> MemoryForecast:
     # What a run needs depends on nothing else of its GPU.
-    gpu = replace(GPUS[PlanGpu.h200], compute_capability=platform.compute_capability or (0, 0))
-    return forecast_memory(build_run_spec(_as_run(config, platform), launch, platform), gpu)
+    gpu = replace(GPUS[PlanGpu.h200], compute_capability=spec.platform.compute_capability or (0, 0))
+    return forecast_memory(spec, gpu)
 
 
-def _as_run(config: Config, platform: Platform) -> Config:
-    """The configuration with this machine's precision: to the plan, `auto` is a GPU's."""
-    if platform.cuda or config.trainer.precision is not Precision.auto:
-        return config
-    return replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
+def _run_here(config: Config, launch: Launch, platform: Platform) -> RunSpec:
+    """A run on this machine, with its precision: to the plan and to the rules, `auto` is a GPU's."""
+    if not platform.cuda and config.trainer.precision is Precision.auto:
+        config = replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
+    return build_run_spec(config, launch, platform)
 
 
 def host_memory_bytes() -> tuple[int, str]:
@@ -206,7 +203,8 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
         # All processes of a node without GPUs share its memory; they are assumed to have an equal part of all stages.
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
-    items = states_gib(_forecast_of(config, launch, platform))
+    spec = _run_here(config, launch, platform)
+    items = states_gib(_forecast_of(spec))
     needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
         return
@@ -215,7 +213,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
     lines = [
         f"the model does not fit: weights, gradients and optimizer states alone take {needed_gib:.2f} GiB{processes} "
         f"({listed}), and {whose} has {total_gib:.2f} GiB{'' if platform.cuda else ' and no GPU'}",
-        *_advice(config, launch, platform, lambda forecast: sum(states_gib(forecast).values()), has_gib=total_gib),
+        *_advice(spec, lambda forecast: sum(states_gib(forecast).values()), has_gib=total_gib),
     ]
     raise UserError("\n".join(lines))
 
@@ -232,36 +230,29 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) -> str:
     """The message for a run that ran out of memory on this machine."""
     platform = detect_platform()
-    forecast = _forecast_of(config, launch, platform)
-    peak_gib = forecast.worst.peak / GIB
+    spec = _run_here(config, launch, platform)
+    forecast = _forecast_of(spec)
     items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
     where = f" on the ranks of pipeline stage {forecast.worst.stage}" if len(forecast.stages) > 1 else ""
     outside = f", and {forecast.outside_gib:.1f} GiB for CUDA and NCCL" if platform.cuda else ""
     said = next(iter(str(error).splitlines()), type(error).__name__)
     lines = [
         f"out of memory on rank {launch.rank} ({platform.device_name}): {said}",
-        f"the forecast for this run is a peak of {peak_gib:.2f} GiB{where}{outside}: "
+        f"the forecast for this run is a peak of {_peak_gib(forecast):.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),
-        *_advice(config, launch, platform, _peak_gib, has_gib=None),
+        *_advice(spec, _peak_gib, has_gib=None),
     ]
     return "\n".join(lines)
 
 
-def _advice(
-    config: Config,
-    launch: Launch,
-    platform: Platform,
-    needed: Callable[[MemoryForecast], float],
-    *,
-    has_gib: float | None,
-) -> list[str]:
+def _advice(spec: RunSpec, needed: Callable[[MemoryForecast], float], *, has_gib: float | None) -> list[str]:
     """The remedies, a line each. A last line says so if each of them needs more than `has_gib`."""
-    remedies = plan_remedies(config, launch, platform, needed)
-    larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
+    remedies = plan_remedies(spec, needed)
+    larger = "use more GPUs" if spec.platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
         return [f"no key of this run would reduce it for the same work: {larger}, or a smaller model"]
-    now = needed(_forecast_of(config, launch, platform))
+    now = needed(_forecast_of(spec))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
         f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"
