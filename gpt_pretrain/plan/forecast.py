@@ -12,9 +12,8 @@ from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype
 from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
 from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.effective import Product, Setting, effective_settings, plan_products
-from gpt_pretrain.plan.machine import GPUS, Gpu, planned_platform
+from gpt_pretrain.plan.machine import GPUS, Gpu, planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
@@ -222,10 +221,9 @@ def _num_parameters(spec: RunSpec) -> int:
     return stage.num_parameters
 
 
-def build_plan(config: Config, launch: Launch) -> Plan:
+def build_plan(config: Config) -> Plan:
     """Plans a configuration that breaks no rule, also of the planned machine."""
-    gpu = GPUS[config.plan.gpu]
-    spec = build_run_spec(config, launch, planned_platform(config, launch))
+    gpu, spec = GPUS[config.plan.gpu], planned_spec(config)
     memory = forecast_memory(spec, gpu)
     num_parameters = _num_parameters(spec)
     checkpoint = forecast_checkpoint(spec, num_parameters)

@@ -19,6 +19,7 @@ from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.spec.platform import Platform, multicast_variables, recipe_variables
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # Ranks that NVLink connects: one HGX board.
 GPUS_PER_NODE = 8
@@ -172,13 +173,13 @@ class Efficiency:
 EFFICIENCY = Efficiency()
 
 
-def planned_platform(config: Config, launch: Launch) -> Platform:
-    """A node with the planned GPUs and Transformer Engine, without apex, and with this machine's environment.
+def planned_spec(config: Config) -> RunSpec:
+    """The planned run, on a node with Transformer Engine, without apex, and with this machine's environment.
 
     It has FlashAttention-4, an optional package, only if `model.use_flash_attention=true` asks for it.
     """
-    gpu = GPUS[config.plan.gpu]
-    return Platform(
+    launch, gpu = _planned_launch(config), GPUS[config.plan.gpu]
+    platform = Platform(
         cuda=True,
         num_gpus=launch.local_world_size,
         device_name=gpu.name,
@@ -190,19 +191,21 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         multicast_variables=multicast_variables(),
         flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,
     )
+    return build_run_spec(config, launch, platform)
 
 
-def _refusals(config: Config, launch: Launch) -> list[str]:
-    return machine_problems(config, launch, planned_platform(config, launch))
+def _refusals(config: Config) -> list[str]:
+    spec = planned_spec(config)
+    return machine_problems(config, spec.launch, spec.platform)
 
 
-def platform_problems(config: Config, launch: Launch) -> list[str]:
+def platform_problems(config: Config) -> list[str]:
     """What the planned machine would refuse, with the GPUs that would accept it."""
-    problems = _refusals(config, launch)
+    problems = _refusals(config)
     if not problems:
         return []
     on_others = {gpu.name: replace(config, plan=replace(config.plan, gpu=gpu)) for gpu in GPUS}
-    fitting = [name for name, other in on_others.items() if not _refusals(other, launch)]
+    fitting = [name for name, other in on_others.items() if not _refusals(other)]
     return [f"{problem}; or plan.gpu={' or '.join(fitting)}" if fitting else problem for problem in problems]
 
 
@@ -249,10 +252,10 @@ def planned_world_problems(config: Config) -> Iterator[str]:
 
 def planned_problems(config: Config) -> list[str]:
     """Every rule that training on the planned ranks would break, before it looks at the machine."""
-    return list(planned_world_problems(config)) or config_problems(config, planned_launch(config))
+    return list(planned_world_problems(config)) or config_problems(config, _planned_launch(config))
 
 
-def planned_launch(config: Config) -> Launch:
+def _planned_launch(config: Config) -> Launch:
     """Rank 0 of the planned run, on as few nodes of eight GPUs as hold it."""
     world_size, trainer = planned_world_size(config), config.trainer
     if trainer.devices is not None and trainer.devices > 0:

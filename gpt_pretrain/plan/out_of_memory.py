@@ -20,7 +20,7 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, planned_launch, planned_platform, planned_problems
+from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
@@ -110,7 +110,7 @@ def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *,
 
     As many ranks as before share the experts, or more.
     """
-    world_size = planned_launch(config).world_size
+    world_size = planned_world_size(config)
     found: list[Remedy] = []
     for times in _TIMES_THE_GPUS:
         plan = replace(config.plan, num_gpus=times * world_size)
@@ -118,8 +118,7 @@ def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *,
             varied = replace(config, model=replace(config.model, **changes), plan=plan)
             if planned_problems(varied):
                 continue
-            launch = planned_launch(varied)
-            needs = needed(_forecast_of(build_run_spec(varied, launch, planned_platform(varied, launch))))
+            needs = needed(_forecast_of(planned_spec(varied)))
             if needs <= gib:
                 overrides = f"plan.num_gpus={plan.num_gpus} {_as_typed(changes)}".rstrip()
                 found.append(Remedy(overrides=overrides, needed_gib=needs))
