@@ -106,68 +106,66 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Recipe) -> str | No
     return next(recipe_variable_problems(platform, recipe, attention=False), None)
 
 
+def _part(name: str, order: str, *choices: tuple[bool, str]) -> Part:
+    """A part with what it could run on, the best first, each with whether it is available."""
+    return Part(name=name, here=next(what for is_available, what in choices if is_available), order=order)
+
+
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
-    has_te = platform.transformer_engine is not None
-    te = facts.transformer_engine
+    te, has_te = facts.transformer_engine, platform.transformer_engine is not None
+    scales_on_device = has_te and isinstance(te, TransformerEngine) and te.scales_on_device
     # Where null chooses it for heads of these widths (`spec.kernels`).
     has_flash = has_te and platform.is_hopper and platform.flash_attention is not None
     rotated, still = (
         " and ".join(map(str, widths)) for widths in (ROTATED_FLASH_ATTENTION_WIDTHS, FLASH_ATTENTION_WIDTHS)
     )
-    # Name, what it can run on with whether that is there, best first, and what it would take first, next and last.
-    parts: list[tuple[str, list[tuple[bool, str]], str]] = [
-        (
+    of_te = "Transformer Engine: cuDNN or flash-attn"
+    flash = (
+        f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, else {of_te}"
+    )
+    return (
+        _part(
             "transformer layers",
-            [(has_te, "Transformer Engine"), (True, "megatron-core's local layers")],
             "Transformer Engine; megatron-core's local layers: no FP8, no context parallelism",
+            (has_te, "Transformer Engine"),
+            (True, "megatron-core's local layers"),
         ),
-        (
+        _part(
             "attention",
-            [
-                (
-                    has_flash,
-                    f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, "
-                    "else Transformer Engine: cuDNN or flash-attn",
-                ),
-                (has_te, "Transformer Engine: cuDNN or flash-attn"),
-                (platform.cuda, "PyTorch's fused kernels"),
-                (True, "PyTorch, in separate operations"),
-            ],
             "FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch's fused "
             "kernels; separate operations, with apex's softmax where it is installed",
+            (has_flash, flash),
+            (has_te, of_te),
+            (platform.cuda, "PyTorch's fused kernels"),
+            (True, "PyTorch, in separate operations"),
         ),
-        (
+        _part(
             "layer norm",
-            [(has_te, "Transformer Engine"), (platform.apex_layer_norm, "apex"), (True, "PyTorch")],
             "Transformer Engine; apex, which has no RMSNorm; PyTorch",
+            (has_te, "Transformer Engine"),
+            (platform.apex_layer_norm, "apex"),
+            (True, "PyTorch"),
         ),
-        (
+        _part(
             "weight gradient sums",
-            [
-                (has_te, "Transformer Engine, in the product"),
-                (platform.apex_weight_gradient, "apex, in the product"),
-                (platform.cuda, "PyTorch, in the product"),
-                (True, "PyTorch, after the product"),
-            ],
             "Transformer Engine; apex (fused_weight_gradient_mlp_cuda); PyTorch",
+            (has_te, "Transformer Engine, in the product"),
+            (platform.apex_weight_gradient, "apex, in the product"),
+            (platform.cuda, "PyTorch, in the product"),
+            (True, "PyTorch, after the product"),
         ),
-        (
+        _part(
             "gradient clipping",
-            [
-                (has_te and isinstance(te, TransformerEngine) and te.scales_on_device, "Transformer Engine"),
-                (True, "PyTorch's foreach kernels"),
-            ],
             "Transformer Engine from multi_tensor_scale_tensor on; PyTorch",
+            (scales_on_device, "Transformer Engine"),
+            (True, "PyTorch's foreach kernels"),
         ),
-        (
+        _part(
             "optimizer",
-            [(platform.cuda, "PyTorch's fused Adam"), (True, "PyTorch's Adam")],
             "PyTorch: others cannot leave a bad step out",
+            (platform.cuda, "PyTorch's fused Adam"),
+            (True, "PyTorch's Adam"),
         ),
-    ]
-    return tuple(
-        Part(name=name, here=next(what for is_there, what in choices if is_there), order=order)
-        for name, choices, order in parts
     )
 
 
