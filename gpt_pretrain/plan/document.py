@@ -162,7 +162,7 @@ def _print_products(plan: Plan, console: Console) -> None:
 def _memory(plan: Plan) -> Table:
     memory, stages, pipeline = plan.memory, plan.memory.stages, plan.spec.layout.pp > 1
     worst = memory.worst
-    # If not all stages fit beside each other, the worst and both ends say most.
+    # If not all stages fit side by side, the worst and both ends say most.
     shown = stages if len(stages) <= 6 else [stages[index] for index in sorted({0, worst.stage, len(stages) - 1})]
     headers = [f"stage {each.stage}{' *' if each is worst else ''}" if pipeline else "GiB" for each in shown]
     title = "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if pipeline else "")

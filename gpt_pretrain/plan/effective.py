@@ -25,7 +25,7 @@ from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Lin
 from gpt_pretrain.spec.recipes import DELAYED_KEYS, Fp8Settings
 from gpt_pretrain.spec.run_spec import RunSpec
 
-# The keys that the plan shows, beside trainer.precision.
+# The keys that the plan shows, besides trainer.precision.
 _OF_MODEL = (
     "transformer_engine fp8 fp8_backend fp8_recipe fp8_hybrid fp8_e4m3 fp8_margin fp8_interval fp8_amax_history_len "
     "fp8_amax_compute_algo fp8_wgrad fp8_params fp8_dot_product_attention fp8_multi_head_attention "

@@ -40,10 +40,10 @@ _ON_LOCAL_LAYERS = (
     "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
     "trainer.precision out to train at full speed."
 )
-# Bytes per second of one GPU: to host memory, while the loop waits; from there to the disk, beside the loop
+# Bytes per second of one GPU: to host memory, while the loop waits; from there to the disk, in parallel
 # (`checkpoint.async_save`); and to the disk while the loop waits.
 _COPIED, _WRITTEN_BESIDE, _WRITTEN_ALONE = 31e9, 1.58e9, 0.81e9
-# While a checkpoint is written beside them, steps take this much longer.
+# Steps take this much longer while a checkpoint is written.
 _SLOWER = 0.2
 # A checkpoint has moments in the smallest plain type that holds them exactly (`kernels.adam`).
 _SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
@@ -122,7 +122,7 @@ class CheckpointForecast:
     num_bytes: float
     """Of the whole checkpoint."""
     bytes_per_gpu: float
-    """Of each GPU's part; a save beside the loop also takes as much host memory."""
+    """Of each GPU's part; an `async_save` takes as much host memory."""
     stall_s: float
     """Seconds that a save holds the loop."""
     write_s: float

@@ -24,7 +24,7 @@ from gpt_pretrain.spec.run_spec import RunSpec
 LOSS_BYTES_PER_LOGIT = 43
 # With `megatron.loss`: one kernel reads the BF16 logits, another reads them and writes the gradient.
 LINEAR_LOSS_BYTES_PER_LOGIT = 6
-# Kernels of one layer, forward and backward, beside products, attention and casts.
+# Kernels of one layer, forward and backward, without products, attention and casts.
 ELEMENTWISE_KERNELS = 10
 # Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
 ATTENTION_PRODUCTS = 7
@@ -36,7 +36,7 @@ PRODUCTS_OF_EXPERT = 6
 # backward: it multiplies by the routing weight in fp32, whose gradient is a sum over the activation. Two layers of
 # Mixtral: 15 ms of 43 on an H100 that a dense layer's passes do not explain.
 WEIGHTED_ACTIVATION_BYTES = 20
-# Kernels of routing and permutation, forward and backward, beside passes over rows: scores, choice, weights, auxiliary
+# Kernels of routing and permutation, forward and backward, without passes over rows: scores, choice, weights, auxiliary
 # losses, counts, the sort of the map and the exchange of counts, each over a few values per token.
 ROUTING_KERNELS = 80
 # Bytes that these read and write per token and expert, in fp32 or as 64-bit indices.
@@ -83,7 +83,7 @@ def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     model = spec.model
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
-    # The cost of a score beside its products weighs more in narrow heads.
+    # What a score costs besides its products weighs more in narrow heads.
     reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
     if spec.fp8 is not None and spec.fp8.dot_product_attention:
         reached *= EFFICIENCY.fp8_attention

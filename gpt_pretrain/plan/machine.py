@@ -137,7 +137,7 @@ class Efficiency:
     # What the host needs to launch kernels. GPT-2 124M, where the host was slower than the GPU: 48 layers a step took
     # 224 ms in BF16, 332 in tensorwise and 128 with graphs, and 12 layers 75 and 107 (benchmarks/gpt2_124m_1xh200.md).
     host_s_per_step: float = 27e-3
-    """For a step beside its layers."""
+    """For a step without its layers."""
     host_s_per_layer: float = 4.1e-3
     """For one layer, forward and backward, and its share of embedding and loss."""
     host_s_per_fp8_layer: float = 6.4e-3

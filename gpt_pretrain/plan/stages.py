@@ -279,7 +279,7 @@ def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivation
     projected = tokens * (heads + 2 * num_query_groups(model) // tp) * width * (1 if fp8_attention else element)
     attended = tokens * heads * width
     # The norms of queries and keys keep their inputs.
-    normalised = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
+    normalized = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
     # Attention keeps its output; the projection's input is the same tensor, or an FP8 copy beside it.
     projection_input = attended * input_bytes(spec, proj)
     shares_output = fp8 is None or proj.wgrad_precision != "fp8"
@@ -306,7 +306,7 @@ def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivation
         attention_block=local * model.hidden_size * input_bytes(spec, qkv)
         + norm_statistics
         + projected
-        + normalised
+        + normalized
         + projection_input
         + dropout_mask,
         attention_core=core,
